@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nnscaler.planning.auto import AutoPlan
     from nnscaler.training.checkpoints import Checkpoints
     from nnscaler.training.engine import Engine, start
+    from nnscaler.training.export import export_weights
     from nnscaler.training.scaler import LossScaler
     from nnscaler.training.trainer import Trainer
     from nnscaler.training.weights import load_weights
@@ -32,6 +33,7 @@ __all__ = [
     "Program",
     "Trainer",
     "__version__",
+    "export_weights",
     "load_weights",
     "parallelize",
     "register_op",
@@ -48,6 +50,7 @@ _HOMES = {
     "Precision": "nnscaler.ir.precision",
     "Program": "nnscaler.codegen.program",
     "Trainer": "nnscaler.training.trainer",
+    "export_weights": "nnscaler.training.export",
     "load_weights": "nnscaler.training.weights",
     "parallelize": "nnscaler.compile",
     "register_op": "op_registry.register",

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nnscaler.codegen.program import Origin
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.text import print_graph
 from nnscaler.runtime.communication.communicator import Communicator
@@ -349,6 +350,14 @@ def _read_parts(folder: Folder, parts: Mapping[str, Stateful]) -> None:
         parts[name].load_state_dict(state)
 
 
+def _computed(origin: Origin | None) -> tuple[str, ...]:
+    """Return the buffers that the model's state dict leaves out; none where the model is not known."""
+    if origin is None:
+        return ()
+    kept = origin.module.state_dict().keys()
+    return tuple(name for name, _ in origin.module.named_buffers(remove_duplicate=False) if name not in kept)
+
+
 def _record(engine: Engine, metric: float | None) -> RunRecord:
     manifest, graph = engine.manifest, engine.program.graph
     return RunRecord(
@@ -356,6 +365,7 @@ def _record(engine: Engine, metric: float | None) -> RunRecord:
         passes=engine.context.passes,
         ranks=engine.world_size,
         tied=tuple(tuple(names) for names in manifest.tied),
+        computed=_computed(engine.program.origin),
         model=manifest.model.get("name", ""),
         plan=engine.program.plan.to_json(),
         graph=hashlib.sha256(print_graph(graph).encode()).hexdigest(),

@@ -132,9 +132,20 @@ def _read(document: Document) -> TrainSettings:
 
 
 def settings_of(table: Mapping[str, Any]) -> TrainSettings:
-    """Return the settings that keyword arguments give, tables as dicts. Raises NnscalerError `bad_settings`."""
-    record: TrainSettings = _record(TrainSettings, table, (), None)
+    """Return the settings that keyword arguments give, tables as dicts; None is the default.
+
+    Raises NnscalerError `bad_settings`.
+    """
+    record: TrainSettings = _record(TrainSettings, _without_none(table), (), None)
     return record
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) and key not in _OPEN else value
+        for key, value in table.items()
+        if value is not None
+    }
 
 
 def _record(record: type, table: Mapping[str, Any], path: tuple[str, ...], document: Document | None) -> Any:
@@ -249,6 +260,7 @@ def _relative(settings: TrainSettings, folder: Path) -> TrainSettings:
     return replace(
         settings,
         model=_at(settings.model, folder),
+        weights=str(folder / settings.weights) if settings.weights else "",
         loss=_at(settings.loss, folder),
         plan=_at(settings.plan, folder),
         data=replace(settings.data, source=_at(settings.data.source, folder)),

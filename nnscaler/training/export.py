@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -97,7 +98,9 @@ def summarise(folder: Folder) -> Summary:
 
 
 def export(folder: Folder, out: str | Path, how: Export = Export()) -> list[Path]:
-    """Write the model of a checkpoint; return the files. Tied tensors have one name, but in a torch file all of them.
+    """Write the state dict of the model of a checkpoint; return the files.
+
+    Tied tensors have one name, but in a torch file all of them.
 
     Raises NnscalerError: cannot_write, cannot_read, no_such_file (the config), usage.
     """
@@ -105,6 +108,8 @@ def export(folder: Folder, out: str | Path, how: Export = Export()) -> list[Path
         raise NnscalerError("usage", f"format {how.format!r} is none of {', '.join(FORMATS)}")
     place = Path(out)
     summary = summarise(folder)
+    stored = {name: kind for name, kind in summary.tensors.items() if name not in summary.run.computed}
+    summary = replace(summary, tensors=stored)
     config = _config(how)
     try:
         if how.format == "torch":
@@ -124,6 +129,15 @@ def export(folder: Folder, out: str | Path, how: Export = Export()) -> list[Path
         return written
     except OSError as error:
         raise cannot_write(place, error) from None
+
+
+def export_weights(checkpoint: str | Path, out: str | Path, **how: Any) -> list[Path]:
+    """Write the model of a checkpoint, or of the newest one of a run, for others; return the files.
+
+    `how`: the fields of `Export`, such as format="torch". One process does it; under torchrun, that of rank 0.
+    Raises NnscalerError: cannot_write, cannot_read, no_such_file, usage.
+    """
+    return export(open_checkpoint(checkpoint), out, Export(**how))
 
 
 def _safetensors(folder: Folder, summary: Summary, out: Path, how: Export) -> list[Path]:

@@ -176,6 +176,8 @@ class TrainSettings:
     """A run.
 
     model          `file.py`, `file.py::factory` or `package.module:factory`: build_model() -> nn.Module
+    weights        that the model starts from: a folder or file of safetensors, or a checkpoint; empty: the model's own
+    weights_prefix  what names in the model begin with and those in `weights` do not
     loss           `file.py::function` of outputs and batch, for a model that returns no loss
     plan           how the model lies on the ranks: dp=2,tp=2,zero=1; plan.json; policy.py::function; or auto
     ranks          processes, one a device; 0: as many as the plan says, or torchrun started
@@ -192,6 +194,8 @@ class TrainSettings:
     """
 
     model: str = ""
+    weights: str = ""
+    weights_prefix: str = ""
     loss: str = ""
     plan: str = ""
     ranks: int = 0

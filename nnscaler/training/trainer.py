@@ -45,6 +45,7 @@ from nnscaler.training.loggers import Logger, StepReport, ValidationReport, make
 from nnscaler.training.replicas import check_replicas
 from nnscaler.training.scaler import LossScaler
 from nnscaler.training.settings import TrainSettings
+from nnscaler.training.weights import load_weights
 
 Ended = Literal["finished", "stopped", "not finite"]
 
@@ -167,6 +168,9 @@ class Trainer:
             self.step = self.checkpoints.load(self.engine, self.optimizer, self.schedule, self.loader, self._scaler)
             if self.step:
                 self._say(f"going on     after step {self.step} of {chosen.folder}")
+        if settings.weights and not self.step:
+            for name in load_weights(self.engine, settings.weights, settings.weights_prefix):
+                self._say(f"weights      {name} is not among them, and stays as the model has it")
         self._flops = flops_of_step(program)
         param = settings.precision.param or settings.precision.dtype
         self._peak = peak_flops(self.engine.device, self.engine.world_size, param)

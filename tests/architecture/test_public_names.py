@@ -18,6 +18,7 @@ FRONT_DOORS = {
         "Program",
         "Trainer",
         "__version__",
+        "export_weights",
         "load_weights",
         "parallelize",
         "register_op",

@@ -43,6 +43,7 @@ class RunRecord:
     passes  batches that were run, by which random numbers are drawn
     ranks   that wrote the folder
     tied    all names of each tensor that has several
+    computed  buffers that are no part of the model's state dict: it makes them itself
     model   its name
     plan    in words
     graph   hash of what was compiled, where it is known
@@ -55,6 +56,7 @@ class RunRecord:
     passes: int
     ranks: int = 1
     tied: tuple[tuple[str, ...], ...] = ()
+    computed: tuple[str, ...] = ()
     model: str = ""
     plan: str = ""
     graph: str = ""

@@ -102,7 +102,14 @@ def test_what_is_wrong_on_the_command_line_is_told(file: Path, word: str) -> Non
 
 
 def test_python_gives_tables_as_dicts() -> None:
-    found = settings_of({"model": "m.py", "optimizer": {"name": "SGD", "lr": 0.1}, "checkpoints": {"folder": "a"}})
+    found = settings_of(
+        {
+            "model": "m.py",
+            "optimizer": {"name": "SGD", "lr": 0.1},
+            "checkpoints": {"folder": "a", "every": None},
+            "plan": None,
+        }
+    )
     assert (found.optimizer.name, found.optimizer.arguments, found.checkpoints.folder) == ("SGD", {"lr": 0.1}, "a")
     with pytest.raises(NnscalerError, match="has no key 'modle'"):
         settings_of({"modle": "m.py"})

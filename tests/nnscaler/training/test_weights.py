@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nnscaler
+from nnscaler.cli.main import main
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.shards import same_bits, shard
 from nnscaler.tracing import Traced, trace
 from nnscaler.training import weights
@@ -132,3 +136,26 @@ def test_files_that_do_not_fit(program: Program, tmp_path: Path) -> None:
     (tmp_path / weights.INDEX).write_text("{}")
     with pytest.raises(NnscalerError, match=r"index.json cannot be read: KeyError"):
         nnscaler.load_weights(engine, tmp_path)
+
+
+def test_the_example_goes_from_weights_to_weights(
+    examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is saved is the state dict, without the buffers that the model makes itself."""
+    for file in ("examples/finetune_llama.py", "examples/finetune_llama.toml", "docs/train.md"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        shutil.copyfile(examples.parent / file, tmp_path / file)
+    shutil.copyfile(tmp_path / "docs/train.md", tmp_path / "docs/validation.md")
+    monkeypatch.chdir(tmp_path)
+    module = load_user_module("examples/finetune_llama.py")
+    module.main()
+    run = ["train", "examples/finetune_llama.toml", "--batch-size=4", "--validation.batches=1"]
+    assert main([*run, "--steps=1", "--lr=1e-30"]) == 0
+    [file] = nnscaler.export_weights("runs/finetuned", "weights.pt", format="torch")
+    before, after = LlamaForCausalLM.from_pretrained("runs/llama"), module.build_model()
+    after.load_state_dict(torch.load(file, weights_only=True))
+    right = before.state_dict()
+    assert all(same_bits(tensor, right[name]) for name, tensor in after.state_dict().items())
+    assert main([*run, "--steps=8", "--checkpoints.folder=runs/b"]) == 0
+    losses = [float(text) for text in re.findall(r"validation loss (\S+)", capsys.readouterr().out)]
+    assert len(losses) == 2 and losses[1] < losses[0] - 0.1, "it learns"
