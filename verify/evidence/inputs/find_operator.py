@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import inspect
 import linecache
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -18,18 +20,12 @@ from op_registry.schema import SchemaError, infer_schema
 from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
 
 from nnscaler.errors import NnscalerError
-from nnscaler.training.updates import Update
-from verify.evidence.inputs.optimizer_operator import (
-    is_optimizer,
-    optimizer_operator,
-    split_arguments,
-    torch_optimizer,
-)
 from verify.evidence.inputs.user_code import import_module, load_file
 
 _HOW_TO_ANNOTATE = 'give one: annotation="m k+, k+ n -> m n" (--annotation), or register: @nnscaler.register_op("...")'
 _HOW_TO_NAME = "`nnscaler list ops` shows them; file.py::function and package.module:function also name one"
 GLOB = frozenset("*?[")
+_CALL = re.compile(r"(?P<name>[^()]+)\((?P<given>.*)\)", re.DOTALL)
 
 
 def find_operator(operator: Any, annotation: str | Callable[..., Any] | None) -> OperatorSpec:
@@ -90,9 +86,8 @@ def matching(text: str) -> list[OperatorSpec]:
     text, given = split_arguments(text)
     if given:
         return [_with_arguments(text, given)]
-    optimizer = torch_optimizer(text)
-    if optimizer is not None:
-        return [optimizer_operator(optimizer, {})]
+    if text.startswith("torch.optim."):
+        return [_with_arguments(text, {})]
     left, separator, name = text.partition("::")
     if separator and (left.endswith(".py") or "/" in left):
         return _members(load_file(left), name, text, registered_in(left, empty=True))
@@ -104,8 +99,29 @@ def matching(text: str) -> list[OperatorSpec]:
     return _by_name(text.replace("::", "."))
 
 
+def split_arguments(text: str) -> tuple[str, dict[str, Any]]:
+    """Read `torch.optim.SGD(lr=0.1, momentum=0.9)`: the name, and values by keyword; none where there are no brackets.
+
+    Raises NnscalerError `bad_arguments` for what is no list of keywords with plain values.
+    """
+    match = _CALL.fullmatch(text)
+    if match is None:
+        return text, {}
+    try:
+        call = ast.parse(f"f({match['given']})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+            raise ValueError
+        return match["name"], {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError):
+        message = f"cannot read the hyper-parameters {match['given']!r}"
+        raise NnscalerError("bad_arguments", message, help="name=value, name=value: lr=0.1, momentum=0.9") from None
+
+
 def _with_arguments(text: str, given: Mapping[str, Any]) -> OperatorSpec:
     """Return an optimizer's step with hyper-parameters. Raises NnscalerError for what is no optimizer."""
+    from nnscaler.training.updates import Update
+    from verify.evidence.inputs.optimizer_operator import optimizer_operator, torch_optimizer
+
     found = torch_optimizer(text)
     if found is not None:
         return optimizer_operator(found, given)
@@ -238,9 +254,12 @@ def record_of(operator: Any) -> OperatorSpec | None:
     spec = operator if isinstance(operator, OperatorSpec) else getattr(operator, "spec", None)
     if isinstance(spec, OperatorSpec):
         return spec
-    if is_optimizer(operator):
-        own = operator.__module__.partition(".")[0] == "torch"
-        return optimizer_operator(operator, {}, None if own else _place(operator))
+    if isinstance(operator, type):
+        from verify.evidence.inputs.optimizer_operator import is_optimizer, optimizer_operator
+
+        if is_optimizer(operator):
+            own = operator.__module__.partition(".")[0] == "torch"
+            return optimizer_operator(operator, {}, None if own else _place(operator))
     registry = default_registry()
     function = _autograd_function(operator)
     if function is not None:  # `apply` of the class is the target

@@ -6,8 +6,6 @@ what that gives is the annotation that is verified.
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,30 +22,10 @@ from nnscaler.errors import NnscalerError
 from nnscaler.training.optimizers import UpdateSplit, split_of
 from nnscaler.training.updates import AGES, SIZES, Update, drawn, make_update, optimizer_name
 
-_CALL = re.compile(r"(?P<name>[^()]+)\((?P<given>.*)\)", re.DOTALL)
-
 
 def is_optimizer(value: Any) -> bool:
     """Return whether this is a class of optimizers."""
     return isinstance(value, type) and issubclass(value, Optimizer)
-
-
-def split_arguments(text: str) -> tuple[str, dict[str, Any]]:
-    """Read `torch.optim.SGD(lr=0.1, momentum=0.9)`: the name, and values by keyword; none where there are no brackets.
-
-    Raises NnscalerError `bad_arguments` for what is no list of keywords with plain values.
-    """
-    match = _CALL.fullmatch(text)
-    if match is None:
-        return text, {}
-    try:
-        call = ast.parse(f"f({match['given']})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-            raise ValueError
-        return match["name"], {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
-        message = f"cannot read the hyper-parameters {match['given']!r}"
-        raise NnscalerError("bad_arguments", message, help="name=value, name=value: lr=0.1, momentum=0.9") from None
 
 
 def torch_optimizer(text: str) -> type[Optimizer] | None:
