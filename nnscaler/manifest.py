@@ -159,7 +159,7 @@ class CommunicationTotal:
 
     axis        of the mesh
     kind        of the collective
-    direction   forward, backward, gradient or loss
+    direction   forward, backward, recompute, parameter, gradient or loss
     calls       over all groups
     bytes       over all ranks
     """
@@ -176,7 +176,7 @@ class CommunicationClass:
     """Equal calls of one stage in a step.
 
     kind         of the collective, or "send/recv"
-    direction    forward, backward, gradient or loss
+    direction    forward, backward, recompute, parameter, gradient or loss
     stage        that calls
     to_stage     the other stage of a message
     axis         of the mesh
