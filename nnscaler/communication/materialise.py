@@ -130,10 +130,10 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
                 add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], times)
                 if tensor.needs_grad:
                     add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], times)
-        for stored, move in moves_of(graph, program):
-            elements = prod(local_shape(move.whole, sizes, graph.tensors[stored.tensor].shape))
-            for axis in move.axes:
-                add(axis, move.kind, elements, sizes[names.index(axis)], move.times(program.stage))
+        for stored, between in moves_of(graph, program):
+            elements = prod(local_shape(between.whole, sizes, graph.tensors[stored.tensor].shape))
+            for axis in between.axes:
+                add(axis, between.kind, elements, sizes[names.index(axis)], between.times(program.stage))
         for message in program.receives:
             elements = prod(local_shape(message.target.layout, sizes, graph.tensors[message.tensor].shape))
             calls, sent = found.get(("pp", "send"), (0, 0.0))

@@ -1,8 +1,8 @@
 """What a step communicates of a parameter between its tensor at rest and its leaf, beside the lines of the program.
 
-Under ZeRO-1 and 2 the leaf is gathered from the tensors at rest before the first forward, and its gradient is summed and
-divided like them, after the last backward or after each one. What is still a partial sum then is summed once a step.
-The communication profile, the volumes and the predicted times of a program are made from these moves.
+Under ZeRO-1 and 2 the leaf is gathered from the tensors at rest before the first forward, and its gradient is summed
+and divided like them, after the last backward or after each one. What is still a partial sum then is summed once a
+step. The communication profile, the volumes and the predicted times of a program are made from these moves.
 """
 
 from __future__ import annotations
