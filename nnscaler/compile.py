@@ -28,6 +28,7 @@ from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, schedule_of
@@ -81,12 +82,13 @@ Progress = Callable[[str, float, str], None]  # phase, seconds, what came out
 class WantedPlan:
     """The plan that a caller wants.
 
-    ranks          that run the program
-    plan           itself, or how it is made
-    schedule       its name; None: the plan's
-    micro_batches  None: what the pipeline needs, or the planner finds
-    replicate      patterns of modules that tensor parallelism leaves whole
-    precision      in which the model was traced
+    ranks            that run the program
+    plan             itself, or how it is made
+    schedule         its name; None: the plan's
+    micro_batches    None: what the pipeline needs, or the planner finds
+    replicate        patterns of modules that tensor parallelism leaves whole
+    precision        in which the model was traced
+    optimizer_bytes  that the optimizer keeps of an element, for what is told of memory and for a search within it
     """
 
     ranks: int
@@ -95,6 +97,7 @@ class WantedPlan:
     micro_batches: int | None = 1
     replicate: Sequence[str] = ()
     precision: Precision | None = None
+    optimizer_bytes: float = OPTIMIZER_BYTES
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,7 @@ def compile_traced(
         described,
         communication_profile=communication.record,
         timeline=step_timeline(communicated, order, planned.signatures),
-        memory=stage_memory(communicated, order),
+        memory=stage_memory(communicated, order, wanted.optimizer_bytes),
         state=describe_state(traced.state),
         batch=describe_state(traced.inputs),
     )

@@ -13,17 +13,17 @@ from nnscaler.transform.saved_tensors import kept_slots
 
 # Memory of a parameter on one rank, in bytes, with its gradient and optimizer states.
 
-_MOMENTS = 2  # of Adam
-_STATE_BYTES = 4  # optimizers keep float32
+OPTIMIZER_BYTES = 8.0  # of an element that is trained: both moments of Adam, in float32
+_COPY_BYTES = 4  # of a float32 copy
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterMemory:
     """Bytes on one rank.
 
-    parameters   values
+    parameters   values, at rest and as they are read where that is another tensor
     gradients    of the dtype that gradients have
-    optimizer    moments, and a float32 copy of values in half precision
+    optimizer    states, and a float32 copy of values that rest in half precision
     """
 
     parameters: int = 0
@@ -35,16 +35,33 @@ class ParameterMemory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def parameter_memory(elements: int, dtype: str, trainable: bool = True) -> ParameterMemory:
-    """Return the memory of a shard with `elements` elements at rest, trained by Adam.
+def parameter_memory(
+    elements: int,
+    dtype: str,
+    trainable: bool = True,
+    *,
+    rest: int | None = None,
+    master: str = "",
+    divided: bool = False,
+    optimizer: float = OPTIMIZER_BYTES,
+) -> ParameterMemory:
+    """Return the memory of a parameter of which a rank reads so many elements of this dtype.
 
-    Gradients of half precision are accumulated in float32, and the optimizer keeps a float32 copy of such a parameter.
+    rest       how many of them rest on the rank between steps; None: all
+    master     dtype in which they rest; empty: `dtype`
+    divided    gradients are added up as the parameter rests, and not as it is read
+    optimizer  bytes that the optimizer keeps of an element at rest
+
+    Gradients of half precision are accumulated in float32, and an optimizer keeps a float32 copy of what rests so.
     """
-    stored = elements * element_bytes(dtype)
+    rest, stored = elements if rest is None else rest, master or dtype
+    values = rest * element_bytes(stored)
+    if rest != elements or stored != dtype:
+        values += elements * element_bytes(dtype)  # made from what rests, beside it
     if not trainable:
-        return ParameterMemory(stored)
-    copies = _MOMENTS + (dtype in HALF)
-    return ParameterMemory(stored, elements * element_bytes(gradient_dtype(dtype)), elements * copies * _STATE_BYTES)
+        return ParameterMemory(values)
+    gradients = (rest if divided else elements) * element_bytes(gradient_dtype(dtype))
+    return ParameterMemory(values, gradients, round(rest * (optimizer + _COPY_BYTES * (stored in HALF))))
 
 
 @dataclass(frozen=True, slots=True)
