@@ -7,14 +7,26 @@ from dataclasses import dataclass
 
 from op_registry.registry import facts_of
 
+from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import HALF, Graph, element_bytes, gradient_dtype
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.saved_tensors import kept_slots
 
 # Memory of a parameter on one rank, in bytes, with its gradient and optimizer states.
 
-OPTIMIZER_BYTES = 8.0  # of an element that is trained: both moments of Adam, in float32
+OPTIMIZER_BYTES = 8  # of an element that is trained: both moments of Adam, in float32
 _COPY_BYTES = 4  # of a float32 copy
+
+
+def bytes_of_optimizer(told: float | None) -> float:
+    """Return the bytes that an optimizer keeps of an element: as told, else those of Adam.
+
+    Raises NnscalerError("plan_illegal") for fewer than none.
+    """
+    if told is not None and told < 0:
+        message = f"an optimizer cannot keep {told:g} bytes of an element"
+        raise NnscalerError("plan_illegal", message, help="8 for Adam's two float32 moments, 4 for one, 0 for none")
+    return OPTIMIZER_BYTES if told is None else told
 
 
 @dataclass(frozen=True, slots=True)
