@@ -28,6 +28,7 @@ from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.planning.sharding.memory import bytes_of_optimizer
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, schedule_of
@@ -81,12 +82,14 @@ Progress = Callable[[str, float, str], None]  # phase, seconds, what came out
 class WantedPlan:
     """The plan that a caller wants.
 
-    ranks          that run the program
-    plan           itself, or how it is made
-    schedule       its name; None: the plan's
-    micro_batches  None: what the pipeline needs, or the planner finds
-    replicate      patterns of modules that tensor parallelism leaves whole
-    precision      in which the model was traced
+    ranks            that run the program
+    plan             itself, or how it is made
+    schedule         its name; None: the plan's
+    micro_batches    None: what the pipeline needs, or the planner finds
+    replicate        patterns of modules that tensor parallelism leaves whole
+    precision        in which the model was traced
+    optimizer_bytes  that the optimizer keeps of an element, for what is told of memory and for a search within it;
+                     None: two float32 moments, as Adam does
     """
 
     ranks: int
@@ -95,6 +98,7 @@ class WantedPlan:
     micro_batches: int | None = 1
     replicate: Sequence[str] = ()
     precision: Precision | None = None
+    optimizer_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ def parallelize(
     repeat_layers: str = "auto",
     loss_fn: LossFunction | None = None,
     precision: Precision | str | None = None,
+    optimizer_bytes: float | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Compile a model into a program for `ranks` ranks: its scalar loss, and the other tensors that it returns.
@@ -133,6 +138,8 @@ def parallelize(
     `specialise`: where the model branches on data, take the branch of the sample batch. `loss_fn`: for a model that
     returns no loss, a function of its outputs and the batch; without either, the program only runs forward.
     `precision`: mixed precision, a `Precision` or its text (`bfloat16`); parameters rest in the model's dtypes.
+    `optimizer_bytes`: that the optimizer keeps of an element (8: two float32 moments), for what is told of memory and
+    for a search within it.
     `repeat_layers`: "auto" traces one of many equal layers and copies it ("always" of two, "off" of none); see `trace`.
     Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, plan_too_large, micro_batches_coupled, ...
     """
@@ -156,7 +163,7 @@ def parallelize(
     described = {"name": type(module).__name__} if model is None else dict(model)
     if loss_fn is not None:
         described["loss"] = origin_of_loss(loss_fn)
-    wanted = WantedPlan(ranks, plan, schedule, micro_batches, replicate, precision)
+    wanted = WantedPlan(ranks, plan, schedule, micro_batches, replicate, precision, optimizer_bytes)
     program = compile_traced(traced, wanted, model=described, progress=progress)
     assert traced.sample is not None
     origin = Origin(module, traced.sample.rebuild, loss_fn, specialise, repeat_layers)
@@ -268,7 +275,7 @@ def compile_traced(
         described,
         communication_profile=communication.record,
         timeline=step_timeline(communicated, order, planned.signatures),
-        memory=stage_memory(communicated, order),
+        memory=stage_memory(communicated, order, bytes_of_optimizer(wanted.optimizer_bytes)),
         state=describe_state(traced.state),
         batch=describe_state(traced.inputs),
     )
@@ -331,6 +338,7 @@ def _search(graph: Graph, known: dict[str, Signature], search: AutoPlan, wanted:
     """Search a plan. Another schedule than 1F1B takes the place of the one that was searched."""
     check_schedule(wanted.schedule, searched=True)
     start = time.perf_counter()
-    found = search_plan(graph, known, wanted.ranks, search, Decided(wanted.micro_batches, wanted.replicate))
+    decided = Decided(wanted.micro_batches, wanted.replicate, optimizer_bytes=wanted.optimizer_bytes)
+    found = search_plan(graph, known, wanted.ranks, search, decided)
     plan = found.plan if wanted.schedule is None else replace(found.plan, schedule=wanted.schedule)
     return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))

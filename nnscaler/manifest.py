@@ -159,7 +159,7 @@ class CommunicationTotal:
 
     axis        of the mesh
     kind        of the collective
-    direction   forward, backward, gradient or loss
+    direction   forward, backward, recompute, parameter, gradient or loss
     calls       over all groups
     bytes       over all ranks
     """
@@ -176,7 +176,7 @@ class CommunicationClass:
     """Equal calls of one stage in a step.
 
     kind         of the collective, or "send/recv"
-    direction    forward, backward, gradient or loss
+    direction    forward, backward, recompute, parameter, gradient or loss
     stage        that calls
     to_stage     the other stage of a message
     axis         of the mesh
@@ -267,7 +267,15 @@ class TimelineRows:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes on one rank of a stage. Several stages of one role add up. `ranks`: as text."""
+    """Bytes on one rank of a stage, on that with the largest shards. Several stages of one role add up.
+
+    ranks        as text
+    parameters   as they rest, and as they are read where that is another tensor; with buffers and constants
+    gradients    as they are added up over micro-batches
+    activations  of all micro-batches in flight
+    total        at the moment of the step when most is held
+    optimizer    its states; 0 in programs of older versions, which did not count them
+    """
 
     stage: int
     role: int
@@ -276,6 +284,7 @@ class StageMemory:
     gradients: int
     activations: int
     total: int
+    optimizer: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,8 @@ class CompileRequest:
     replicate      patterns of modules that stay whole
     cluster, memory, constraints, profile
                    what a plan is searched for, as the command line says it: `h100x8`, `40GB`, two files
+    optimizer_bytes
+                   that the optimizer keeps of an element; None: two float32 moments, as Adam does
     """
 
     model: str | None = None
@@ -47,6 +49,7 @@ class CompileRequest:
     memory: str | None = None
     constraints: str | None = None
     profile: str | None = None
+    optimizer_bytes: int | None = None
 
 
 if TYPE_CHECKING:

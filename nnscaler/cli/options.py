@@ -100,6 +100,14 @@ def positive(text: str) -> int:
     return number
 
 
+def bytes_of_an_element(text: str) -> int:
+    """Read a whole number that is not negative."""
+    number = _integer(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return number
+
+
 def seconds(text: str) -> float:
     """Read a positive number of seconds."""
     try:
@@ -203,6 +211,13 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory", metavar="80GB", help="of a rank (default: what the cluster says)")
     group.add_argument("--constraints", metavar="FILE.toml", help="what the plan has to keep to: docs/planner.md")
     group.add_argument("--profile", metavar="FILE", help="costs measured by `nnscaler profile`")
+    group.add_argument(
+        "--optimizer-bytes",
+        type=bytes_of_an_element,
+        metavar="N",
+        help="that the optimizer keeps of an element, also where a plan is named, for what is told of memory "
+        "(default: 8, two float32 moments as Adam has them; SGD with momentum: 4)",
+    )
 
 
 def search_request(options: argparse.Namespace) -> CompileRequest:
@@ -217,6 +232,7 @@ def search_request(options: argparse.Namespace) -> CompileRequest:
         memory=options.memory,
         constraints=options.constraints,
         profile=options.profile,
+        optimizer_bytes=options.optimizer_bytes,
     )
 
 

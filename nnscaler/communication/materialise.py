@@ -23,6 +23,7 @@ from nnscaler.communication.communicated_graph import (
     Stored,
     Version,
 )
+from nnscaler.communication.rest_moves import moves_of
 from nnscaler.communication.stored import StoredLayout, stored_layouts, whole
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, volume
@@ -108,8 +109,8 @@ def _unreachable(tensor: str, target: StageBuilder) -> NnscalerError:
 
 
 def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str, str], tuple[int, float]]:
-    """(axis, collective) -> (calls, elements sent by one rank) in one step, forward and backward, inline ones and
-    the reductions of parameters' gradients."""
+    """(axis, collective) -> (calls, elements sent by one rank) in one step: forward and backward, and what moves
+    between parameters at rest and their leaves."""
     found: dict[tuple[str, str], tuple[int, float]] = {}
 
     def add(axis: str, collective: str | None, elements: int, parts: int, times: int) -> None:
@@ -129,18 +130,10 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
                 add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], times)
                 if tensor.needs_grad:
                     add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], times)
-        for stored in program.stored:
-            shape = graph.tensors[stored.tensor].shape
-            elements = prod(local_shape(stored.at_rest, sizes, shape))
-            for axis in stored.summed(names):
-                add(axis, "all_reduce", elements, sizes[names.index(axis)], 1)
-            layout, times = stored.leaf, program.stage.micro_batches if stored.scatter == "micro_batch" else 1
-            for position in stored.rest:
-                name, parts = names[position], sizes[position]
-                elements = prod(local_shape(layout, sizes, shape))
-                add(name, "all_gather", elements, parts, 1)
-                add(name, "reduce_scatter" if name in stored.reduce else None, elements, parts, times)
-                layout = (*layout[:position], stored.at_rest[position], *layout[position + 1 :])
+        for stored, between in moves_of(graph, program):
+            elements = prod(local_shape(between.whole, sizes, graph.tensors[stored.tensor].shape))
+            for axis in between.axes:
+                add(axis, between.kind, elements, sizes[names.index(axis)], between.times(program.stage))
         for message in program.receives:
             elements = prod(local_shape(message.target.layout, sizes, graph.tensors[message.tensor].shape))
             calls, sent = found.get(("pp", "send"), (0, 0.0))

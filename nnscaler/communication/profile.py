@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
+from nnscaler.communication.profile_at_rest import rest_calls
 from nnscaler.communication.profile_calls import CallClass, Ranks, calls_of_stage, ranks_text
-from nnscaler.communication.profile_gradients import gradient_calls
 from nnscaler.manifest import CommunicationClass, CommunicationProfile, CommunicationTotal, When
 from nnscaler.scheduling.schedule import Schedule
 
@@ -114,7 +114,7 @@ def step_communication(communicated: CommunicatedGraph, schedule: Schedule) -> S
 def _all_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int]]:
     for program in communicated.stages:
         yield from calls_of_stage(communicated, program)
-    yield from gradient_calls(communicated)
+    yield from rest_calls(communicated)
 
 
 def _when(call: CallClass, schedule: Schedule) -> When:
@@ -125,6 +125,7 @@ def _when(call: CallClass, schedule: Schedule) -> When:
         return When(f"{call.phase} of stage {call.stage}{each}", positions[0], positions[-1], len(order))
     texts = {
         "prepare": f"prepare of stage {call.stage}, once, before the first instruction",
+        "gather": "once, before the first instruction",
         "gradient": "once, after the last instruction",
         "loss": "once, after the gradients",
     }

@@ -87,8 +87,8 @@ class CallClass:
     """One class of calls.
 
     kind        of the collective, or "send/recv"
-    direction   forward, backward, gradient or loss
-    phase       the instruction that makes it (F, B), or prepare, gradient, loss
+    direction   forward, backward, recompute, parameter, gradient or loss
+    phase       the instruction that makes it (F, B), or prepare, gather, gradient, loss
     stage       that calls
     axis        of the mesh
     dtype       of the tensor

@@ -1,21 +1,27 @@
 """Memory and work of every stage, by a model: estimates for a report, not measurements.
 
-Memory, of one rank, in bytes, at the moment of the step when most is held:
+Memory, of one rank (of the one with the largest shards), in bytes, at the moment of the step when most is held:
 
-* parameters: the shards of parameters, buffers and constants as they rest;
-* gradients: one per trainable parameter, in float32 where the parameter is of half precision;
+* parameters: the shards of parameters, buffers and constants as they rest, and leaves that lie beside them: whole ones
+  of ZeRO-1 and 2, and those of another dtype than their masters;
+* gradients: one per trainable parameter, in float32 where the parameter is of half precision, as they are added up over
+  micro-batches: like the leaf (ZeRO-1), or like the parameter at rest (ZeRO-2 and 3);
+* optimizer: its states, by their bytes per element at rest;
 * activations: the shards whose values backward reads, of every micro-batch between its forward and its backward, by the
   order of the schedule. A value is read by backward where the operator is not linear in it (`recomputed.kept_inputs`);
   views count as the tensors that they show. Of a recomputed group only its inputs are kept.
 
-Not counted: the optimizer's state, scratch memory of operators, fragmentation, buffers of communication.
+Under ZeRO-2 a backward ends with whole gradients, when the activations of its micro-batch are gone: where these are the
+smaller ones, that is the moment when most is held, and the total is of it.
+
+Not counted: scratch memory of operators, fragmentation, buffers of communication.
 
 Work of a forward pass: floating point operations of matmul-like operators and elements written, of one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +31,7 @@ from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
     StageProgram,
+    Stored,
     Version,
     group_of,
     kept_inputs,
@@ -35,23 +42,48 @@ from nnscaler.ir.layout import Layout, local_shape
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from nnscaler.manifest import StageMemory
+from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, ParameterMemory, parameter_memory
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage
 
 
-def stage_memory(communicated: CommunicatedGraph, schedule: Schedule) -> tuple[StageMemory, ...]:
-    """Return the memory of every stage."""
-    return tuple(_memory(communicated.partitioned.graph, program, schedule) for program in communicated.stages)
+def stage_memory(
+    communicated: CommunicatedGraph, schedule: Schedule, optimizer: float = OPTIMIZER_BYTES
+) -> tuple[StageMemory, ...]:
+    """Return the memory of every stage. `optimizer`: bytes that the optimizer keeps of an element."""
+    graph = communicated.partitioned.graph
+    return tuple(_memory(graph, program, schedule, optimizer) for program in communicated.stages)
 
 
-def _memory(graph: Graph, program: StageProgram, schedule: Schedule) -> StageMemory:
+def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: float) -> StageMemory:
     stage = program.stage
-    parameters = sum(_bytes(graph, s.tensor, s.at_rest, program) for s in program.stored)
-    gradients = sum(_gradient_bytes(graph, program))
-    activations = kept_bytes(graph, program) * peak_of_stage(schedule, stage.index)
-    total = parameters + gradients + activations
+    held = [_held(graph, program, stored, optimizer) for stored in program.stored]
+    parameters, gradients, states = (
+        sum(getattr(one, name) for one in held) for name in ("parameters", "gradients", "optimizer")
+    )
+    each, peak = kept_bytes(graph, program), peak_of_stage(schedule, stage.index)
+    arriving = sum(
+        prod(local_shape(stored.leaf, stage.sizes, tensor.shape)) * element_bytes(gradient_dtype(tensor.dtype))
+        for stored in program.stored
+        if stored.rest and stored.scatter == "micro_batch" and graph.consumers[stored.tensor]
+        for tensor in (graph.tensors[stored.tensor],)
+    )
+    total = parameters + gradients + states + each * peak + max(0, arriving - each)
     ranks = ranks_text(stage.mesh.ranks)
-    return StageMemory(stage.index, stage.device, ranks, parameters, gradients, activations, total)
+    return StageMemory(stage.index, stage.device, ranks, parameters, gradients, each * peak, total, states)
+
+
+def _held(graph: Graph, program: StageProgram, stored: Stored, optimizer: float) -> ParameterMemory:
+    tensor, sizes = graph.tensors[stored.tensor], program.stage.sizes
+    return parameter_memory(
+        prod(local_shape(stored.leaf, sizes, tensor.shape)),
+        tensor.dtype,
+        tensor.role == "parameter" and tensor.needs_grad,
+        rest=prod(local_shape(stored.at_rest, sizes, tensor.shape)),
+        master=tensor.master,
+        divided=stored.scatter == "micro_batch",
+        optimizer=optimizer,
+    )
 
 
 def kept_bytes(graph: Graph, program: StageProgram) -> int:
@@ -77,14 +109,6 @@ def kept_bytes(graph: Graph, program: StageProgram) -> int:
             if shown.variable not in stored and (group is None or inside.get(shown.variable) != group):
                 kept[shown.variable] = _bytes(graph, shown.tensor, shown.layout, program)
     return sum(kept.values())
-
-
-def _gradient_bytes(graph: Graph, program: StageProgram) -> Iterator[int]:
-    for stored in program.stored:
-        tensor = graph.tensors[stored.tensor]
-        if tensor.role == "parameter" and tensor.needs_grad:
-            local = local_shape(stored.at_rest, program.stage.sizes, tensor.shape)
-            yield prod(local) * element_bytes(gradient_dtype(tensor.dtype))
 
 
 def _bytes(graph: Graph, tensor: str, layout: Layout, program: StageProgram) -> int:

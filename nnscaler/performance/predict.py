@@ -6,7 +6,7 @@ the two can be compared, and any plan can be given a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -22,7 +22,8 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
-from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
+from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
+from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import MICRO, Partial, full_along, local_shape
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.signature import Signature
@@ -89,7 +90,8 @@ class Prediction:
     seconds    of the whole step
     forward    per stage, of one micro-batch
     backward   per stage, of one micro-batch
-    once       per stage, sums of gradients at the rate of full buckets, and work that all micro-batches share
+    once       per stage, gathers of parameters and sums of gradients at the rate of full buckets, and work that all
+               micro-batches share
     beside     per stage, time that the planner's tables leave out: the buckets' own latency, sums of the loss, and
                overheads of every step
     timeline   when each pass runs
@@ -146,6 +148,7 @@ def _stage(
             ahead, behind = _convert(graph, stage, statement, cost)
             forward += ahead
             backward += behind + (ahead if i in again else 0.0)
+    backward += _moved(graph, program, cost, {"B"})
     for message in program.receives:
         forward += _sent(graph, stage, message, cost)
     for message in program.sends:
@@ -166,24 +169,37 @@ def _once(graph: Graph, program: StageProgram, signatures: Mapping[str, Signatur
             once += _compute(graph, stage, statement, signatures, cost)[0]
         else:
             once += _convert(graph, stage, statement, cost)[0]
-    for stored in _trained(graph, program):
-        for axis in stored.reduce:
-            once += seconds_per_byte(cost, place_of(stage, axis)) * _gradient_bytes(graph, stage, stored)
-    return once
+    return once + _moved(graph, program, cost, {"gather", "gradient"})
+
+
+def _moved(graph: Graph, program: StageProgram, cost: CostModel, phases: Collection[RestPhase]) -> float:
+    """Return the seconds in which parameters go between rest and their leaves in one of these phases, at the rate of
+    full buckets."""
+    stage = program.stage
+    return sum(
+        _rate(stage, move, cost) * move.bytes(stage, graph.tensors[stored.tensor].shape)
+        for stored, move in moves_of(graph, program)
+        if move.phase in phases
+    )
+
+
+def _rate(stage: Stage, move: RestMove, cost: CostModel) -> float:
+    return sum(seconds_per_byte(cost, place_of(stage, axis), move.kind) for axis in move.axes)
 
 
 def _beside(graph: Graph, program: StageProgram, cost: CostModel) -> float:
     """Return the seconds that the runtime's buckets take above those of their bytes at full rate, and those of the sum
     of the loss."""
     stage, beside = program.stage, cost.overheads.step
-    sizes: dict[tuple[str, AxisPlace], int] = {}
-    for stored in _trained(graph, program):
-        place, size = _holders(stage, stored), _gradient_bytes(graph, stage, stored)
+    buckets: dict[tuple[RestPhase, Collective, int, str, AxisPlace], int] = {}
+    for stored, move in moves_of(graph, program):
+        place, size = _holders(stage, stored, move), move.bytes(stage, graph.tensors[stored.tensor].shape)
         if place.size > 1:
-            key = gradient_dtype(graph.tensors[stored.tensor].dtype), place
-            sizes[key] = sizes.get(key, 0) + size
-        beside -= sum(seconds_per_byte(cost, place_of(stage, axis)) for axis in stored.reduce) * size
-    beside += sum(summed_seconds(cost, place, size) for (_, place), size in sizes.items())
+            key = move.phase, move.kind, move.times(stage), move.dtype, place
+            buckets[key] = buckets.get(key, 0) + size
+        beside -= _rate(stage, move, cost) * size * move.times(stage)
+    for (_, kind, times, _, place), size in buckets.items():
+        beside += times * summed_seconds(cost, place, size, kind)
     if program.loss is not None:
         size = element_bytes(graph.tensors[program.loss.tensor].dtype)
         for axis, state in zip(stage.names, program.loss.layout, strict=True):
@@ -192,24 +208,13 @@ def _beside(graph: Graph, program: StageProgram, cost: CostModel) -> float:
     return beside
 
 
-def _trained(graph: Graph, program: StageProgram) -> Iterator[Stored]:
-    for stored in program.stored:
-        tensor = graph.tensors[stored.tensor]
-        if tensor.role == "parameter" and tensor.needs_grad:
-            yield stored
-
-
-def _gradient_bytes(graph: Graph, stage: Stage, stored: Stored) -> int:
-    tensor = graph.tensors[stored.tensor]
-    return prod(local_shape(stored.at_rest, stage.sizes, tensor.shape)) * element_bytes(gradient_dtype(tensor.dtype))
-
-
-def _holders(stage: Stage, stored: Stored) -> AxisPlace:
-    """Return the ranks whose gradients of a parameter are added up, in one group: over axes, and over stages that share
-    it."""
-    axes = [place_of(stage, axis) for axis in stored.reduce]
+def _holders(stage: Stage, stored: Stored, move: RestMove) -> AxisPlace:
+    """Return the ranks that make a move in one group: over axes, and, for sums, over stages that share the
+    parameter."""
+    axes = [place_of(stage, axis) for axis in move.axes]
     inner = min((place.inner for place in axes), default=len(stage.mesh.ranks))
-    return AxisPlace(prod(place.size for place in axes) * max(1, len(stored.copies)), inner)
+    copies = max(1, len(stored.copies)) if move.kind == "all_reduce" else 1
+    return AxisPlace(prod(place.size for place in axes) * copies, inner)
 
 
 def _compute(

@@ -43,11 +43,13 @@ class Decided:
     micro_batches   their number; None: searched
     replicate       patterns of modules that are left whole
     cost            the cost model; None: that of the request
+    optimizer_bytes   that the optimizer keeps of an element; None: two float32 moments, as Adam does
     """
 
     micro_batches: int | None = None
     replicate: Sequence[str] = ()
     cost: CostModel | None = None
+    optimizer_bytes: float | None = None
 
 
 NOTHING_DECIDED = Decided()
@@ -116,6 +118,7 @@ def search_plan(
             memory=wanted.memory,
             cost=decided.cost or cost_of(wanted, cluster),
             constraint=constraints.all_of(kept) if kept else None,
+            optimizer_bytes=decided.optimizer_bytes,
             progress=progress,
         )
     except NnscalerError as error:

@@ -29,6 +29,7 @@ from nnscaler.training.config import compile_request
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.engine import Engine
 from nnscaler.training.settings import HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
+from nnscaler.training.updates import state_bytes
 from nnscaler.transform.plan import Plan
 
 Hook = Callable[[Any], object]  # of the trainer
@@ -163,6 +164,7 @@ def make_program(
             model=parts.described,
             loss_fn=load_loss_function(settings.loss) if settings.loss else None,
             precision=precision if chosen.param or chosen.reduce or chosen.output else None,
+            optimizer_bytes=_optimizer_bytes(settings.optimizer),
             progress=progress,
         )
 
@@ -193,6 +195,16 @@ def make_optimizer(settings: OptimizerSettings, engine: Engine) -> torch.optim.O
         return engine.optimizer(cls, settings.groups, **settings.arguments)
     except (TypeError, ValueError) as error:
         raise NnscalerError("bad_settings", f"[optimizer] {cls.__name__}: {error}") from error
+
+
+def _optimizer_bytes(settings: OptimizerSettings) -> float | None:
+    """Return the bytes that the optimizer keeps of an element of a float32 parameter; None where that cannot be tried,
+    and making the optimizer will say why."""
+    try:
+        cls: Any = _class(settings.name, torch.optim, "optimizer.name")
+        return state_bytes(cls, settings.arguments)
+    except Exception:  # noqa: BLE001 - whatever a class of the user's raises
+        return None
 
 
 def make_schedule(settings: ScheduleSettings, optimizer: torch.optim.Optimizer, steps: int) -> Any:

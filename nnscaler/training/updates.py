@@ -24,6 +24,7 @@ from nnscaler.errors import NnscalerError
 OptimizerClass = type[Any]  # a subclass of Optimizer, called with parameters and hyper-parameters
 SIZES = (6, 5, 4, 3)  # of the dims of parameters to try an update on: all different, so that dims are told apart
 AGES = (0, 1, 12)  # steps before the one that is looked at: at the 6th RAdam changes its formula
+_TRIED = 64  # rows and columns of a parameter of which the state is measured
 _HOW_IT_RUNS = frozenset({"foreach", "fused", "capturable"})  # hyper-parameters that do not say what is computed
 
 
@@ -188,6 +189,13 @@ def trajectory(
         state = {path: value for path, value in _leaves(optimizer, tensor).items() if isinstance(value, Tensor)}
         found.append({"": tensor.detach(), **state})
     return found
+
+
+def state_bytes(cls: OptimizerClass, defaults: Mapping[str, Any]) -> float:
+    """Return the bytes that an optimizer keeps of an element of a float32 matrix. Raises what the optimizer raises."""
+    matrix = torch.ones(_TRIED, _TRIED)
+    (found,) = trajectory(cls, defaults, [matrix], [[torch.ones_like(matrix)]])
+    return sum(value.nbytes for path, value in found.items() if path and value.dim()) / matrix.numel()
 
 
 def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -69,6 +69,7 @@ _PLAN = (
     Key("memory", "text"),
     Key("constraints", "text"),
     Key("profile", "text"),
+    Key("optimizer-bytes", "integer"),
     Key("schedule", "text"),
     Key("micro-batches", "count"),
     Key("replicate", "texts"),

@@ -163,7 +163,14 @@ def _search(
 
 
 def _wanted(request: PlanRequest, source: PlanSource) -> WantedPlan:
-    return WantedPlan(request.rank_count, source, request.schedule, request.micro_batches, request.replicate)
+    return WantedPlan(
+        request.rank_count,
+        source,
+        request.schedule,
+        request.micro_batches,
+        request.replicate,
+        optimizer_bytes=request.optimizer_bytes,
+    )
 
 
 def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:

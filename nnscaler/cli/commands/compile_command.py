@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, compile_request
-from nnscaler.cli.output.comm_profile import add_option, known_profile, show_profile, total_lines
+from nnscaler.cli.output.comm_profile import add_option, known_profile, memory_lines, show_profile, total_lines
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -70,13 +70,14 @@ def run(options: argparse.Namespace) -> int:
         micro_batches=request.micro_batches,
         replicate=request.replicate,
         specialise=request.specialise,
+        optimizer_bytes=request.optimizer_bytes,
         model={**model.description(), **_loss(request.loss_fn)},
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
     )
     path, manifest = program.save(options.out_folder), program.manifest
     _warn(program, options.model, console)
     if options.comm_profile is None and console.verbosity >= 1:
-        for line in total_lines(known_profile(manifest.communication_profile)):
+        for line in (*total_lines(known_profile(manifest.communication_profile)), *memory_lines(manifest.memory)):
             console.result(line)
     show_profile(manifest.communication_profile, options.comm_profile, console)
     if console.verbosity >= 2:

@@ -107,12 +107,16 @@ def run(options: argparse.Namespace) -> int:
     def said(text: str) -> None:
         console.progress(f"search       {time.perf_counter() - start:5.1f} s  {text}")
 
-    found = search_plan(graph, known, options.ranks, wanted, Decided(cost=cost), said)
+    found = search_plan(
+        graph, known, options.ranks, wanted, Decided(cost=cost, optimizer_bytes=request.optimizer_bytes), said
+    )
     seconds = time.perf_counter() - start
     replayed = _replayed(graph, known, found, cost, options)
     sections = {"Explanation": () if options.explain is None else explanation(found, options.explain)}
     if other is not None and replayed is not None:
-        sections["Comparison"] = comparison(str(options.compare), other, replayed, console.verbosity >= 2)
+        sections["Comparison"] = comparison(
+            str(options.compare), other, replayed, console.verbosity >= 2, found.subject.optimizer
+        )
     for line in (*summary(found, seconds, replayed), *(line for lines in sections.values() for line in lines)):
         console.result(line)
     _write(model.name, found, replayed, sections, options)

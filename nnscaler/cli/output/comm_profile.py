@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nnscaler.errors import NnscalerError
 from nnscaler.files import write_text
-from nnscaler.manifest import CommunicationClass, CommunicationProfile
+from nnscaler.manifest import CommunicationClass, CommunicationProfile, StageMemory
 from nnscaler.records import encode
 
 if TYPE_CHECKING:
@@ -79,6 +79,20 @@ def total_lines(profile: CommunicationProfile) -> list[str]:
     if not rows:
         return ["communication: none"]
     return _table(("axis", "collective", "direction", "calls a step", "bytes a step"), rows, right=(3, 4))
+
+
+def memory_lines(memory: Sequence[StageMemory]) -> list[str]:
+    """Return a line per stage with the bytes that a rank of it is estimated to hold; stages that hold the same share
+    one."""
+    merged: dict[object, list[StageMemory]] = {}
+    for e in memory:
+        merged.setdefault((e.parameters, e.gradients, e.optimizer, e.activations, e.total), []).append(e)
+    rows = [
+        (_stages(e.stage for e in found), *map(_bytes, key))  # type: ignore[call-overload]
+        for key, found in merged.items()
+    ]
+    heads = ("stages", "parameters", "gradients", "optimizer", "activations", "at most on a rank")
+    return _table(heads, rows, right=(1, 2, 3, 4, 5)) if rows else []
 
 
 def class_lines(profile: CommunicationProfile) -> list[str]:

@@ -121,16 +121,19 @@ def replay_other(path: Path, plan: Plan, graph: Graph, signatures: Mapping[str, 
         raise NnscalerError(error.code, f"--compare {path}: {error.message}", error.where, error.help) from None
 
 
-def comparison(name: str, before: Replay, now: Replay, every: bool) -> list[str]:
-    """Compare times, memory, and the operations that run otherwise. `every`: name all operations."""
+def comparison(name: str, before: Replay, now: Replay, every: bool, optimizer: float) -> list[str]:
+    """Compare times, memory, and the operations that run otherwise.
+
+    `every`: name all operations. `optimizer`: bytes that the optimizer keeps of an element.
+    """
     from nnscaler.communication.profile_memory import stage_memory
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
     from nnscaler.planning.difference import differences
 
     found = differences(before.communicated.partitioned, now.communicated.partitioned)
-    held = [show_bytes(max(m.total for m in stage_memory(r.communicated, r.order))) for r in (before, now)]
+    held = [show_bytes(max(m.total for m in stage_memory(r.communicated, r.order, optimizer))) for r in (before, now)]
     times = f"{show_seconds(before.seconds)} a step before, {show_seconds(now.seconds)} now"
-    memory = f"{held[0]} a rank before, {held[1]} now, without optimizer states"
+    memory = f"{held[0]} a rank before, {held[1]} now"
     lines = [f"against {name}, both simulated: {times} ({now.seconds / before.seconds - 1:+.1%}); {memory}"]
     if described(before.plan) != described(now.plan):
         lines.append(f"  configuration: {described(before.plan)} before, {described(now.plan)} now")

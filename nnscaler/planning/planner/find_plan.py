@@ -85,6 +85,7 @@ from nnscaler.planning.planner.branch_and_bound import Search, search
 from nnscaler.planning.planner.evaluate import Evaluated, cuts_of
 from nnscaler.planning.planner.layered_graph import FREE, PlanningCache
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
+from nnscaler.planning.sharding.memory import bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, Plan
@@ -169,15 +170,25 @@ def find_plan(
     memory: float | None = None,
     cost: CostModel | None = None,
     constraint: Constraint | None = None,
+    optimizer_bytes: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Found:
     """Return the fastest plan for all devices of a cluster, each with `memory` bytes (None: what the cluster says).
+
+    `optimizer_bytes`: that the optimizer keeps of an element (None: two float32 moments, as Adam does).
 
     Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted; it names the
     constraint that cannot hold.
     """
     with _without_collector():
-        return _find_plan(graph, signatures, cluster, memory, cost, constraint, progress)
+        subject = PlanningCache(
+            graph,
+            signatures,
+            cost or AnalyticCost(cluster),
+            constraint or FREE,
+            bytes_of_optimizer(optimizer_bytes),
+        )
+        return _find_plan(subject, cluster, memory, constraint, progress)
 
 
 @contextmanager
@@ -194,17 +205,13 @@ def _without_collector() -> Iterator[None]:
 
 
 def _find_plan(
-    graph: Graph,
-    signatures: Mapping[str, Signature],
+    subject: PlanningCache,
     cluster: Cluster,
     memory: float | None,
-    cost: CostModel | None,
     constraint: Constraint | None,
     progress: Callable[[str], None],
 ) -> Found:
     limit = float(cluster.device.memory if memory is None else memory)
-    model = cost or AnalyticCost(cluster)
-    subject = PlanningCache(graph, signatures, model, constraint or FREE)
     known: dict[tuple[int, int], str | None] = {}
 
     def allowed(c: Configuration) -> bool:
@@ -232,7 +239,7 @@ def _find_plan(
         refused = next((reason for reason in known.values() if reason is not None), None)
         raise _nothing(subject, found, cluster, limit, constraint, refused)
     made = plan_of(subject, found.best)
-    return Found(made, certificate(found, cluster.name, model.identity, limit), subject, found)
+    return Found(made, certificate(found, cluster.name, subject.cost.identity, limit), subject, found)
 
 
 def _refused(subject: PlanningCache, c: Configuration) -> str | None:

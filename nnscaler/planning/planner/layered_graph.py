@@ -16,7 +16,7 @@ from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
-from nnscaler.planning.sharding.memory import Kept, kept_by
+from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, kept_by
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.sharding.problem_config import Setting, make_setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
@@ -50,6 +50,7 @@ class PlanningCache:
     """A graph with everything that the planner derives from it, cached by tp and by the size of a micro-batch.
 
     constraint   what a plan keeps to
+    optimizer    bytes that the optimizer keeps of an element
     layered      the chain in a configuration and within a limit of memory (bytes)
     gathering    by how parameters rest and the place of a dp axis, seconds per byte to gather and to scatter them
     """
@@ -58,6 +59,7 @@ class PlanningCache:
     signatures: Mapping[str, Signature]
     cost: CostModel
     constraint: Constraint = FREE
+    optimizer: float = OPTIMIZER_BYTES
     layered: dict[tuple[Configuration, float], Layered] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
@@ -178,7 +180,16 @@ class PlanningCache:
             strategies = Strategies(self.graph, self.signatures, setting, options)
             pairs = tuple(pair for group in self.constraint.together for pair in pairwise(group))
             self._builders[key] = TableBuilder(
-                self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups, pairs, rests
+                self.graph,
+                self.signatures,
+                setting,
+                self.cost,
+                strategies,
+                self.kept,
+                self.groups,
+                pairs,
+                rests,
+                self.optimizer,
             )
         return self._builders[key]
 

@@ -7,23 +7,35 @@ from dataclasses import dataclass
 
 from op_registry.registry import facts_of
 
+from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import HALF, Graph, element_bytes, gradient_dtype
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.saved_tensors import kept_slots
 
 # Memory of a parameter on one rank, in bytes, with its gradient and optimizer states.
 
-_MOMENTS = 2  # of Adam
-_STATE_BYTES = 4  # optimizers keep float32
+OPTIMIZER_BYTES = 8  # of an element that is trained: both moments of Adam, in float32
+_COPY_BYTES = 4  # of a float32 copy
+
+
+def bytes_of_optimizer(told: float | None) -> float:
+    """Return the bytes that an optimizer keeps of an element: as told, else those of Adam.
+
+    Raises NnscalerError("plan_illegal") for fewer than none.
+    """
+    if told is not None and told < 0:
+        message = f"an optimizer cannot keep {told:g} bytes of an element"
+        raise NnscalerError("plan_illegal", message, help="8 for Adam's two float32 moments, 4 for one, 0 for none")
+    return OPTIMIZER_BYTES if told is None else told
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterMemory:
     """Bytes on one rank.
 
-    parameters   values
+    parameters   values, at rest and as they are read where that is another tensor
     gradients    of the dtype that gradients have
-    optimizer    moments, and a float32 copy of values in half precision
+    optimizer    states, and a float32 copy of values that rest in half precision
     """
 
     parameters: int = 0
@@ -35,16 +47,33 @@ class ParameterMemory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def parameter_memory(elements: int, dtype: str, trainable: bool = True) -> ParameterMemory:
-    """Return the memory of a shard with `elements` elements at rest, trained by Adam.
+def parameter_memory(
+    elements: int,
+    dtype: str,
+    trainable: bool = True,
+    *,
+    rest: int | None = None,
+    master: str = "",
+    divided: bool = False,
+    optimizer: float = OPTIMIZER_BYTES,
+) -> ParameterMemory:
+    """Return the memory of a parameter of which a rank reads so many elements of this dtype.
 
-    Gradients of half precision are accumulated in float32, and the optimizer keeps a float32 copy of such a parameter.
+    rest       how many of them rest on the rank between steps; None: all
+    master     dtype in which they rest; empty: `dtype`
+    divided    gradients are added up as the parameter rests, and not as it is read
+    optimizer  bytes that the optimizer keeps of an element at rest
+
+    Gradients of half precision are accumulated in float32, and an optimizer keeps a float32 copy of what rests so.
     """
-    stored = elements * element_bytes(dtype)
+    rest, stored = elements if rest is None else rest, master or dtype
+    values = rest * element_bytes(stored)
+    if rest != elements or stored != dtype:
+        values += elements * element_bytes(dtype)  # made from what rests, beside it
     if not trainable:
-        return ParameterMemory(stored)
-    copies = _MOMENTS + (dtype in HALF)
-    return ParameterMemory(stored, elements * element_bytes(gradient_dtype(dtype)), elements * copies * _STATE_BYTES)
+        return ParameterMemory(values)
+    gradients = (rest if divided else elements) * element_bytes(gradient_dtype(dtype))
+    return ParameterMemory(values, gradients, round(rest * (optimizer + _COPY_BYTES * (stored in HALF))))
 
 
 @dataclass(frozen=True, slots=True)

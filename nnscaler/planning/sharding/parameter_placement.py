@@ -22,7 +22,7 @@ from nnscaler.ir.layout import (
     without_gradient,
 )
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
-from nnscaler.planning.sharding.memory import parameter_memory
+from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, ParameterMemory, parameter_memory
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.transform.plan import DP, ZERO, RestStep, Step
 from nnscaler.transform.zero import sharded_at_rest
@@ -66,13 +66,20 @@ class ParameterPlacement:
         """Return this way for `ranks` ranks of dp."""
         return AtRest(self, ranks if self.sharded else 1)
 
-    def bytes_of(self, tensor: LogicalTensor, whole: int, shard: int) -> float:
-        """Return the bytes at rest of a parameter with so many elements as it is read, and in a shard of it."""
-        parts = parameter_memory(whole, tensor.dtype, trainable=tensor.needs_grad)
-        if not self.sharded:
-            return float(parts.total)
-        shards = parameter_memory(shard, tensor.dtype, trainable=tensor.needs_grad)
-        return float(parts.total + sum(getattr(shards, name) - getattr(parts, name) for name in self.sharded))
+    def memory(self, tensor: LogicalTensor, whole: int, shard: int, optimizer: float) -> ParameterMemory:
+        """Return the memory of a parameter with so many elements as it is read, and in a shard of it.
+
+        `optimizer`: bytes that the optimizer keeps of an element.
+        """
+        return parameter_memory(
+            shard if "parameters" in self.sharded else whole,
+            tensor.dtype,
+            tensor.needs_grad,
+            rest=shard if "optimizer" in self.sharded else whole,
+            master=tensor.master,
+            divided="gradients" in self.sharded,
+            optimizer=optimizer,
+        )
 
 
 WHOLE = ParameterPlacement(0, frozenset(), None, None, "all_reduce", ())
@@ -137,7 +144,14 @@ def leaf_of(tensor: LogicalTensor, need: Layout) -> Layout:
     return (*leaf, last) if tensor.needs_grad else without_gradient((*leaf, last))
 
 
-def placed(tensor: LogicalTensor, leaf: Layout, setting: Setting, rests: AtRest, cost: CostModel) -> PlacedParameter:
+def placed(
+    tensor: LogicalTensor,
+    leaf: Layout,
+    setting: Setting,
+    rests: AtRest,
+    cost: CostModel,
+    optimizer: float = OPTIMIZER_BYTES,
+) -> PlacedParameter:
     """Return what a parameter costs whose leaf lies so. One that cannot be cut over dp rests whole."""
     whole = tuple(state if isinstance(state, Sharded) else INVARIANT for state in leaf)
     found = _cut(tensor, whole, setting, rests.ranks) if rests.ranks > 1 else None
@@ -153,7 +167,7 @@ def placed(tensor: LogicalTensor, leaf: Layout, setting: Setting, rests: AtRest,
     if tensor.needs_grad and placement.backward is not None:
         backward = cost.collective(placement.backward, size, ranks)
     return PlacedParameter(
-        placement.bytes_of(tensor, elements, shard),
+        float(placement.memory(tensor, elements, shard, optimizer).total),
         0.0 if placement.forward is None else float(size),
         forward,
         backward,

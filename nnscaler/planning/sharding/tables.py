@@ -25,7 +25,7 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
-from nnscaler.planning.sharding.memory import Kept, parameter_memory
+from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, parameter_memory
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, PlacedParameter, leaf_of, placed
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
@@ -82,6 +82,7 @@ class TableBuilder:
     groups     by operation, the number of its layer
     together   pairs of operations whose choices on the first axis are to be the same
     rests      how parameters rest over dp
+    optimizer  bytes that the optimizer keeps of an element
     """
 
     graph: Graph
@@ -93,6 +94,7 @@ class TableBuilder:
     groups: Mapping[str, int]
     together: tuple[tuple[str, str], ...] = ()
     rests: AtRest = AT_REST_WHOLE
+    optimizer: float = OPTIMIZER_BYTES
     _columns: dict[Any, Columns] = field(default_factory=dict)
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
@@ -336,9 +338,10 @@ class TableBuilder:
     # -- parameters
 
     def _rests(self, tensor: LogicalTensor, leaf: Layout) -> float:
+        """Return the bytes of a buffer or a constant."""
         layout = tuple(s if isinstance(s, Sharded) else INVARIANT for s in leaf)
         elements = prod(self.setting.local(layout, tensor.shape))
-        return float(parameter_memory(elements, tensor.dtype, trainable=tensor.needs_grad).total)
+        return float(parameter_memory(elements, tensor.dtype, trainable=False).total)
 
     def _placed(self, tensor: LogicalTensor, leaf: Layout) -> PlacedParameter:
-        return placed(tensor, leaf, self.setting, self.rests, self.cost)
+        return placed(tensor, leaf, self.setting, self.rests, self.cost, self.optimizer)

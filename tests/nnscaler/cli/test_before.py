@@ -38,6 +38,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*COMPILE, "--ranks", "2", "--plan", "auto:h100x9"], "'h100x9' is neither a file nor a cluster that is known"),
     ([*PLAN, "--cluster", "broken.toml"], "broken.toml:"),
     ([*PLAN, "--memory", "lots"], "--memory lots: "),
+    ([*PLAN, "--optimizer-bytes", "-1"], "-1 is negative"),
     ([*PLAN, "--constraints", "no_such.toml"], "no_such.toml"),
     ([*COMPILE, "--ranks", "2", "--constraints", "kinds.toml"], "kinds.toml: constraint 2 has the kind 'requires'"),
     ([*PLAN, "--constraints", "keys.toml"], "keys.toml: constraint 1 (sizes): tp is 0"),

@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.cli.output.comm_profile import ProfileOutput, add_option, class_lines, show_profile, total_lines
+from nnscaler.cli.output.comm_profile import (
+    ProfileOutput,
+    add_option,
+    class_lines,
+    memory_lines,
+    show_profile,
+    total_lines,
+)
 from nnscaler.cli.output.console import Console
 from nnscaler.errors import NnscalerError
-from nnscaler.manifest import CommunicationProfile
+from nnscaler.manifest import CommunicationProfile, StageMemory
 from nnscaler.records import decode
 
 
@@ -69,6 +76,14 @@ def test_totals() -> None:
     assert head.split() == ["axis", "collective", "direction", "calls", "a", "step", "bytes", "a", "step"]
     assert line.split() == ["tp", "all_reduce", "forward", "4,096", "1.5", "KiB"]
     assert total_lines(replace(PROFILE, totals=(), classes=())) == ["communication: none"]
+
+
+def test_memory_of_equal_stages_shares_a_line() -> None:
+    rows = [StageMemory(i, i, str(i), 2048, 1024, 512 * (i > 1), 3584, 4096) for i in range(3)]
+    head, first, last = memory_lines(rows)
+    assert head.split()[:5] == ["stages", "parameters", "gradients", "optimizer", "activations"]
+    assert first.split() == ["0,1", "2", "KiB", "1", "KiB", "4", "KiB", "0", "B", "3.5", "KiB"]
+    assert last.split()[0] == "2" and memory_lines([]) == []
 
 
 def test_classes_of_equal_stages_share_a_line() -> None:

@@ -15,23 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.codegen.program import Program
-from nnscaler.communication import profile_gradients
+from nnscaler.communication import profile_at_rest
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
+from nnscaler.ir.precision import Precision
 from nnscaler.ir.signature import signatures
 from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role, load_user_module
+from nnscaler.runtime.training import at_rest as runtime_at_rest
 from nnscaler.runtime.training import gradients as runtime_gradients
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, SplitStep
+from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from tests import traced_examples
 from verify.programs.random_plans import random_plan
 
@@ -102,6 +104,8 @@ def phase_of(call: CommunicationCall) -> str:
         return "prepare" + call.context.rpartition(" ")[2]
     if call.context.startswith("the gradient sum"):
         return "gradient"
+    if call.context == "the gathering of parameters":
+        return "gather"
     return "loss" if call.context == "the sum of the loss" else call.context.partition(".")[0]
 
 
@@ -260,12 +264,63 @@ def test_a_parameter_at_rest_in_shards_is_gathered_and_its_gradient_scattered(tm
 
 
 def test_buckets_are_those_of_the_runtime(gpt: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert profile_gradients.BUCKET_BYTES == runtime_gradients.BUCKET_BYTES
-    monkeypatch.setattr(profile_gradients, "BUCKET_BYTES", 20_000)
+    assert profile_at_rest.BUCKET_BYTES == runtime_gradients.BUCKET_BYTES == runtime_at_rest.BUCKET_BYTES
+    monkeypatch.setattr(profile_at_rest, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(runtime_at_rest, "BUCKET_BYTES", 20_000)
     monkeypatch.setattr(runtime_gradients.reduce_gradients, "__defaults__", (20_000,))
-    made = check(gpt, "dp=2,tp=2", 4, tmp_path)
-    gradients = [n for key, n in made.items() if key[5] == "gradient" and key[0] == 0]
-    assert sum(gradients) > 3
+    for plan in ("dp=2,tp=2", "dp=2,tp=2,zero=1"):
+        made = check(gpt, plan, 4, tmp_path / plan)
+        gradients = [n for key, n in made.items() if key[5] == "gradient" and key[0] == 0]
+        assert sum(gradients) > 3
+
+
+ZERO = (
+    ("dp=3,zero=1", 3, {}),  # 3 does not divide all sizes of the model
+    ("dp=3,tp=2,zero=2", 6, {"micro_batches": 2}),
+    ("dp=2,shard=2,zero=1", 4, {}),
+    ("dp=2,shard=3,pp=2,zero=2", 12, {"micro_batches": 2}),
+    ("dp=2,shard=2,zero=3", 4, {}),
+    ("dp=3,pp=2,zero=2", 6, {"micro_batches": 2, "schedule": "interleaved"}),
+)
+
+
+@pytest.mark.parametrize(("plan", "ranks", "options"), ZERO)
+def test_what_zero_gathers_and_scatters(
+    gpt: Traced, plan: str, ranks: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    made = check(gpt, plan, ranks, tmp_path, **options)
+    gathered = {key[5] for key in made if key[1] == "all_gather" and key[5] == "gather"}
+    scattered = {key[5] for key in made if key[1] == "reduce_scatter"}
+    if "zero=1" in plan:
+        assert gathered and scattered == {"gradient"}
+    elif "zero=2" in plan:
+        assert gathered and scattered and all(phase.startswith("B") for phase in scattered)
+    else:
+        assert not gathered
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_masters_are_gathered_as_leaves_and_gradients_summed_in_their_own_dtype(zero: int, tmp_path: Path) -> None:
+    module, precision = example("gpt"), Precision("bfloat16", reduce="bfloat16")
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(layers=2))
+    traced = trace(model, module.sample_inputs(batch=12), self_check=False, precision=precision)
+    made = check(traced, f"dp=2,shard=2,zero={zero}", 4, tmp_path, precision=precision)
+    dtypes = {(key[1], key[4]) for key in made if key[5] != "loss"}
+    # what rests divided is added up in float32 where it is divided after each backward
+    summed = "bfloat16" if zero == 1 else "float32"
+    assert dtypes >= {("all_gather", "bfloat16"), ("reduce_scatter", "bfloat16"), ("all_reduce", summed)}
+
+
+def test_parameters_may_rest_by_several_stages_of_zero_over_several_axes(gpt: Traced, tmp_path: Path) -> None:
+    steps = (
+        RestStep(("blocks.0",), "dp", 2),
+        RestStep(("blocks",), "other", 1),
+        RestStep(("blocks.1",), "dp", 3),
+        RestStep(("wte",), "dp", 1),
+    )
+    plan = Plan((("dp", 2), ("other", 3)), steps, 2, data_axes=("dp", "other"))
+    check(gpt, plan, 6, tmp_path)
 
 
 def test_the_manifest_of_a_large_mesh_stays_small(gpt: Traced) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,13 @@ from torch import Tensor
 
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
+from nnscaler.ir.precision import Precision
 from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
-from nnscaler.tracing import Traced
+from nnscaler.tracing import Traced, trace
 from tests import traced_examples
 
 
@@ -24,18 +27,30 @@ def traced(request: pytest.FixtureRequest) -> Traced:
     return traced_examples.traced(request.param)
 
 
-def held(program: Program, folder: Path) -> dict[int, tuple[int, int, int]]:
-    """rank -> bytes of stored tensors, of gradients, and the most that autograd keeps of one step's activations."""
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank was seen to hold: of stored tensors, at rest and as they are read; of gradients while they are
+    added up, at most and between two backwards; of AdamW's moments; and the most that autograd keeps."""
+
+    parameters: int
+    gradients: int
+    arriving: int
+    optimizer: int
+    activations: int
+
+
+def held(program: Program, folder: Path) -> dict[int, Held]:
     path = program.save(folder / "program")
     roles = {r: load_role(path / role.file) for role in program.manifest.roles for r in role.ranks}
 
-    def run(communicator: Communicator) -> tuple[int, int, int]:
+    def run(communicator: Communicator) -> Held:
         executor = RankExecutor(
             roles[communicator.rank], communicator.rank, communicator, program.state, ExecutorSettings(dropout=False)
         )
         stored = [e[3] for e in executor.local_tensors("parameter") + executor.local_tensors("buffer")]
         stored += [getattr(s, n) for s in executor.stages.values() for n in s.constants]
-        own = {t.untyped_storage().data_ptr() for t in stored if t is not None}
+        stored += [getattr(s, n) for s in executor.stages.values() for n in (*s.parameters, *s.frozen)]
+        parts = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored if t is not None}
         live: dict[int, int] = {}
         peak = [0]
 
@@ -46,18 +61,35 @@ def held(program: Program, folder: Path) -> dict[int, tuple[int, int, int]]:
                 self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
                 live[self.key] = live.get(self.key, 0) + 1
                 sizes[self.key] = tensor.untyped_storage().nbytes()
-                peak[0] = max(peak[0], sum(sizes[k] for k, n in live.items() if n and k not in own))
+                peak[0] = max(peak[0], sum(sizes[k] for k, n in live.items() if n and k not in parts))
 
             def __del__(self) -> None:
                 live[self.key] -= 1
 
         sizes: dict[int, int] = {}
+        gradients = executor._gradients
+        collect, added = gradients.collect, [(0, 0)]
+
+        def collected(stage: int) -> None:
+            arrived = in_gradients()
+            collect(stage)
+            added.append((in_gradients(), arrived))
+
+        def in_gradients() -> int:
+            own = [leaf.grad for leaf in gradients._holdings if leaf.grad is not None]
+            return sum(t.nbytes for t in (*own, *gradients._sums.values(), *gradients._divided.values()))
+
+        gradients.collect = collected  # type: ignore[method-assign]
         with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
             executor.step(program.inputs)
-        gradients = [e[3] for e in executor.local_tensors("gradient")]
-        return (
-            sum(t.nbytes for t in stored if t is not None),
-            sum(t.nbytes for t in gradients if t is not None),
+        optimizer = torch.optim.AdamW(dict.fromkeys(executor.parameters.values()))
+        optimizer.step()
+        states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+        return Held(
+            sum(parts.values()),
+            max(between for between, _ in added),
+            max(arrived for _, arrived in added),
+            sum(t.nbytes for t in states),
             peak[0],
         )
 
@@ -71,11 +103,71 @@ def test_memory(traced: Traced, plan: str, tmp_path: Path) -> None:
     program = compile_traced(traced, WantedPlan(ranks, plan, micro_batches=micro_batches), model={"name": "m"})
     entries = program.manifest.memory
     assert [e.role for e in entries] == list(range(len(entries)))
-    for rank, (parameters, gradients, activations) in held(program, tmp_path).items():
+    for rank, found in held(program, tmp_path).items():
         entry = entries[rank // (ranks // len(entries))]
-        assert (entry.parameters, entry.gradients) == (parameters, gradients)
-        assert entry.total == parameters + gradients + entry.activations
-        assert 0.6 < entry.activations / activations < 1.5, (rank, entry.activations, activations)
+        assert (entry.parameters, entry.gradients, entry.optimizer) == (
+            found.parameters, found.gradients, found.optimizer
+        )  # fmt: skip
+        assert entry.total == entry.parameters + entry.gradients + entry.optimizer + entry.activations
+        assert 0.6 < entry.activations / found.activations < 1.5, (rank, entry.activations, found.activations)
+
+
+ZERO = {
+    "dp=2,zero=1": 2,
+    "dp=3,zero=1": 3,  # which does not divide all sizes
+    "dp=2,zero=2": 2,
+    "dp=2,tp=2,zero=1": 4,
+    "dp=2,tp=2,zero=2": 4,
+    "dp=2,shard=2,zero=1": 4,
+    "dp=2,shard=3,zero=2": 6,
+    "dp=3,zero=3": 3,
+    "dp=2,pp=2,zero=2": 4,
+}
+
+
+@pytest.mark.parametrize("plan", ZERO)
+def test_memory_under_zero(plan: str, tmp_path: Path) -> None:
+    traced = traced_examples.traced("gpt")
+    program = compile_traced(traced, WantedPlan(ZERO[plan], plan, micro_batches=2), model={"name": "m"})
+    entries, seen = program.manifest.memory, held(program, tmp_path)
+    parts = {name: int(size) for name, size in (axis.split("=") for axis in plan.split(","))}
+    over = parts.get("shard", parts["dp"])
+    rest = {name: size for name, size in parts.items() if name not in ("shard", "zero")}
+    undivided = compile_traced(traced, WantedPlan(prod(rest.values()), rest, micro_batches=2), model={"name": "m"})
+    assert seen.keys() == set(range(ZERO[plan]))
+    for number, entry in enumerate(entries):
+        own = [found for rank, found in seen.items() if rank * len(entries) // ZERO[plan] == number]
+        for name in ("parameters", "gradients", "optimizer"):
+            assert getattr(entry, name) == max(getattr(found, name) for found in own), name
+        rows = sum(8 * prod(p.shape[1:]) for p in traced.graph.with_role("parameter"))
+        whole = undivided.manifest.memory[number].optimizer
+        assert whole / over <= entry.optimizer <= whole / over + rows
+        if "zero=2" in plan:
+            arriving = max(found.arriving for found in own) - entry.gradients
+            each = entry.activations // (2 if entry.stage == 0 and len(entries) > 1 else 1)
+            together = entry.parameters + entry.gradients + entry.optimizer + entry.activations
+            assert entry.total == together + max(0, arriving - each)
+            assert arriving > entry.gradients
+
+
+def test_masters_and_their_leaves_are_both_held(tmp_path: Path) -> None:
+    model, precision = traced_examples.loaded("gpt"), Precision("bfloat16")
+    traced = trace(model.build(), model.inputs, self_check=False, precision=precision)
+    program = compile_traced(traced, WantedPlan(3, "dp=3,zero=1", precision=precision), model={"name": "m"})
+    (entry,), seen = program.manifest.memory, held(program, tmp_path)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(entry, name) == max(getattr(found, name) for found in seen.values()), name
+
+
+def test_other_optimizers_keep_other_bytes() -> None:
+    traced = traced_examples.traced("gpt")
+    sizes = [
+        compile_traced(traced, WantedPlan(2, "dp=2,zero=1", optimizer_bytes=each), model={"name": "m"}).manifest.memory
+        for each in (0.0, 4.0, 8.0)
+    ]
+    none, momentum, adam = (entries[0] for entries in sizes)
+    assert none.optimizer == 0 and adam.optimizer == 2 * momentum.optimizer
+    assert adam.total - momentum.total == momentum.optimizer
 
 
 def test_the_timeline_is_the_schedule(traced: Traced) -> None:

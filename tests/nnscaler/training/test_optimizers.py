@@ -30,11 +30,24 @@ from nnscaler.training.optimizers import (
     split_of,
     tried_split,
 )
-from nnscaler.training.updates import make_update, optimizer_name
+from nnscaler.training.updates import make_update, optimizer_name, state_bytes
 
 OWN = load_user_module(Path(__file__).parents[2] / "data" / "optimizers.py")
 CLASSES = [c for c in vars(torch.optim).values() if inspect.isclass(c) and issubclass(c, Optimizer)]
 NAMES = {"layers.0.weight": ("layers.0.weight",), "layers.0.bias": ("layers.0.bias",), "head": ("head", "wte")}
+
+
+@pytest.mark.parametrize(
+    ("cls", "defaults", "bytes_"),
+    [
+        (torch.optim.AdamW, {}, 8),
+        (torch.optim.Adam, {"amsgrad": True}, 12),
+        (torch.optim.SGD, {"lr": 0.1}, 0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 4),
+    ],
+)
+def test_what_an_optimizer_keeps_is_tried(cls: type[Optimizer], defaults: dict[str, Any], bytes_: float) -> None:
+    assert state_bytes(cls, defaults) == bytes_
 
 
 def rests(fqn: str, shape: tuple[int, ...], states: Mapping[str, State] | None = None) -> StoredTensor:

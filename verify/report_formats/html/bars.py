@@ -11,7 +11,7 @@ from verify.report_formats.html.text import count, escape, folded, panel, percen
 from verify.report_formats.html.timeline import hue
 
 LISTED = 200  # rows of the profile that the page lists
-_PARTS = ("parameters", "gradients", "activations")
+_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
 def communication_panel(profile: CommunicationProfile | None) -> str:

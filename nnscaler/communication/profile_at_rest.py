@@ -1,0 +1,173 @@
+"""The calls that bring parameters from where they rest to their leaves, and gradients back, in the buckets that
+`nnscaler.runtime.training.at_rest` and `.gradients` make.
+
+A test holds them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
+from nnscaler.communication.profile_calls import CallClass, Ranks, bytes_on, groups_over, layer_pattern
+from nnscaler.communication.rest_moves import RestMove, moves_of
+from nnscaler.ir.graph import element_bytes
+from nnscaler.ir.layout import Layout, is_uneven, local_shape
+from nnscaler.ir.placement import Stage
+from nnscaler.planning.cost.collectives import BUCKET_BYTES
+
+_DIRECTIONS = {"gather": "parameter", "B": "gradient", "gradient": "gradient"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One parameter in a call: what moves of it, and its bytes in each of the groups.
+
+    members  the groups
+    wholes   by group, bytes of the whole: what buckets are filled with
+    parts    by group, bytes of the part of each rank; one number where they are equal
+    """
+
+    fqn: str
+    move: RestMove
+    stage: int
+    axes: tuple[str, ...]
+    members: tuple[Ranks, ...]
+    wholes: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+    where: str
+
+
+def rest_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int]]:
+    """Yield one call per bucket and group, on every role, with how often a step makes it."""
+    devices: dict[int, list[StageProgram]] = {}
+    for program in communicated.stages:
+        devices.setdefault(program.stage.device, []).append(program)
+    shared: dict[Ranks, int] = {}  # a group that spans devices is counted with the first of them
+    for device, programs in devices.items():
+        runs = _runs(piece for program in programs for piece in _pieces(communicated, program))
+        for pieces in runs:
+            for bucket in _buckets(_alike(pieces)):
+                own = tuple(group for group in bucket[0].members if shared.setdefault(group, device) == device)
+                if own and len(own[0]) > 1:
+                    stage = communicated.stages[bucket[0].stage].stage
+                    yield replace(_call(bucket), members=own), bucket[0].move.times(stage)
+
+
+def _pieces(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[_Piece]:
+    graph, stage = communicated.partitioned.graph, program.stage
+    for stored, move in moves_of(graph, program):
+        tensor, users = graph.tensors[stored.tensor], graph.consumers[stored.tensor]
+        inside = groups_over(stage.mesh, move.axes)
+        wholes = _bytes(inside, stage, move.whole, tensor.shape, move.dtype)
+        parts = _bytes(inside, stage, move.part, tensor.shape, move.dtype)
+        members = _with_copies(communicated, stored, stage, inside) if move.kind == "all_reduce" else inside
+        axes = (*move.axes, *(("pp",) if len(members[0]) > len(inside[0]) else ()))
+        where = users[0][0].where if users else None
+        line = f"{where.file.rpartition('/')[2]}:{where.line}" if where is not None else ""
+        largest = tuple(max(sizes) for sizes in wholes)
+        yield _Piece(tensor.fqns[0], move, stage.index, axes, members, largest, parts, line)
+
+
+def _bytes(
+    groups: Sequence[Ranks], stage: Stage, layout: Layout, shape: tuple[int, ...], dtype: str
+) -> tuple[tuple[int, ...], ...]:
+    """Return, by group, the bytes that each of its ranks has of a tensor; one number where all have the same."""
+    if is_uneven(layout):
+        return tuple(tuple(bytes_on(rank, stage, layout, shape, dtype) for rank in group) for group in groups)
+    size = element_bytes(dtype)
+    for length in local_shape(layout, stage.sizes, shape):
+        size *= length
+    return ((size,),) * len(groups)
+
+
+def _with_copies(
+    communicated: CommunicatedGraph, stored: Stored, stage: Stage, inside: tuple[Ranks, ...]
+) -> tuple[Ranks, ...]:
+    """Return the groups with the ranks of other stages that hold the parameter."""
+    meshes = list(dict.fromkeys(communicated.stages[s].stage.mesh for s in stored.copies))
+    if len(meshes) < 2:
+        return inside
+    positions = {rank: i for i, rank in enumerate(stage.mesh.ranks)}
+    return tuple(tuple(sorted({mesh.ranks[positions[rank]] for mesh in meshes for rank in group})) for group in inside)
+
+
+def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
+    """Return the pieces that may share buckets, in the order in which the runtime fills them.
+
+    What is moved after each backward is of one stage; of the rest, a parameter that several stages of the device read
+    is moved once. Sums are made by name, other moves in the order of declaration.
+    """
+    runs: dict[tuple[object, ...], dict[tuple[object, ...], _Piece]] = {}
+    for piece in pieces:
+        move = piece.move
+        key = (move.phase, move.kind, -1 if move.kind == "all_reduce" else move.depth)
+        run = runs.setdefault((*key, piece.stage if move.phase == "B" else -1), {})
+        run.setdefault((piece.fqn, piece.members), piece)
+    return [
+        sorted(run.values(), key=lambda p: p.fqn) if kind == "all_reduce" else list(run.values())
+        for (_, kind, *_), run in runs.items()
+    ]
+
+
+def _alike(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Return the pieces, for groups apart whose ranks have other sizes of some: these fill their buckets otherwise."""
+    together: dict[tuple[Ranks, ...], list[_Piece]] = {}
+    for piece in pieces:
+        together.setdefault(piece.members, []).append(piece)
+    classes: dict[tuple[Ranks, ...], list[list[int]]] = {}
+    for members, found in together.items():
+        positions: dict[tuple[object, ...], list[int]] = {}
+        for i in range(len(members)):
+            positions.setdefault(tuple((piece.wholes[i], piece.parts[i]) for piece in found), []).append(i)
+        classes[members] = list(positions.values())
+    return [
+        replace(
+            piece,
+            members=tuple(piece.members[i] for i in alike),
+            wholes=tuple(piece.wholes[i] for i in alike),
+            parts=tuple(piece.parts[i] for i in alike),
+        )
+        for piece in pieces
+        for alike in classes[piece.members]
+    ]
+
+
+def _buckets(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Pieces with one group and dtype, in their order, up to `BUCKET_BYTES` each."""
+    buckets: list[list[_Piece]] = []
+    size = 0
+    for piece in sorted(pieces, key=lambda p: (p.members, p.move.dtype)):
+        last = buckets[-1][0] if buckets else None
+        together = last is not None and (last.members, last.move.dtype) == (piece.members, piece.move.dtype)
+        if not together or size + piece.wholes[0] > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(piece)
+        size += piece.wholes[0]
+    return buckets
+
+
+def _call(bucket: Sequence[_Piece]) -> CallClass:
+    first = bucket[0]
+    patterns = list(dict.fromkeys(layer_pattern(piece.fqn) for piece in bucket))
+    module = ", ".join(patterns[:2]) + (f" and {len(patterns) - 2} more" if len(patterns) > 2 else "")
+    if first.move.kind == "all_gather":  # a rank hands over its own part; the largest one
+        ranks = range(len(first.members[0]))
+        handed = max(sum(parts[rank % len(parts)] for parts in (p.parts[0] for p in bucket)) for rank in ranks)
+    else:
+        handed = sum(piece.wholes[0] for piece in bucket)
+    return CallClass(
+        first.move.kind,
+        _DIRECTIONS[first.move.phase],
+        first.move.phase,
+        first.stage,
+        "+".join(first.axes),
+        first.move.dtype,
+        handed,
+        first.members,
+        module,
+        first.where,
+        reduction="" if first.move.kind == "all_gather" else "sum",
+    )
