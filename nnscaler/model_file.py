@@ -165,9 +165,10 @@ def load_loss_function(target: str) -> Callable[[Any, Any], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def user_function(target: str, default: str, example: str) -> Callable[..., Any]:
-    """Return the function, or class, that `file.py::name` names; called, it reports what it raises as the user's.
+def user_function(target: str, default: str, example: str, *, is_class: bool = False) -> Callable[..., Any]:
+    """Return the function that `file.py::name` names; called, it reports what it raises as the user's.
 
+    `is_class`: a class is returned as it is.
     Raises NnscalerError as `find_target`, and as the import of the file.
     """
     path, name = find_target(target, example)
@@ -178,7 +179,7 @@ def user_function(target: str, default: str, example: str) -> Callable[..., Any]
         return _called(lambda: found(*arguments, **named), path, seed, f"{name}()")
 
     guarded.__name__ = name
-    return guarded if not inspect.isclass(found) else found
+    return found if is_class and inspect.isclass(found) else guarded
 
 
 def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:

@@ -252,11 +252,12 @@ def peak_flops(device: torch.device, ranks: int, dtype: str) -> float | None:
 def _class(name: str, home: Any, option: str) -> Callable[..., Any]:
     """Return the class of torch, or what `file.py::name` names."""
     if "::" in name or name.endswith(".py"):
-        return user_function(name, Path(name).stem, f'{option} = "file.py::name"')
+        return user_function(name, Path(name).stem, f'{option} = "file.py::name"', is_class=True)
     found: Any = getattr(home, name, None)
     if not callable(found):
         names = [n for n in dir(home) if n[0].isupper()]
-        close = get_close_matches(name, names, n=2) or names[:8]
+        lowered = {n.lower(): n for n in names}
+        close = [lowered[n] for n in get_close_matches(name.lower(), lowered, n=2)] or names[:8]
         message = f"`{option}` is {name!r}, and {home.__name__} has no such class"
         raise NnscalerError("bad_settings", message, help=f"one of its classes ({', '.join(close)}), or file.py::name")
     return found  # type: ignore[no-any-return]

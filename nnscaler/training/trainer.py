@@ -24,6 +24,7 @@ from torch import nn
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, leave, torchrun_place
+from nnscaler.runtime.training.checkpoint import check_writable
 from nnscaler.training.assemble import (
     Parts,
     flops_of_step,
@@ -45,7 +46,7 @@ from nnscaler.training.loggers import Logger, StepReport, ValidationReport, make
 from nnscaler.training.replicas import check_replicas
 from nnscaler.training.scaler import LossScaler
 from nnscaler.training.settings import TrainSettings
-from nnscaler.training.weights import load_weights
+from nnscaler.training.weights import as_user_error, load_weights
 
 Ended = Literal["finished", "stopped", "not finite"]
 
@@ -146,6 +147,9 @@ class Trainer:
             raise NnscalerError(
                 "wrong_ranks", message, help=f"torchrun --nproc-per-node {wanted} ..., or nnscaler train"
             )
+        if settings.checkpoints.folder:  # a run that cannot save is told before its first step
+            with as_user_error("cannot_write"):
+                check_writable(Path(settings.checkpoints.folder) / "step", place.rank)
         self._parts: Parts = load_parts(settings, self._module, self._datasets)
         say = self._say
 

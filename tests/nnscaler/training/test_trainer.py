@@ -257,3 +257,21 @@ def test_help_teaches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         told = capsys.readouterr().out
         assert "nnscaler train RUN.toml --ranks=2" in told
         assert "--checkpoints.keep=3\n      newest ones that stay" in told
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "taken").write_text("")
+    assert train("--checkpoints.folder=taken/run") == 2
+    found = capsys.readouterr()
+    assert "cannot write the checkpoint taken/run" in found.err and losses(found.out) == {}
+
+
+def test_a_class_makes_the_model_and_what_it_raises_is_the_users(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--model=model.py::Model", "--steps=1", "--schedule.total_steps=1") == 0
+    capsys.readouterr()
+    assert train("--data.source=model.py::Points") == 2
+    assert "Points() of model.py raises TypeError" in capsys.readouterr().err
