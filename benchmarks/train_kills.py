@@ -3,9 +3,9 @@
     python benchmarks/train_kills.py              # 30 kills, about eight minutes on two cores
     python benchmarks/train_kills.py --kills 6 --seed 1
 
-Each kill (SIGKILL) is of one rank, of all processes, or of all of them while a checkpoint is written. The same folder
-is gone on from under the next plan, on other ranks. Every loss that any of these processes printed is compared with that
-of the undisturbed run of one process, in float64: 10 digits must be equal. Exits with 1 where one is not.
+Each kill (SIGKILL) is of one rank, of all processes, or of all of them while a checkpoint is written. The next plan, on
+other ranks, goes on in the same folder. Every loss that any of these processes printed is compared with that of the
+undisturbed run of one process, in float64: 10 digits must be equal. Exits with 1 where one is not.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.optimizers import build_optimizer
-from nnscaler.training.replicas import check_replicas
+from nnscaler.training.replicas import check_replicas, check_same_model
 from nnscaler.training.sizes import (
     SentProgram,
     Shapes,
@@ -90,7 +90,8 @@ class Running:
 def start(program: Program, **settings: Any) -> Engine:
     """Start the program on this rank: under torchrun one of many, else alone. `settings`: fields of EngineSettings.
 
-    Raises NnscalerError("wrong_ranks") where another number of ranks runs than the program is for.
+    Raises NnscalerError: `wrong_ranks` where another number of ranks runs than the program is for, and
+    `replicas_differ` where ranks made other models.
     """
     chosen = EngineSettings(**settings)
     place = torchrun_place()
@@ -110,6 +111,7 @@ def start(program: Program, **settings: Any) -> Engine:
     communicator = torch_communicator(
         backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
     )
+    check_same_model(program, communicator, device)
     return Engine(program, communicator, replace(chosen, device=str(device)))
 
 

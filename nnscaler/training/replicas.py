@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
@@ -74,6 +75,35 @@ def check_replicas(engine: Holder, optimizer: torch.optim.Optimizer | None = Non
         raise _differ(wrong, copies, names)
     here = engine.communicator.rank
     return sum(here in held and len(held) > 1 for held in copies.values())
+
+
+def check_same_model(program: Program, communicator: Communicator, device: torch.device) -> None:
+    """Compare program and model of all ranks, each of which made its own. Every rank calls it, before the first step.
+
+    Raises NnscalerError("replicas_differ") on every rank, with the ranks that differ from rank 0.
+    """
+    names = [name for name, tensor in sorted(program.state.items()) if not tensor.is_meta]
+    text = "\0".join(f"{file}\0{source}" for file, source in sorted(program.sources.items()))
+    sums = [_checksum(program.state[name]) for name in names]
+    own = torch.cat([torch.tensor([_number(text), _number("\0".join(names))]), *sums]).to(device)
+    everyone = tuple(range(communicator.world_size))
+    counts = communicator.all_gather(torch.tensor([len(own)], device=device), everyone)
+    found = communicator.all_gather(own, everyone, [(int(count),) for count in counts])
+    differ = [rank for rank in everyone if not torch.equal(found[rank], found[0])]
+    if not differ:
+        return
+    other = found[differ[0]]
+    if len(other) != len(found[0]) or not torch.equal(other[:2], found[0][:2]):
+        message = f"rank {_listed(differ)} compiled another program than rank 0: their models or batches differ"
+        raise NnscalerError("replicas_differ", message, help="make model and sample batch alike on every rank")
+    pairs = zip(names, other[2:].view(-1, 2), found[0][2:].view(-1, 2), strict=True)
+    unequal = [name for name, its, right in pairs if not torch.equal(its, right)]
+    more = f", and {len(unequal) - 1} more tensors" if len(unequal) > 1 else ""
+    raise NnscalerError(
+        "replicas_differ",
+        f"rank {_listed(differ)} begins with other values of `{unequal[0]}` than rank 0{more}",
+        help="torch.manual_seed(...) before the model is made, or load the same weights on every rank",
+    )
 
 
 def _names(manifest: Manifest) -> list[str]:

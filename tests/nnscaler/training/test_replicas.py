@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine
-from nnscaler.training.replicas import check_replicas
+from nnscaler.training.replicas import check_replicas, check_same_model
 
 
 class Tied(nn.Module):
@@ -85,3 +86,22 @@ def test_copies_on_several_stages_are_compared() -> None:
     found = program("pp=2", 2)
     said = told(found, 2, {1: "words.weight"})
     assert said == ["replicas_differ: `words.weight` on rank 1 is not what rank 0 has"] * 2
+
+
+def test_ranks_that_made_other_models_are_told_before_the_first_step() -> None:
+    def found(*of_ranks: Program) -> set[str]:
+        def work(communicator: Communicator) -> str:
+            try:
+                check_same_model(of_ranks[communicator.rank], communicator, torch.device("cpu"))
+            except NnscalerError as error:
+                assert error.code == "replicas_differ"
+                return error.message
+            return ""
+
+        return set(Simulator(len(of_ranks)).run(work))
+
+    same, other = program("dp=3", 3), program("tp=2", 2)
+    drawn = replace(same, state={**same.state, "up.1.bias": same.state["up.1.bias"] + 1e-3})
+    assert found(same, program("dp=3", 3), same) == {""}
+    assert found(same, same, drawn) == {"rank 2 begins with other values of `up.1.bias` than rank 0"}
+    assert found(same, other) == {"rank 1 compiled another program than rank 0: their models or batches differ"}
