@@ -81,7 +81,7 @@ def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
             where = SourceLocation(code.co_filename, code.co_firstlineno, text)
         raise NnscalerError(
             "inputs_differ",
-            f"sample_inputs() does not fit {type(module).__name__}.forward{signature}: {error}",
+            f"the sample batch does not fit {type(module).__name__}.forward{signature}: {error}",
             where=where,
             help="return a dict of forward's keyword arguments, or a tuple of its positional ones",
         ) from None

@@ -28,7 +28,7 @@ from nnscaler.runtime.training.batch import DataPart
 from nnscaler.training.config import compile_request
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.engine import Engine
-from nnscaler.training.settings import HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
+from nnscaler.training.settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.training.updates import state_bytes
 from nnscaler.transform.plan import Plan
 
@@ -61,6 +61,9 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
     Raises NnscalerError: as `find_target`, the import of the user's files and what they raise.
     """
     described = {"name": type(model).__name__}
+    if model is not None and not isinstance(model, nn.Module):
+        help = f"module={getattr(model, '__name__', 'Model')}(...)" if callable(model) else None
+        raise NnscalerError("bad_settings", f"`module` is {model!r}, and no nn.Module", help=help)
 
     def given() -> nn.Module:
         assert model is not None
@@ -83,10 +86,11 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
     found = user_function(settings.data.source, "datasets", _DATA)(seed=settings.seed) if data is None else data
     training, validation = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if validation is None and settings.validation.every:
-        help = "return (training, validation), or set validation.every = 0"
-        raise NnscalerError("bad_data", f"{settings.data.source} returns no data for validation", help=help)
+        help = "(training, validation), or validation.every = 0"
+        message = f"{settings.data.source or '`datasets`'} has no data for validation"
+        raise NnscalerError("bad_data", message, help=help)
     points = {item.name: getattr(settings.hooks, item.name) for item in fields(HookSettings)}
-    hooks = {name: tuple(user_function(t, name, f"{name} = ...") for t in ts) for name, ts in points.items()}
+    hooks = {name: tuple(_function(t, name) for t in ts) for name, ts in points.items()}
     return Parts(build, described, training, validation, hooks)
 
 
@@ -150,7 +154,7 @@ def make_program(
     request = compile_request(settings, ranks)
     model = parts.build()
     batch = first_batch(settings, parts.training, model)
-    chosen = settings.precision
+    chosen, loss = settings.precision, settings.loss
     precision = Precision(chosen.param or None, chosen.reduce or None, chosen.output or None, chosen.cast_inputs)
 
     def compiled(plan: PlanSource) -> Program:
@@ -162,7 +166,7 @@ def make_program(
             schedule=None if isinstance(plan, Plan) else request.schedule,
             micro_batches=request.micro_batches,
             model=parts.described,
-            loss_fn=load_loss_function(settings.loss) if settings.loss else None,
+            loss_fn=(load_loss_function(loss) if isinstance(loss, str) else loss) if loss else None,
             precision=precision if chosen.param or chosen.reduce or chosen.output else None,
             optimizer_bytes=_optimizer_bytes(settings.optimizer),
             progress=progress,
@@ -249,8 +253,15 @@ def peak_flops(device: torch.device, ranks: int, dtype: str) -> float | None:
     return found_cluster(ranks).device.flops(dtype or "float32") * ranks
 
 
-def _class(name: str, home: Any, option: str) -> Callable[..., Any]:
+def _function(code: Code, default: str) -> Callable[..., Any]:
+    """Return a function of the user's."""
+    return user_function(code, default, f"{default} = ...") if isinstance(code, str) else code
+
+
+def _class(name: Code, home: Any, option: str) -> Callable[..., Any]:
     """Return the class of torch, or what `file.py::name` names."""
+    if not isinstance(name, str):
+        return name
     if "::" in name or name.endswith(".py"):
         return user_function(name, Path(name).stem, f'{option} = "file.py::name"', is_class=True)
     found: Any = getattr(home, name, None)

@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any
 
 from nnscaler.config import Document, read_document
 from nnscaler.errors import NnscalerError
@@ -38,6 +38,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 _LEAST: Mapping[str, int] = MappingProxyType({"accumulation": 1, "data.batch_size": 1, "loggers.every": 1})
 _OPEN = ("optimizer", "schedule")  # tables whose other keys are arguments
+_CODE = ("loss", "optimizer.name", "schedule.name")  # and hooks: a function or class itself in Python
 _WANTED = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
@@ -65,9 +66,7 @@ def all_options(record: type = TrainSettings, prefix: str = "") -> Iterator[Opti
         if is_dataclass(default):
             yield from all_options(type(default), f"{prefix}{item.name}.")
         elif item.name != "arguments":
-            kind = get_type_hints(record)[item.name]
-            name = kind.__name__ if isinstance(kind, type) and kind is not tuple else "table"
-            name = "texts" if isinstance(default, tuple) else name
+            name = {"tuple": "texts", "dict": "table"}.get(type(default).__name__, type(default).__name__)
             yield Option(prefix + item.name, name, written(default), told[item.name])
 
 
@@ -103,7 +102,7 @@ def compile_request(settings: TrainSettings, ranks: int | None) -> CompileReques
     search = settings.search
     return CompileRequest(
         model=settings.model or None,
-        loss_fn=settings.loss or None,
+        loss_fn=settings.loss if isinstance(settings.loss, str) and settings.loss else None,
         seed=settings.seed,
         ranks=ranks,
         plan=settings.plan or f"dp={ranks or 1}",
@@ -161,14 +160,15 @@ def _record(record: type, table: Mapping[str, Any], path: tuple[str, ...], docum
         here = (*path, key)
         if key not in known:
             if not (path and path[-1] in _OPEN):
-                raise error(here, _unknown(here), _nearest(".".join(here), list(known)))
+                raise error(here, _unknown(here), _elsewhere(key) or _nearest(".".join(here), list(known)))
             more[key] = value
         elif is_dataclass(known[key]):
             if isinstance(value, type(known[key])):
                 values[key] = value
                 continue
             if not isinstance(value, dict):
-                raise error(here, f"`{key}` is a table: [{key}]")
+                table_help = f"{key} = {{...}}, a dict of its keys" if document is None else None
+                raise error(here, f"`{key}` is a table: [{key}]", table_help)
             values[key] = _record(type(known[key]), value, here, document)
         else:
             try:
@@ -234,10 +234,12 @@ def _checked(path: str, like: Any, value: Any) -> Any:
             raise _bad(f"`{path}` is a table of tables", '"*.bias" = { weight_decay = 0.0 }')
         return value
     if isinstance(like, tuple):
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        value = [value] if isinstance(value, str) or callable(value) else value
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) or callable(item) for item in value):
             raise _bad(f"`{path}` is a text or a list of texts, not {value!r}")
         return tuple(value)
+    if path in _CODE and callable(value):
+        return value
     wanted = type(like)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
@@ -271,8 +273,10 @@ def _relative(settings: TrainSettings, folder: Path) -> TrainSettings:
     )
 
 
-def _at(target: str, folder: Path) -> str:
+def _at(target: Any, folder: Path) -> Any:
     """Return a target with its file looked for from `folder`; one that names no file there stays as it is."""
+    if not isinstance(target, str):
+        return target
     name, separator, function = target.partition("::")
     is_path = bool(name) and (name.endswith((".py", ".json", ".toml")) or bool(separator))
     return f"{folder / name}{separator}{function}" if is_path else target
@@ -314,6 +318,12 @@ def _nearest(path: str, names: Sequence[str], mark: str = "") -> str:
     return (
         f"did you mean {' or '.join(found)}?" if found else f"`nnscaler train --help` lists {'them' if mark else 'all'}"
     )
+
+
+def _elsewhere(key: str) -> str | None:
+    """Say in which tables a key is known that was written in another one."""
+    found = [SHORT[key]] if key in SHORT else [o.path for o in all_options() if o.path.endswith(f".{key}")]
+    return f"did you mean {' or '.join(found)}?" if found else None
 
 
 def _bad(message: str, help: str | None = None) -> NnscalerError:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+Code = str | Callable[..., Any]  # a function or class: named in a file of settings, itself in Python
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class OptimizerSettings:
     arguments  the other keys
     """
 
-    name: str = "AdamW"
+    name: Code = "AdamW"
     groups: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,7 +55,7 @@ class ScheduleSettings:
     arguments  the other keys; total_steps and T_max are the steps of the run where they are left out
     """
 
-    name: str = ""
+    name: Code = ""
     per: str = "step"
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -164,11 +166,11 @@ class HookSettings:
     on_end         after the last step
     """
 
-    on_start: tuple[str, ...] = ()
-    on_step: tuple[str, ...] = ()
-    on_validation: tuple[str, ...] = ()
-    on_checkpoint: tuple[str, ...] = ()
-    on_end: tuple[str, ...] = ()
+    on_start: tuple[Code, ...] = ()
+    on_step: tuple[Code, ...] = ()
+    on_validation: tuple[Code, ...] = ()
+    on_checkpoint: tuple[Code, ...] = ()
+    on_end: tuple[Code, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class TrainSettings:
     model: str = ""
     weights: str = ""
     weights_prefix: str = ""
-    loss: str = ""
+    loss: Code = ""
     plan: str = ""
     ranks: int = 0
     micro_batches: int = 0
