@@ -135,7 +135,10 @@ AXES = {
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Return `dp=2,tp=2,pp=2,zero=3` as a dict. Raises NnscalerError("plan_illegal")."""
+    """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`.
+
+    Raises NnscalerError("plan_illegal").
+    """
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
@@ -152,6 +155,8 @@ def parse_axes(text: str) -> dict[str, int]:
             )
         sizes[name] = int(number)
     over = SHARD if SHARD in sizes else DP
+    if DP in sizes and ranks_in(sizes) == 1 and sizes.get("zero", 1) <= ZERO:  # a script's dp={ranks}
+        sizes.pop("zero", None)
     if sizes.get("zero", ZERO) > ZERO or ("zero" in sizes and sizes.get(over, 1) == 1):
         raise NnscalerError(
             "plan_illegal",

@@ -28,7 +28,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.communication.factory import torch_communicator
-from nnscaler.runtime.communication.process_group import choose_device, join, torchrun_place
+from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, rank_with_loss
 from nnscaler.runtime.role import RunContext, Stage
@@ -37,6 +37,7 @@ from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
 from nnscaler.training.data import Loader, loader
+from nnscaler.training.gathered import gathered_state
 from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.replicas import check_replicas, check_same_model
 from nnscaler.training.sizes import (
@@ -87,14 +88,15 @@ class Running:
     cut: bool
 
 
-def start(program: Program, **settings: Any) -> Engine:
+def start(program: Program, *, place: ProcessPlace | None = None, **settings: Any) -> Engine:
     """Start the program on this rank: under torchrun one of many, else alone. `settings`: fields of EngineSettings.
 
+    `place`: of this rank, for what starts ranks in another way than torchrun and has joined them.
     Raises NnscalerError: `wrong_ranks` where another number of ranks runs than the program is for, and
     `replicas_differ` where ranks made other models.
     """
     chosen = EngineSettings(**settings)
-    place = torchrun_place()
+    place = place or torchrun_place()
     ranks, running = program.manifest.ranks, 1 if place is None else place.world_size
     if running != ranks:
         raise NnscalerError(
@@ -167,6 +169,12 @@ class Engine:
         running, rows = self._prepared(batch, training=True)
         running.executor.loss_scale = self.loss_scale
         return self._told(running, running.executor.step(rows, last=last))
+
+    def step_outputs(self, batch: Batch, *, last: bool = True) -> Any:
+        """Run `step`, and return what the model returns for the global batch, as `predict` does; the loss among it."""
+        running, rows = self._prepared(batch, training=True)
+        running.executor.loss_scale = self.loss_scale
+        return running.executor.returned(running.executor.step(rows, last=last, keep=None))
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the loss of the global batch with the model in evaluation mode, on every rank; nothing changes."""
@@ -244,6 +252,13 @@ class Engine:
     def stored(self) -> list[StoredTensor]:
         """Return every parameter and buffer of this rank between steps."""
         return stored_tensors(list(self.executor.stages.values()), self.manifest.tied)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the model's logical parameters and buffers by every name, whole, on each rank, which all call this.
+
+        For models that fit a rank; `Checkpoints` writes shards.
+        """
+        return gathered_state(self.stored(), self.communicator)
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> int:
         """Compare copies on several ranks by checksums, as `nnscaler.training.replicas.check_replicas`."""

@@ -61,7 +61,7 @@ def check_replicas(engine: Holder, optimizer: torch.optim.Optimizer | None = Non
     names = _names(engine.manifest)
     entries = list(_entries(engine, names, optimizer))
     rows = [torch.tensor([e.place, e.region, _number(e.what)]) for e in entries]
-    sums = [_checksum(e.tensor) for e in entries]
+    sums = [checksum(e.tensor) for e in entries]
     own = torch.stack([torch.cat(pair) for pair in zip(rows, sums, strict=True)]) if rows else torch.zeros(0, 5).long()
     everyone = tuple(range(engine.communicator.world_size))
     counts = engine.communicator.all_gather(torch.tensor([len(own)], device=engine.device), everyone)
@@ -84,7 +84,7 @@ def check_same_model(program: Program, communicator: Communicator, device: torch
     """
     names = [name for name, tensor in sorted(program.state.items()) if not tensor.is_meta]
     text = "\0".join(f"{file}\0{source}" for file, source in sorted(program.sources.items()))
-    sums = [_checksum(program.state[name]) for name in names]
+    sums = [checksum(program.state[name]) for name in names]
     own = torch.cat([torch.tensor([_number(text), _number("\0".join(names))]), *sums]).to(device)
     everyone = tuple(range(communicator.world_size))
     counts = communicator.all_gather(torch.tensor([len(own)], device=device), everyone)
@@ -133,7 +133,7 @@ def _number(text: str | bytes) -> int:
     return int.from_bytes(sha256(data).digest()[:8], "big", signed=True)
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """Return two sums over the bits: as they are, and weighted by place, so that exchanged elements show."""
     flat = tensor.detach().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat

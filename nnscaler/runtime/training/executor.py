@@ -162,8 +162,11 @@ class RankExecutor:
             return self._run(batch, backward=False)
 
     def predict(self, batch: Batch) -> Any:
-        """Run forward alone, and return what the model returns: its own structure of logical tensors, on every rank."""
-        loss = self.forward_only(batch, keep=None)
+        """Run forward alone, and return what the model returns, as `returned`."""
+        return self.returned(self.forward_only(batch, keep=None))
+
+    def returned(self, loss: Tensor | None) -> Any:
+        """Return what the model returned in a run that kept all: its structure of logical tensors, on every rank."""
         with self._working("gathering the results"), torch.no_grad():
             return self._results.restored(loss)
 
@@ -185,8 +188,7 @@ class RankExecutor:
             parameter.grad = None
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return the norm before, the same on every
-        rank.
+        """Scale all gradients to a norm of at most `max_norm`; return the norm before, the same on every rank.
 
         The norm is that of the whole model, as torch.nn.utils.clip_grad_norm_ has it on one device. Every rank calls
         this after `step`.

@@ -131,6 +131,7 @@ def test_parse_spec() -> None:
     assert parse_spec("pp=1", 1) == {"pp": 1}
     assert parse_spec("dp=2,tp=2,zero=3", 4) == {"dp": 2, "tp": 2, "zero": 3}
     assert parse_spec("dp=4,zero=1", 4) == {"dp": 4, "zero": 1}
+    assert parse_spec("dp=1,zero=3", 1) == {"dp": 1}  # a script names as many as there are
 
 
 @pytest.mark.parametrize("text", ["tp=4,zero=1", "tp=4,zero=3", "zero=3", "dp=1,tp=4,zero=2"])

@@ -1,0 +1,1 @@
+"""Front ends of others over the engine."""

@@ -1,0 +1,94 @@
+"""The steps of a LightningModule as a model that can be compiled: what it logs becomes results beside the loss."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+
+LOSS, LOGGED, REST = "loss", "logged", "rest"
+
+
+Options = dict[str, dict[str, Any]]  # of `self.log`, by name; a number that was logged has its `value` there
+
+
+class LogOptions:
+    """What `self.log` was told by the last call of each step. No module's attribute: tracing puts those back."""
+
+    def __init__(self) -> None:
+        self.by_mode: dict[bool, Options] = {}
+
+
+class StepModule(nn.Module):
+    """Calls `training_step` of a LightningModule in training mode, else `validation_step`, on a batch.
+
+    Returns a dict: `loss` in training, `logged` (what `self.log` is given, by name) and `rest` (what the step returns
+    besides).
+
+    around  opened around the step: the precision plugin's, such as autocast
+    logs    options of `self.log` by mode (True: training), where this rank has traced the step
+    """
+
+    def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.module = module
+        self._around = around
+        self.logs = LogOptions()
+
+    def forward(self, batch: Any) -> dict[str, Any]:
+        step: Any = getattr(self.module, "training_step" if self.training else "validation_step")
+        names = list(inspect.signature(step).parameters)
+        if "dataloader_iter" in names:
+            raise _refused(f"{step.__name__}(dataloader_iter) reads the data itself", "take a batch")
+        logged: dict[str, Tensor] = {}
+        options = self.logs.by_mode[self.training] = {}
+        with self._around(), _recording(self.module, logged, options):
+            found = step(*(batch, 0, 0)[: max(1, min(len(names), 3))])
+        returned: dict[str, Any] = {LOGGED: logged}
+        if not self.training:
+            return returned if found is None else {**returned, REST: found}
+        loss = found.get(LOSS) if isinstance(found, Mapping) else found
+        if not isinstance(loss, Tensor):
+            message = f"training_step of {type(self.module).__name__} returns {type(found).__name__}, and no loss"
+            raise NnscalerError("no_loss", message, help='return the loss, or a dict with "loss"')
+        rest = {name: value for name, value in found.items() if name != LOSS} if isinstance(found, Mapping) else {}
+        return {LOSS: loss, **returned, REST: rest}
+
+
+@contextmanager
+def _recording(module: nn.Module, logged: dict[str, Tensor], options: Options) -> Iterator[None]:
+    """Let `module.log` take down what it is given."""
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(LightningModule.log).bind(module, name, value, *args, **kwargs).arguments
+        kept = {key: item for key, item in given.items() if key not in ("self", "name", "value", "enable_graph")}
+        if isinstance(value, Tensor):
+            logged[name] = value.detach()
+        elif isinstance(value, int | float):
+            warnings.warn(
+                f"`self.log({name!r}, {value!r})` logs a number that Python computed: the compiled step logs it as it "
+                "was when the step was compiled; log a tensor, or log it in a hook such as on_train_batch_end",
+                stacklevel=2,
+            )
+            kept["value"] = value
+        else:
+            message = f"self.log({name!r}, ...) of a {type(value).__name__}: its state is no part of a compiled step"
+            raise _refused(message, "log the tensor that it is computed from")
+        options[name] = kept
+
+    vars(module)["log"] = log
+    try:
+        yield
+    finally:
+        del vars(module)["log"]
+
+
+def _refused(message: str, help: str) -> NnscalerError:
+    return NnscalerError("trace_failed", message, help=help)

@@ -1,0 +1,127 @@
+"""Runs of Lightning's Trainer on two ranks, under DDP and under our strategy; the test starts it, and compares.
+
+python lightning_runs.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nnscaler.integrations.lightning import NnscalerStrategy
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        inputs, labels = batch
+        outputs = self.layers(inputs)
+        loss = nn.functional.cross_entropy(outputs, labels)
+        right = outputs.argmax(-1) == labels
+        self.log_dict({"train_loss": loss, "right": right.double().sum()}, reduce_fx="max", prog_bar=True)
+        return {"loss": loss, "outputs": outputs}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        inputs, labels = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.layers(inputs), labels), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [p for p in self.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in self.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), "interval": "step"}
+        ]
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.train: list[float] = []
+        self.shapes: list[int] = []
+        self.validation: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.train.append(float(trainer.callback_metrics["train_loss"]))
+        self.shapes.append(len(outputs["outputs"]))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.validation.append(float(trainer.callback_metrics["val_loss"]))
+
+
+def rows(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 7, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(0, 4, (count,), generator=generator))
+
+
+def run(
+    strategy: Any, batch: int, steps: int = 20, accumulate: int = 1, folder: Path | None = None, resume: Any = None
+) -> dict[str, Any]:
+    """Train from one beginning. `batch`: of a data part."""
+    lightning.seed_everything(1, verbose=False)
+    module, losses = Classifier(), Losses()
+    callbacks: list[Callback] = [losses]
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, save_last=True, every_n_train_steps=11))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        precision="64-true",
+        max_steps=steps,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=accumulate,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    train, validation = DataLoader(rows(88, 0), batch, shuffle=True), DataLoader(rows(24, 1), batch)
+    trainer.fit(module, train, validation, ckpt_path=resume)
+    found = {
+        "train": losses.train,
+        "validation": losses.validation,
+        "shapes": losses.shapes,
+        "state": {name: tensor.tolist() for name, tensor in module.state_dict().items()},
+    }
+    if folder is not None:
+        found["test"] = trainer.validate(Classifier(), validation, ckpt_path="best", verbose=False)[0]["val_loss"]
+    return found
+
+
+def main(out: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = {
+        "ddp": run("ddp", 4),
+        "dp=2,zero=1": run(NnscalerStrategy("dp=2,zero=1"), 4),
+        "dp=2,zero=3": run(NnscalerStrategy("dp=2,zero=3"), 4),
+        "tp=2": run(NnscalerStrategy("tp=2"), 8),
+        "pp=2": run(NnscalerStrategy("pp=2"), 8),
+        "ddp, 3 batches a step": run("ddp", 4, 7, 3),
+        "dp=2, 3 batches a step": run(NnscalerStrategy("dp=2,zero=2"), 4, 7, 3),
+        "first half": run(NnscalerStrategy("dp=2,zero=1"), 4, 11, folder=out / "first"),
+        "second half": run(NnscalerStrategy("dp=2,zero=1"), 4, 20, resume=out / "first" / "last.ckpt"),
+        "under another plan": run(NnscalerStrategy("tp=2"), 8, 20, resume=out / "first" / "last.ckpt"),
+    }
+    if torch.distributed.get_rank() == 0:
+        (out / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

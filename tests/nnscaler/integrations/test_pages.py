@@ -1,0 +1,82 @@
+"""The scripts on the pages of docs/ run as they stand there, in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs"
+POINTS = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, inputs, values):
+        return nn.functional.mse_loss(self.layers(inputs), values)
+
+def points(count):
+    generator = torch.Generator().manual_seed(count)
+    inputs = torch.rand(count, 2, generator=generator)
+    return [{"inputs": row, "values": row.sum()[None]} for row in inputs]
+"""
+TOKENS = """
+import random
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+torch.manual_seed(0)
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)).save_pretrained("runs/llama")
+words = Tokenizer(models.WordLevel({str(i): i for i in range(32)}, unk_token="0"))
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", unk_token="0")
+rng = random.Random(0)
+dataset = [{"input_ids": [rng.randrange(1, 32) for _ in range(rng.choice([14, 16]))]} for _ in range(64)]
+"""
+
+
+def block(page: str, first: str) -> str:
+    """Return the code block of a page that begins with this line, and the next blocks up to one that is none of it."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    start = lines.index(f"    {first}")
+    end = next(i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    "))
+    return textwrap.dedent("\n".join(lines[start:end]))
+
+
+@pytest.mark.parametrize(
+    ("page", "first", "files", "before", "after"),
+    [
+        ("train.md", "import nnscaler", {"model.py": POINTS}, "", "assert result.ended == 'finished'"),
+        ("train.md", "import os", {"model.py": POINTS}, "", "assert step == 40 and loss < 0.1"),
+        (
+            "integrations.md",
+            "import os",
+            {},
+            TOKENS,
+            "back = AutoModelForCausalLM.from_pretrained('tuned').state_dict()\n"
+            "assert all(torch.equal(back[name], tensor) for name, tensor in engine.state_dict().items() if name in back)",
+        ),
+    ],
+)
+def test_a_script_of_the_manuals_runs(
+    tmp_path: Path, page: str, first: str, files: dict[str, str], before: str, after: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "script.py").write_text(f"{before}\n{block(page, first)}\n{after}\nprint('done')\n")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("done\n")
