@@ -42,6 +42,10 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", unk_t
 rng = random.Random(0)
 dataset = [{"input_ids": [rng.randrange(1, 32) for _ in range(rng.choice([14, 16]))]} for _ in range(64)]
 """
+BACK = """
+back = AutoModelForCausalLM.from_pretrained("tuned").state_dict()
+assert all(torch.equal(back[name], tensor) for name, tensor in engine.state_dict().items() if name in back)
+"""
 
 
 def block(page: str, first: str) -> str:
@@ -62,8 +66,7 @@ def block(page: str, first: str) -> str:
             "import os",
             {},
             TOKENS,
-            "back = AutoModelForCausalLM.from_pretrained('tuned').state_dict()\n"
-            "assert all(torch.equal(back[name], tensor) for name, tensor in engine.state_dict().items() if name in back)",
+            BACK,
         ),
     ],
 )
