@@ -30,7 +30,8 @@ from nnscaler.runtime.training.checkpoint import SAVING, RunRecord, begin, model
 from nnscaler.runtime.training.dcp import Folder, whole, write_part
 from nnscaler.runtime.training.stored import StoredTensor
 from nnscaler.training.checkpoints import Checkpoints
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import EngineSettings
 
 WIDTH = 1024
 REPEATS = 5

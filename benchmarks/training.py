@@ -24,7 +24,8 @@ from nnscaler.model_file import import_user_file
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import EngineSettings
 from nnscaler.training.sizes import folder_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -187,7 +187,12 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
         )
     args, kwargs = origin.rebuild(batch)
     modes = {module: module.training for module in origin.module.modules()}
+    trained = {name for entry in program.manifest.parameters if entry.trainable for name in entry.fqns}
+    named = dict(origin.module.named_parameters(remove_duplicate=False))
+    flags = {parameter: parameter.requires_grad for parameter in named.values()}
     try:
+        for name, parameter in named.items():  # it may have been frozen since, for another program of this model
+            parameter.requires_grad_(name in trained)
         if not training:
             origin.module.eval()
         with warnings.catch_warnings():  # the notes were told when the program was compiled
@@ -204,6 +209,8 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
     finally:
         for module, mode in modes.items():
             module.training = mode
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
     ranks, refused = program.manifest.ranks, None
     for plan in _plans_for(program.plan, traced.graph):
         try:

@@ -18,7 +18,7 @@ import hashlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -46,9 +46,11 @@ from nnscaler.runtime.training.checkpoint import (
 )
 from nnscaler.runtime.training.dcp import Folder, Shard, part_of, write_part
 from nnscaler.training.engine import Engine
-from nnscaler.training.optimizer_state import Entries, held_by, optimizer_entries, read_optimizer
+from nnscaler.training.optimizer_state import Entries, optimizer_entries, read_optimizer, root_of
 from nnscaler.training.run_folder import RunFolder
 from nnscaler.training.weights import as_user_error, check_known, read_model
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None  # of a GAN, say: one for each part
 
 _POLL = 0.02  # seconds between two looks at the parts of other ranks
 
@@ -138,7 +140,7 @@ class Checkpoints:
         self,
         step: int,
         engine: Engine,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         scheduler: Stateful | None = None,
         loader: Stateful | None = None,
         scaler: Stateful | None = None,
@@ -192,7 +194,7 @@ class Checkpoints:
     def load(
         self,
         engine: Engine,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         scheduler: Stateful | None = None,
         loader: Stateful | None = None,
         scaler: Stateful | None = None,
@@ -218,8 +220,8 @@ class Checkpoints:
             try:
                 opened = Folder(path)
                 read_model(engine, opened)
-                if optimizer is not None:
-                    read_optimizer(optimizer, held_by(engine.parameters, engine.stored()), opened)
+                for index, one in enumerate(_listed(optimizer)):
+                    read_optimizer(one, engine.trained(), opened, root_of(index))
                 _read_parts(opened, {name: part for name, part in parts.items() if part is not None})
                 record = read_run(opened)
                 engine.context.step, engine.context.passes = record.step, record.passes
@@ -242,16 +244,14 @@ class Checkpoints:
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
-    def _entries(
-        self, engine: Engine, optimizer: torch.optim.Optimizer | None, parts: Mapping[str, Stateful]
-    ) -> Entries:
+    def _entries(self, engine: Engine, optimizer: Optimizers, parts: Mapping[str, Stateful]) -> Entries:
         """Return what this rank writes."""
         shards = model_shards(engine.stored(), to_write=True)
         objects: dict[tuple[str, ...], object] = {}
-        if optimizer is not None:
-            held = held_by(engine.parameters, engine.stored())
-            more, objects = optimizer_entries(optimizer, held, engine.rank)
+        for index, one in enumerate(_listed(optimizer)):
+            more, others = optimizer_entries(one, engine.trained(), engine.rank, root_of(index))
             shards += more
+            objects |= others
         if engine.rank == 0:
             objects.update({(name,): part.state_dict() for name, part in parts.items()})
             objects.update(run_objects(_record(engine, self._score)))
@@ -339,6 +339,12 @@ class Checkpoints:
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.synchronize()
         return copies
+
+
+def _listed(optimizer: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
 def _read_parts(folder: Folder, parts: Mapping[str, Stateful]) -> None:

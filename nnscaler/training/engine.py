@@ -13,9 +13,8 @@ Every rank runs the same loop, and all of them see the same loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,63 +28,19 @@ from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, torchrun_place
-from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.program.program_directory import groups_of, pairs_of, rank_with_loss
-from nnscaler.runtime.role import RunContext, Stage
-from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.program.program_directory import groups_of, pairs_of
+from nnscaler.runtime.role import RunContext
 from nnscaler.runtime.training.batch import DataPart, data_part
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.gathered import gathered_state
 from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.replicas import check_replicas, check_same_model
-from nnscaler.training.sizes import (
-    SentProgram,
-    Shapes,
-    SizeClass,
-    Vouch,
-    agreed,
-    compile_size,
-    described,
-    folder_of,
-    sent,
-)
+from nnscaler.training.running import NO_LOSS, EngineSettings, Running, named_buffers, run_program, stages_of_roles
+from nnscaler.training.sizes import SentProgram, Shapes, SizeClass, agreed, compile_size, described, sent
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
-NO_LOSS = -1
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How an engine runs its program.
-
-    dtype    replaces every floating dtype of the program ("float64"); None: as written
-    device   of this rank: "auto", "cpu" or "cuda"
-    seed     of dropout
-    cache    folder of the texts that are run; None: a temporary one
-    vouch    called on rank 0 with each program for another size, before it runs; raises where it is not the model's
-    """
-
-    dtype: str | None = None
-    device: str = "auto"
-    seed: int = 0
-    cache: Path | None = None
-    vouch: Vouch | None = None
-
-
-@dataclass(frozen=True)
-class Running:
-    """A program on this rank.
-
-    executor  of its role
-    source    the rank that tells all others the loss; NO_LOSS where the program has none
-    cut       batches are cut into data parts; else each rank computes the whole of them
-    """
-
-    executor: RankExecutor
-    source: int
-    cut: bool
 
 
 def start(program: Program, *, place: ProcessPlace | None = None, **settings: Any) -> Engine:
@@ -109,7 +64,7 @@ def start(program: Program, *, place: ProcessPlace | None = None, **settings: An
     backend, device = choose_device(chosen.device, place)
     if not torch.distributed.is_initialized():
         join(backend, place.rank, place.world_size, device)
-    stages = _stages(sent(program), chosen.cache)
+    stages = stages_of_roles(sent(program), chosen.cache)
     communicator = torch_communicator(
         backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
     )
@@ -130,11 +85,12 @@ class Engine:
         self,
         program: Program,
         communicator: Communicator | None = None,
-        settings: EngineSettings = EngineSettings(),
-        share: RankExecutor | None = None,
+        settings: EngineSettings | None = None,
+        share: Engine | None = None,
     ) -> None:
         self.communicator = communicator or CommunicatorBase(0, 1)
         self.rank, self.world_size = self.communicator.rank, self.communicator.world_size
+        settings = settings or EngineSettings()
         self.settings = settings
         self.device = torch.device("cpu" if settings.device == "auto" else settings.device)
         self.compilations: list[str] = []
@@ -144,18 +100,33 @@ class Engine:
         self._carried = _carried(program)
         self._has_modes = _has_modes(program)
         self._running: dict[SizeClass, Running] = {}
-        self._current = self._run(sent(program), dict(program.state), share)
+        self._family: list[Engine] = [self] if share is None else share._family
+        self._current = self._run(sent(program), dict(program.state), None if share is None else share.executor)
         self._running[self._first_size] = self._current
+        if share is None:
+            self._buffers = named_buffers(self.executor)  # as they are now, of all programs over these parameters
+        else:
+            self._buffers = share._joined_buffers(self)
+            self._family.append(self)
         stages = list(self.executor.stages.values())
         self.data_part: DataPart = data_part(stages, program.plan.data_axes)
 
     def another(self, program: Program) -> Engine:
-        """Start another program over the same parameters: a second loss of one model, with an optimizer of its own.
+        """Start another program over the same parameters and buffers: a second loss of one model, with an optimizer of
+        its own. Every rank calls it.
 
-        Parameters are those of the same name; `program.origin` is a module that has them, such as the other half of a
-        GAN. Raises ProgramError for one that lies otherwise between steps.
+        `program` is of a module that has them under the same names, such as the two steps of a GAN; what is trained in
+        one of them may be frozen in the other. Checkpoints of either engine have the tensors of both.
+        Raises ProgramError or NnscalerError("layouts_differ") for a tensor that lies otherwise between steps.
         """
-        return Engine(program, self.communicator, self.settings, self.executor)
+        if program.manifest.ranks != self.world_size:
+            message = f"the program is for {program.manifest.ranks} ranks, and {self.world_size} run"
+            raise NnscalerError("wrong_ranks", message)
+        check_same_model(program, self.communicator, self.device)
+        for engine in self._family:  # programs for other sizes would not see what this one trains: they come again
+            engine._current = engine._running[engine._first_size]
+            engine._running = {engine._first_size: engine._current}
+        return Engine(program, self.communicator, self.settings, self)
 
     # -- what a loop calls ----------------------------------------------------------------------------------------
 
@@ -166,15 +137,12 @@ class Engine:
         `last` is False for all but the last of them. Raises NnscalerError("batch_differs") for rows that do not fit
         those of other ranks, and what compiling for a new size raises.
         """
-        running, rows = self._prepared(batch, training=True)
-        running.executor.loss_scale = self.loss_scale
-        return self._told(running, running.executor.step(rows, last=last))
+        return self._told(*self._trained(batch, last, keep=()))
 
     def step_outputs(self, batch: Batch, *, last: bool = True) -> Any:
         """Run `step`, and return what the model returns for the global batch, as `predict` does; the loss among it."""
-        running, rows = self._prepared(batch, training=True)
-        running.executor.loss_scale = self.loss_scale
-        return running.executor.returned(running.executor.step(rows, last=last, keep=None))
+        running, loss = self._trained(batch, last, keep=None)
+        return running.executor.returned(loss)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the loss of the global batch with the model in evaluation mode, on every rank; nothing changes."""
@@ -222,7 +190,7 @@ class Engine:
 
     @property
     def executor(self) -> RankExecutor:
-        """The executor that ran last: it has the buffers as they are now."""
+        """The executor of the last step."""
         return self._current.executor
 
     @property
@@ -250,8 +218,19 @@ class Engine:
         return found
 
     def stored(self) -> list[StoredTensor]:
-        """Return every parameter and buffer of this rank between steps."""
-        return stored_tensors(list(self.executor.stages.values()), self.manifest.tied)
+        """Return every parameter and buffer of this rank between steps, those of `another` engine included."""
+        found: dict[str, StoredTensor] = {}
+        for engine in self._family:
+            engine.executor.take_buffers(self._buffers)
+            for entry in stored_tensors(list(engine.executor.stages.values()), engine.manifest.tied):
+                if entry.fqn not in found or entry.kind == "parameter":  # frozen here, and trained there
+                    found[entry.fqn] = entry
+        return list(found.values())
+
+    def trained(self) -> dict[torch.nn.Parameter, StoredTensor]:
+        """Return where each tensor that an optimizer of this engine, or of `another`, updates lies."""
+        named = {entry.fqn: entry for entry in self.stored() if entry.kind == "parameter"}
+        return {tensor: named[name] for engine in self._family for name, tensor in engine.parameters.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's logical parameters and buffers by every name, whole, on each rank, which all call this.
@@ -270,9 +249,32 @@ class Engine:
         """Take a program for batches of another size that was compiled before. Every rank calls it."""
         self._running[size] = self._run(program, dict(program.constants), self.executor)
 
+    def _joined_buffers(self, other: Engine) -> dict[str, Tensor]:
+        """Return the buffers of both engines, as they are now. Raises NnscalerError("layouts_differ")."""
+        first, second = ({e.fqn: e for e in stored_tensors(list(x.executor.stages.values()))} for x in (self, other))
+        wrong = next((n for n, e in second.items() if n in first and first[n].shape != e.shape), None)
+        wrong = wrong or next(
+            (n for n, e in second.items() if e.kind == "buffer" and n in first and first[n].states != e.states), None
+        )
+        if wrong is not None:
+            message = f"{wrong!r} is {first[wrong].shape} as {dict(first[wrong].states)} in the program before, and "
+            message += f"{second[wrong].shape} as {dict(second[wrong].states)} in the other one"
+            raise NnscalerError("layouts_differ", message, help="compile both under one plan, for one model")
+        for name, tensor in named_buffers(other.executor).items():
+            self._buffers.setdefault(name, tensor)
+        return self._buffers
+
     @property
     def _first(self) -> RankExecutor:
         return self._running[self._first_size].executor
+
+    def _trained(self, batch: Batch, last: bool, keep: Collection[str] | None) -> tuple[Running, Tensor | None]:
+        """Run forward and backward, and keep the results that are named; None: all."""
+        running, rows = self._prepared(batch, training=True)
+        running.executor.loss_scale = self.loss_scale
+        loss = running.executor.step(rows, last=last, keep=keep)
+        self._buffers.update(named_buffers(running.executor))
+        return running, loss
 
     def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:
         """Return the program for this batch, with the buffers as they are now, and the rows that it takes."""
@@ -283,9 +285,8 @@ class Engine:
         running = self._running.get(size)
         if running is None:
             running = self._compiled(size, named)
-        if running is not self._current:
-            running.executor.take_buffers(self._current.executor)
-        if training:  # a program for evaluation holds, and changes, no buffer that it does not read
+        running.executor.take_buffers(self._buffers)
+        if training:
             self._current = running
         if running.cut:
             count = sum(rows)
@@ -319,29 +320,7 @@ class Engine:
         return self._running[size]
 
     def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: RankExecutor | None) -> Running:
-        folder = folder_of(program.sources, self.settings.cache)
-        role = program.manifest.role_of(self.rank)
-        if role is None:
-            raise NnscalerError(
-                "wrong_ranks", f"the program is for {program.manifest.ranks} ranks: no rank {self.rank}"
-            )
-        settings = ExecutorSettings(
-            precision=self.settings.dtype,
-            device=self.device,
-            seed=self.settings.seed,
-            shapes=program.manifest.shapes,
-            tied=program.manifest.tied,
-            returns=program.manifest.returns,
-            cut_axes=program.data_axes,
-        )
-        if share is not None:  # buffers of the other program are handed over before each run
-            buffers = {entry.fqns[0]: entry for entry in program.manifest.buffers}
-            state = {**{n: torch.zeros(b.shape, dtype=dtype_named(b.dtype)) for n, b in buffers.items()}, **state}
-        module = load_role(folder / role.file)
-        executor = RankExecutor(module, self.rank, self.communicator, state, settings, share=share)
-        stages = _stages(program, self.settings.cache)
-        source = rank_with_loss(stages) if any(stage.loss is not None for stage in stages) else NO_LOSS
-        return Running(executor, source, bool(program.data_axes))
+        return run_program(program, state, self.communicator, self.settings, self.device, share)
 
     def _whole(self, name: str, rows: Tensor) -> Tensor:
         """Return the global batch of an input, put together from the rows of all data parts."""
@@ -376,8 +355,3 @@ def _carried(program: Program) -> frozenset[str]:
 def _has_modes(program: Program) -> bool:
     """Return whether evaluation is another program: whether any part of the model is in training mode."""
     return program.origin is not None and any(module.training for module in program.origin.module.modules())
-
-
-def _stages(program: SentProgram, cache: Path | None) -> list[type[Stage]]:
-    folder = folder_of(program.sources, cache)
-    return [stage for file in program.manifest.role_files for stage in load_role(folder / file).STAGES]

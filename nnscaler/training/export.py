@@ -22,6 +22,7 @@ from nnscaler.files import cannot_write, save_tensors
 from nnscaler.runtime.shards import same_bits
 from nnscaler.runtime.training.checkpoint import MODEL, RunRecord, read_run
 from nnscaler.runtime.training.dcp import METADATA, Folder, whole
+from nnscaler.training.optimizer_state import CLASS
 from nnscaler.training.run_folder import RunFolder
 from nnscaler.training.weights import INDEX, SINGLE, as_user_error
 
@@ -36,7 +37,7 @@ class Summary:
     path       of its folder
     run        the record that it was saved with
     tensors    of the model: name -> (shape, dtype)
-    optimizer  its name; empty where none was saved
+    optimizer  its name, or their names; empty where none was saved
     objects    what else was saved, by name
     bytes      of all tensors
     """
@@ -85,15 +86,19 @@ def summarise(folder: Folder) -> Summary:
     contents = folder.contents
     with as_user_error("cannot_read"):
         run = read_run(folder)
-        name = "optimizer.class"
-        optimizer = folder.read([], [name])[name] if name in contents.objects else ""
+        names = [
+            key
+            for key in contents.objects
+            if (path := contents.paths[key])[0].startswith("optimizer") and path[1:] == (CLASS,)
+        ]
+        optimizer = ", ".join(folder.read([], [name])[name] for name in sorted(names))
     model = {
         path[-1]: (shape, str(dtype).removeprefix("torch."))
         for key, (shape, dtype) in sorted(contents.tensors.items())
         if (path := contents.paths[key])[0] == MODEL
     }
     size = sum(prod(shape) * dtype.itemsize for shape, dtype in contents.tensors.values())
-    others = tuple(key for key in contents.objects if not key.startswith("optimizer.") and key != "run")
+    others = tuple(key for key in contents.objects if not key.startswith("optimizer") and key != "run")
     return Summary(str(folder.path), run, model, optimizer, others, size)
 
 

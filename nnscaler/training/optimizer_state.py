@@ -1,9 +1,11 @@
-"""The state of a torch optimizer as entries of a checkpoint: by name of the parameter, sharded as it is.
+"""The state of torch optimizers as entries of a checkpoint: by name of the parameter, sharded as it is.
 
 optimizer.class                         its name
 optimizer.groups                        hyper-parameters of its groups, in order
 optimizer.param_groups.<name>           hyper-parameters of the group that a parameter is in
 optimizer.state.<name>.<entry>          a tensor of the parameter's shape lies as it does; others are stored once
+
+A second optimizer is `optimizer_2`, and so on.
 """
 
 from __future__ import annotations
@@ -20,20 +22,18 @@ from nnscaler.runtime.training.boxes import boxes_of, leads
 from nnscaler.runtime.training.dcp import Folder, Shard, whole
 from nnscaler.runtime.training.stored import StoredTensor
 
-CLASS, GROUPS = ("optimizer", "class"), ("optimizer", "groups")
-HYPER, STATE = ("optimizer", "param_groups"), ("optimizer", "state")
+CLASS, GROUPS, HYPER, STATE = "class", "groups", "param_groups", "state"
 
 Held = Mapping[torch.nn.Parameter, StoredTensor]
 Entries = tuple[list[Shard], dict[tuple[str, ...], object]]
 
 
-def held_by(parameters: Mapping[str, torch.nn.Parameter], stored: list[StoredTensor]) -> dict[torch.nn.Parameter, Any]:
-    """Return where each trainable tensor of a rank lies."""
-    named = {entry.fqn: entry for entry in stored if entry.kind == "parameter"}
-    return {parameter: named[fqn] for fqn, parameter in parameters.items()}
+def root_of(index: int) -> str:
+    """Return the first part of the names of an optimizer's entries."""
+    return "optimizer" if index == 0 else f"optimizer_{index + 1}"
 
 
-def optimizer_entries(optimizer: torch.optim.Optimizer, held: Held, rank: int) -> Entries:
+def optimizer_entries(optimizer: torch.optim.Optimizer, held: Held, rank: int, root: str) -> Entries:
     """Return what this rank writes of the optimizer's state.
 
     Raises NnscalerError("optimizer_state") for a tensor that belongs to a shard and has another shape than it.
@@ -41,15 +41,15 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, held: Held, rank: int) -
     shards: list[Shard] = []
     objects: dict[tuple[str, ...], object] = {}
     if rank == 0:
-        objects[CLASS] = type(optimizer).__name__
-        objects[GROUPS] = [_hyper(group) for group in optimizer.param_groups]
+        objects[root, CLASS] = type(optimizer).__name__
+        objects[root, GROUPS] = [_hyper(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             entry = _entry(parameter, held)
             if leads(entry):
-                objects[*HYPER, entry.fqn] = _hyper(group)
+                objects[root, HYPER, entry.fqn] = _hyper(group)
             for name, value in optimizer.state.get(parameter, {}).items():
-                path = (*STATE, entry.fqn, name)
+                path = (root, STATE, entry.fqn, name)
                 if not isinstance(value, Tensor):
                     if leads(entry):
                         objects[path] = value
@@ -63,30 +63,31 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, held: Held, rank: int) -
     return shards, objects
 
 
-def read_optimizer(optimizer: torch.optim.Optimizer, held: Held, folder: Folder) -> None:
+def read_optimizer(optimizer: torch.optim.Optimizer, held: Held, folder: Folder, root: str) -> None:
     """Give the optimizer the state in a checkpoint, under any plan. Its groups may be others than they were, where the
     parameters of each had equal hyper-parameters.
 
     Raises NnscalerError("other_optimizer"), and ProgramError as reading does.
     """
-    paths = {key: path for key, path in folder.contents.paths.items() if path[0] == "optimizer"}
+    paths = {key: path for key, path in folder.contents.paths.items() if path[0] == root}
     known = {path: key for key, path in paths.items()}
-    if CLASS not in known:
-        message = f"{folder.path} was saved without an optimizer"
+    kind, groups_ = (root, CLASS), (root, GROUPS)
+    if kind not in known:
+        message = f"{folder.path} was saved without {'an' if root == root_of(0) else 'a further'} optimizer"
         raise NnscalerError("other_optimizer", message, help="load it without one, which starts with a new state")
     entries = {_entry(p, held).fqn: p for group in optimizer.param_groups for p in group["params"]}
-    hyper = [known[path] for fqn in entries if (path := (*HYPER, fqn)) in known]
-    found = folder.read([], [known[CLASS], known[GROUPS], *hyper])
-    if found[known[CLASS]] != type(optimizer).__name__:
-        message = f"{folder.path} has the state of {found[known[CLASS]]}, and this is {type(optimizer).__name__}"
+    hyper = [known[path] for fqn in entries if (path := (root, HYPER, fqn)) in known]
+    found = folder.read([], [known[kind], known[groups_], *hyper])
+    if found[known[kind]] != type(optimizer).__name__:
+        message = f"{folder.path} has the state of {found[known[kind]]}, and this is {type(optimizer).__name__}"
         raise NnscalerError("other_optimizer", message, help="load it without an optimizer, which starts a new state")
     by_name = {paths[key][-1]: found[key] for key in hyper}
     groups = [
-        _group(group, index, [_entry(p, held).fqn for p in group["params"]], by_name, found[known[GROUPS]])
+        _group(group, index, [_entry(p, held).fqn for p in group["params"]], by_name, found[known[groups_]])
         for index, group in enumerate(optimizer.param_groups)
     ]
     on_device = {fqn: bool(h.get("capturable") or h.get("fused")) for fqn, h in by_name.items()}
-    states, shards, objects = _states(entries, held, folder, on_device)
+    states, shards, objects = _states(entries, held, folder, on_device, root)
     values = folder.read(shards, objects)
     for key, value in values.items():
         states.setdefault(paths[key][2], {})[paths[key][3]] = value
@@ -98,7 +99,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Held, folder: Folder)
 
 
 def _states(
-    entries: Mapping[str, torch.nn.Parameter], held: Held, folder: Folder, on_device: Mapping[str, bool]
+    entries: Mapping[str, torch.nn.Parameter], held: Held, folder: Folder, on_device: Mapping[str, bool], root: str
 ) -> tuple[dict[str, dict[str, Any]], list[Shard], list[str]]:
     """Make room for the states of this rank's parameters: tensors by parameter, what is to be read into them, and the
     names of other objects."""
@@ -106,7 +107,7 @@ def _states(
     shards: list[Shard] = []
     objects: list[str] = []
     for key, path in folder.contents.paths.items():
-        if path[:2] != STATE or path[2] not in entries:
+        if path[:2] != (root, STATE) or path[2] not in entries:
             continue
         parameter = entries[path[2]]
         entry = held[parameter]

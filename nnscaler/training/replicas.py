@@ -68,8 +68,8 @@ def check_replicas(engine: Holder, optimizer: torch.optim.Optimizer | None = Non
     found = engine.communicator.all_gather(own.to(engine.device), everyone, [(int(count), 5) for count in counts])
     copies: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
     for rank, table in enumerate(found):
-        for place, region, what, *checksum in table.tolist():
-            copies.setdefault((place, region, what), {})[rank] = tuple(checksum)
+        for place, region, what, *found_sums in table.tolist():
+            copies.setdefault((place, region, what), {})[rank] = tuple(found_sums)
     wrong = {key: ranks for key, held in copies.items() if (ranks := _odd_ones(held))}
     if wrong:
         raise _differ(wrong, copies, names)

@@ -94,7 +94,7 @@ def _sample(shapes: Shapes, batch: Mapping[str, Tensor], known: Mapping[str, Ten
     """Return a global batch of these shapes: rows that are there, over and over."""
     sample: dict[str, Tensor] = {}
     for name, shape in shapes:
-        found = batch[name].detach().cpu()
+        found = batch[name].detach().cpu().to(known[name].dtype)  # the engine may run in another precision
         if tuple(found.shape) != shape:
             if not found.numel():
                 found = known[name].new_zeros(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType
 
@@ -90,6 +90,8 @@ class StageBuilder:
         known = self._known(stage, description, trained)
         if known is None:
             rest = torch.nn.Parameter(self._cut(stage, description), requires_grad=trained)
+        elif trained and not known.rest.requires_grad and known.description.at_rest != description.at_rest:
+            rest = torch.nn.Parameter(self._divided(stage, description, known.rest.detach()))
         elif known.rest.requires_grad == trained:
             rest = known.rest
         else:  # the same memory: what trains it in one program is seen by the other
@@ -100,7 +102,8 @@ class StageBuilder:
         dtype = dtype_named(description.dtype, self._precision)
         if description.rest or rest.dtype != dtype:
             shape = local_shape(description.shape, description.states, stage.sizes(), stage.coordinates())
-            if known is not None and (known.leaf.shape, known.leaf.dtype) == (shape, dtype) and trained:
+            alike = known is not None and (known.leaf.shape, known.leaf.dtype) == (shape, dtype)
+            if known is not None and alike and trained and known.leaf.requires_grad:
                 leaf = known.leaf
             else:
                 leaf = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=self._device), requires_grad=trained)
@@ -113,21 +116,28 @@ class StageBuilder:
     def _known(self, stage: Stage, description: Parameter, trained: bool) -> Held | None:
         """Return the given parameter of this name; one that nothing reads here is left out where it lies otherwise.
 
-        One that this program does not train may be divided further between steps than the program says: it is gathered
-        from there. Raises ProgramError where another program's parameter lies otherwise.
+        One of two programs that does not train it may divide it less between steps than the other: there it is
+        gathered (`adopted`, and `_parameter` here). Raises ProgramError where it lies otherwise else.
         """
         known = self._given.get((description.fqn, stage.ranks.index(stage.rank)))
         if known is None:
             return None
         theirs = known.description
         alike = dict(theirs.at_rest) == dict(description.at_rest)
-        if alike or (not trained and dict(theirs.states) == dict(description.states)):
+        frozen = not trained or not known.rest.requires_grad
+        if alike or (frozen and dict(theirs.states) == dict(description.states)):
             return known
         if not description.used:
             return None
         where = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}"
         message = f"{where} lies as {dict(description.at_rest)} between steps, and in the program before as"
-        raise ProgramError(f"{message} {dict(theirs.at_rest)}; start with the program that trains it")
+        raise ProgramError(f"{message} {dict(theirs.at_rest)}")
+
+    def _divided(self, stage: Stage, description: Parameter, whole: Tensor) -> Tensor:
+        """Return what rests here of a tensor that another program holds as this one's leaf lies."""
+        for division in divisions_of(stage, description):
+            whole = division.part(whole, division.index)
+        return whole.to(dtype_named(description.master or description.dtype, self._precision)).clone()
 
     def _cut(self, stage: Stage, description: Parameter | Buffer) -> Tensor:
         logical = self._state.get(description.fqn)
@@ -142,6 +152,26 @@ class StageBuilder:
             raise ProgramError(f"{where}: {error}") from error
         dtype = description.master if isinstance(description, Parameter) and description.master else description.dtype
         return piece.to(self._device, dtype_named(dtype, self._precision))
+
+
+def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, Held]) -> tuple[AtRest, ...]:
+    """Let a program read its frozen parameters from where another one, which trains them, divides them between steps.
+
+    Changes `held` and the stages; returns what is now to be gathered before a run.
+    """
+    found: dict[Key, AtRest] = {}
+    for stage in stages:
+        for name, own in stage.frozen.items():
+            key = (own.fqn, stage.ranks.index(stage.rank))
+            mine, theirs = held[key], given.get(key)
+            if theirs is None or not theirs.rest.requires_grad or mine.rest.shape == theirs.rest.shape:
+                continue
+            description = replace(own, rest=theirs.description.rest, reduce=(), scatter="step")
+            rest = torch.nn.Parameter(theirs.rest.detach(), requires_grad=False)
+            stage.at_rest[name] = rest
+            found[key] = AtRest(mine.leaf, rest, divisions_of(stage, description), "step")
+            held[key] = Held(mine.leaf, rest, description)
+    return tuple(found.values())
 
 
 def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:

@@ -23,7 +23,7 @@ from nnscaler.runtime.role import MICRO, Input, Instruction, RunContext, Stage, 
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.batch import Batch, BatchCutter
-from nnscaler.runtime.training.build import Held, Key, StageBuilder, stages_of
+from nnscaler.runtime.training.build import Held, Key, StageBuilder, adopted, stages_of
 from nnscaler.runtime.training.gradients import Gradients, clip_gradients, gradient_norm
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.observe import observed_copy
@@ -118,8 +118,10 @@ class RankExecutor:
         self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
             (index, name): stage.at_rest[name] for index, stage in self.stages.items() for name in stage.parameters
         }
-        self.held: Mapping[Key, Held] = builder.held
+        self.held: dict[Key, Held] = builder.held
         self._resting = tuple(builder.resting)
+        if share is not None:
+            share._resting += adopted(share.stages.values(), share.held, self.held)
         self._gradients = Gradients(self.stages, self._resting, communicator, self.precision)
         self._results = Results(self.stages, communicator, settings.returns, self.precision)
         self._mail = Mail(communicator, self.device)
@@ -199,13 +201,11 @@ class RankExecutor:
         clip_gradients(stages, norm, max_norm)
         return norm
 
-    def take_buffers(self, other: RankExecutor) -> None:
-        """Go on with the buffers that another executor of the model has now."""
-        theirs = {d.fqn: getattr(s, name) for s in other.stages.values() for name, d in s.buffers.items()}
+    def take_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Go on with these buffers, by name in the model: those of another executor that has it."""
         for stage in self.stages.values():
             for name, description in stage.buffers.items():
-                if description.fqn in theirs:
-                    setattr(stage, name, theirs[description.fqn])
+                setattr(stage, name, values.get(description.fqn, getattr(stage, name)))
 
     @property
     def buffers(self) -> dict[tuple[int, str], Tensor]:

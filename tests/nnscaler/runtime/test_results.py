@@ -21,7 +21,8 @@ from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simul
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.structure import describe, restore
 from nnscaler.tracing import trace
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import EngineSettings
 from verify.programs.typing.check import check_program
 
 

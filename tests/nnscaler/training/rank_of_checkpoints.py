@@ -7,7 +7,8 @@ from pathlib import Path
 from nnscaler.codegen.program import Program
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.training.checkpoints import Checkpoints
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import EngineSettings
 from tests.nnscaler.training.resharding import OPTIMIZERS, differences, fill
 
 

@@ -21,7 +21,8 @@ from nnscaler.runtime.shards import same_bits, shard
 from nnscaler.runtime.training.stored import StoredTensor
 from nnscaler.tracing import Traced, trace
 from nnscaler.training.checkpoints import Checkpoints
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import EngineSettings
 
 # plan -> ranks. Of the model: 3 heads make tp=2 unequal, tp=3 and tp=2 split a packed projection, the table is tied.
 PLANS: Mapping[str, int] = {

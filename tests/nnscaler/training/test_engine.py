@@ -16,7 +16,8 @@ from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.training.batch import DataPart
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import EngineSettings
 
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")
 

@@ -22,7 +22,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.layout import Invariant, Sharded, State
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.training.stored import StoredTensor
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
 from nnscaler.training.optimizers import (
     assign_owners,
     check_update,
@@ -30,6 +30,7 @@ from nnscaler.training.optimizers import (
     split_of,
     tried_split,
 )
+from nnscaler.training.running import EngineSettings
 from nnscaler.training.updates import make_update, optimizer_name, state_bytes
 
 OWN = load_user_module(Path(__file__).parents[2] / "data" / "optimizers.py")

@@ -13,7 +13,8 @@ import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.shards import shard
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import EngineSettings
 from nnscaler.training.scaler import LossScaler
 
 HERE = EngineSettings(device="cpu")

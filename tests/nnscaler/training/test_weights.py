@@ -24,8 +24,9 @@ from nnscaler.runtime.shards import same_bits, shard
 from nnscaler.tracing import Traced, trace
 from nnscaler.training import weights
 from nnscaler.training.checkpoints import Checkpoints
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
 from nnscaler.training.export import Export, export, open_checkpoint
+from nnscaler.training.running import EngineSettings
 from tests.nnscaler.training.test_engine import Model, compiled
 
 

@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from nnscaler.codegen.program import Program
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.layout import States
-from nnscaler.training.engine import Engine, EngineSettings
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import EngineSettings
 from nnscaler.training.sizes import SentProgram, SizeClass, Vouch
 from verify.evidence.oracle.checked_kernels import CheckedKernels
 from verify.programs.training.course import Batch, Course, class_of, groups_of, make_scheduler, options_of

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.training.engine import Engine, Running
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import Running
 from verify.programs.training import ranks
 from verify.programs.training.course import KNOWN, Batch, Course
 from verify.programs.training.ranks import Loop

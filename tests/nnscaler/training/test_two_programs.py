@@ -1,0 +1,163 @@
+"""Two programs over one model: the steps of a GAN, each with an optimizer, against the eager loop."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nnscaler
+from examples import gan
+from nnscaler.codegen.program import Program
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.training.checkpoints import Checkpoints
+from nnscaler.training.engine import Engine
+from nnscaler.training.running import EngineSettings
+
+ROWS = (12, 12, 7, 12)  # one batch is short
+Losses = list[tuple[float, float]]
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for rows in ROWS:
+        latent = torch.randn(rows, gan.LATENT, generator=generator)
+        images = torch.rand(rows, gan.COLOURS, 16, 16, generator=generator) * 2 - 1
+        found.append({"latent": latent.double(), "images": images.double()})
+    return found
+
+
+def small() -> gan.GAN:
+    torch.manual_seed(0)
+    model = gan.GAN()
+    model.generator, model.discriminator = gan.Generator(4), gan.Discriminator(4)
+    return model
+
+
+def eager(model: gan.GAN) -> Losses:
+    model = copy.deepcopy(model).double()
+    parts = (model.discriminator, model.generator)
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3, betas=(0.5, 0.99)) for part in parts]
+    found = []
+    for batch in batches():
+        losses = []
+        for build, optimizer in zip((gan.build_discriminator_step, gan.build_generator_step), optimizers, strict=True):
+            loss = build(model)(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        found.append((losses[0], losses[1]))
+    return found
+
+
+def programs(model: gan.GAN, plan: str, ranks: int) -> tuple[Program, Program]:
+    builds = (gan.build_discriminator_step, gan.build_generator_step)
+    made = [nnscaler.parallelize(b(model), gan.sample_inputs(12), ranks=ranks, plan=plan) for b in builds]
+    return made[0], made[1]
+
+
+class Run:
+    """The loop on one rank."""
+
+    def __init__(self, pair: tuple[Program, Program], communicator: Communicator | None) -> None:
+        self.engine = Engine(pair[0], communicator, EngineSettings(dtype="float64"))
+        self.other = self.engine.another(pair[1])
+        self.optimizers = [e.optimizer(torch.optim.Adam, lr=1e-3, betas=(0.5, 0.99)) for e in (self.engine, self.other)]
+
+    def train(self, wanted: Sequence[dict[str, Tensor]]) -> Losses:
+        found = []
+        for batch in wanted:
+            losses = []
+            for engine, optimizer in zip((self.engine, self.other), self.optimizers, strict=True):
+                part = engine.data_part
+                size = len(batch["latent"])
+                first, last = (-(-size * i // part.count) for i in (part.index, part.index + 1))
+                losses.append(float(engine.step({name: rows[first:last] for name, rows in batch.items()})))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((losses[0], losses[1]))
+        return found
+
+
+PLANS = [("dp=1", 1), ("dp=2", 2), ("dp=3,zero=1", 3), ("dp=2,zero=3", 2), ("tp=2", 2)]
+
+
+@pytest.mark.parametrize(("plan", "ranks"), PLANS)
+def test_a_gan_is_trained_as_the_eager_loop_does(plan: str, ranks: int, tmp_path: Path) -> None:
+    model = small()
+    expected = eager(model)
+    pair = programs(model, plan, ranks)
+
+    def work(communicator: Communicator | None) -> tuple[Losses, dict[str, Tensor]]:
+        run = Run(pair, communicator)
+        losses = run.train(batches()[:2])
+        saves = Checkpoints(tmp_path / "run", every=1)
+        saves.save(1, run.engine, run.optimizers)
+        losses += run.train(batches()[2:])
+        return losses, run.engine.state_dict()
+
+    found = [work(None)] if ranks == 1 else Simulator(ranks).run(work)
+    for losses, state in found:
+        assert [list(each) for each in losses] == [pytest.approx(list(each), rel=1e-11) for each in expected]
+        assert state.keys() >= {name for name, _ in gan.DiscriminatorStep(model).named_parameters()}
+
+    pair = programs(small(), "dp=2,zero=2", 2)
+
+    def resumed(communicator: Communicator | None) -> Losses:
+        run = Run(pair, communicator)
+        assert Checkpoints(tmp_path / "run").load(run.other, run.optimizers) == 1
+        return run.train(batches()[2:])
+
+    for losses in Simulator(2).run(resumed):
+        assert [list(each) for each in losses] == [pytest.approx(list(each), rel=1e-11) for each in expected[2:]]
+
+
+def test_a_checkpoint_of_one_optimizer_is_not_taken_for_two(tmp_path: Path) -> None:
+    run = Run(programs(small(), "dp=1", 1), None)
+    Checkpoints(tmp_path, every=1).save(1, run.engine, run.optimizers[0])
+    with pytest.raises(NnscalerError, match="saved without a further optimizer"):
+        Checkpoints(tmp_path).load(run.engine, run.optimizers)
+
+
+def test_a_program_whose_tensors_lie_otherwise_is_refused() -> None:
+    class Step(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x).square().mean() + x.sum() * 0
+
+    def program(size: int) -> Program:
+        return nnscaler.parallelize(Step(nn.BatchNorm1d(size, affine=False)), (torch.ones(4, size),), ranks=1)
+
+    with pytest.raises(NnscalerError, match=r"'norm.running_mean' is .3,. as .* and .4,. as"):
+        Engine(program(3)).another(program(4))
+
+
+def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
+    script = Path(gan.__file__).with_name("train_gan.py")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = ""
+    for steps in ("100", "102"):
+        command = [sys.executable, script, "--steps", steps]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        told += done.stdout
+    assert re.findall(r"step (\d+)", told) == ["50", "100", "102"]
+    found = re.findall(r"energy distance (\S+) before, (\S+) after", told)
+    assert len(found) == 2
+    assert all(float(after) < float(before) / 4 for before, after in found)
