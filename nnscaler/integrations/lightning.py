@@ -37,6 +37,7 @@ from nnscaler.runtime.training.checkpoint import load_checkpoint
 from nnscaler.runtime.training.dcp import Folder
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.checkpoints import Checkpoints
+from nnscaler.training.compile_once import compile_once
 from nnscaler.training.engine import Engine, start
 from nnscaler.training.run_folder import RunFolder
 from nnscaler.training.weights import as_user_error
@@ -95,13 +96,13 @@ class NnscalerStrategy(DDPStrategy):
         self._steps = StepModule(module, self.precision_plugin.forward_context)
         count = parse_spec(self._plan, self.world_size) if isinstance(self._plan, str) else None
         parts = self._plan.data_parts if isinstance(self._plan, Plan) else (count or {}).get("dp", 1)
-        program = parallelize(
+        batch = (_repeated(self._first_batch(trainer, module), parts),)
+        described = {"name": type(module).__name__}
+        options = {"micro_batches": None, **self._options}
+        program = compile_once(
+            lambda: parallelize(self._steps, batch, ranks=self.world_size, plan=self._plan, model=described, **options),
             self._steps,
-            (_repeated(self._first_batch(trainer, module), parts),),
-            ranks=self.world_size,
-            plan=self._plan,
-            model={"name": type(module).__name__},
-            **{"micro_batches": None, **self._options},
+            batch,
         )
         place = ProcessPlace(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         self._engine = start(program, place=place, device=self.root_device.type, seed=self._seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -11,24 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import nn
 
 from op_registry.registry import default_registry
 
 from nnscaler.codegen.program import Program
-from nnscaler.compile import PlanSource, parallelize
+from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import Precision
 from nnscaler.ir.signature import signatures
 from nnscaler.model_file import find_target, load_loss_function, user_frame, user_function
-from nnscaler.plan_source import asked_search, plan_source
+from nnscaler.plan_source import plan_source
 from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.runtime.training.batch import DataPart
+from nnscaler.training.compile_once import compile_once
 from nnscaler.training.config import compile_request
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.engine import Engine
 from nnscaler.training.settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
+from nnscaler.training.sizes import Vouch
 from nnscaler.training.updates import state_bytes
 from nnscaler.transform.plan import Plan
 
@@ -145,20 +145,26 @@ def loader_options(settings: TrainSettings, dataset: Any) -> dict[str, Any]:
 
 
 def make_program(
-    settings: TrainSettings, parts: Parts, rank: int, ranks: int, progress: Callable[[str, float, str], None] | None
+    settings: TrainSettings,
+    parts: Parts,
+    ranks: int,
+    progress: Callable[[str, float, str], None] | None,
+    vouch: Vouch | None,
 ) -> Program:
-    """Compile the model. Where a plan is searched, rank 0 does, and the others take what it finds.
+    """Compile the model, on rank 0 for all. Every rank calls it. `vouch`: as in EngineSettings.
 
-    Raises NnscalerError as `nnscaler.parallelize`.
+    Raises NnscalerError as `nnscaler.parallelize`, and what `vouch` raises.
     """
     request = compile_request(settings, ranks)
     model = parts.build()
     batch = first_batch(settings, parts.training, model)
     chosen, loss = settings.precision, settings.loss
     precision = Precision(chosen.param or None, chosen.reduce or None, chosen.output or None, chosen.cast_inputs)
+    loss_fn = (load_loss_function(loss) if isinstance(loss, str) else loss) if loss else None
 
-    def compiled(plan: PlanSource) -> Program:
-        return parallelize(
+    def compiled() -> Program:
+        plan = plan_source(request)
+        program = parallelize(
             model,
             batch,
             ranks=ranks,
@@ -166,26 +172,16 @@ def make_program(
             schedule=None if isinstance(plan, Plan) else request.schedule,
             micro_batches=request.micro_batches,
             model=parts.described,
-            loss_fn=(load_loss_function(loss) if isinstance(loss, str) else loss) if loss else None,
+            loss_fn=loss_fn,
             precision=precision if chosen.param or chosen.reduce or chosen.output else None,
             optimizer_bytes=_optimizer_bytes(settings.optimizer),
             progress=progress,
         )
+        if vouch is not None:
+            vouch(program)
+        return program
 
-    if ranks == 1 or asked_search(request) is None:
-        return compiled(plan_source(request))
-    told: list[Any] = [None]
-    program: Program | None = None
-    if rank == 0:
-        try:
-            program = compiled(plan_source(request))
-            told = [program.plan.to_json()]
-        except NnscalerError as error:
-            told = [pickle.dumps(error)]
-    torch.distributed.broadcast_object_list(told, 0)
-    if isinstance(told[0], bytes):
-        raise pickle.loads(told[0])
-    return program or compiled(Plan.from_json(told[0], "plan.json"))
+    return compile_once(compiled, model, batch, loss_fn)
 
 
 def make_optimizer(settings: OptimizerSettings, engine: Engine) -> torch.optim.Optimizer:

@@ -46,6 +46,7 @@ from nnscaler.training.loggers import Logger, StepReport, ValidationReport, make
 from nnscaler.training.replicas import check_replicas
 from nnscaler.training.scaler import LossScaler
 from nnscaler.training.settings import TrainSettings
+from nnscaler.training.sizes import Vouch
 from nnscaler.training.weights import as_user_error, load_weights
 
 Ended = Literal["finished", "stopped", "not finite"]
@@ -92,12 +93,14 @@ class Trainer:
         datasets: Any = None,
         write: Callable[[str], None] | None = None,
         progress: Callable[[str], None] | None = None,
+        vouch: Vouch | None = None,
         **fields: Any,
     ) -> None:
         """Take the settings, or their fields by name, tables as dicts.
 
         `module`, `datasets`: in the places of `model` and `data.source`; (training, validation), or training alone.
-        `write`: takes the console's lines. `progress`: is told what is being done before the first step.
+        `write`: takes the console's lines. `progress`: is told what is being done before the first step. `vouch`: is
+        called on rank 0 with each program before it runs, such as `verify.vouch`.
         Raises NnscalerError `bad_settings`.
         """
         if settings is not None and fields:
@@ -109,6 +112,7 @@ class Trainer:
         self._module, self._datasets, self._write = module, datasets, write
         self._say = progress or (lambda text: None)
         self._loggers: Sequence[Logger] = ()
+        self._vouch = vouch
         self._stopping = False
         self.step, self.loss, self.validation_loss = 0, math.nan, None
         self.schedule, self.checkpoints = None, None
@@ -156,9 +160,9 @@ class Trainer:
         def told(phase: str, seconds: float, text: str) -> None:
             say(f"{phase:<12} {seconds:5.1f} s  {text}")
 
-        program = make_program(settings, self._parts, place.rank, place.world_size, told)
+        program = make_program(settings, self._parts, place.world_size, told, self._vouch)
         dtype = settings.precision.dtype or None
-        self.engine = start(program, dtype=dtype, device=settings.device, seed=settings.seed)
+        self.engine = start(program, dtype=dtype, device=settings.device, seed=settings.seed, vouch=self._vouch)
         self.optimizer = make_optimizer(settings.optimizer, self.engine)
         self._scaler = LossScaler(self.engine) if settings.precision.scale_loss else None
         self.loader = self._loader(self._parts.training, settings.data.batch_size, training=True)

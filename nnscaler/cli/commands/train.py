@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
+    from nnscaler.codegen.program import Program
     from nnscaler.training.settings import TrainSettings
     from nnscaler.training.trainer import Result
 
@@ -114,14 +116,31 @@ def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
     """Train. What the runtime finds wrong is the user's to read, without our frames."""
     from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
     from nnscaler.training.trainer import Trainer
+    from verify.programs.vouch import vouch
 
+    def proved(program: Program) -> None:
+        """Let no program run that is not the model's. Rank 0 calls it."""
+        begin = time.perf_counter()
+        try:
+            vouch(program)
+            console.progress(f"{'prove':<12} {time.perf_counter() - begin:5.1f} s  the text of {_size(program)}")
+        except NnscalerError as error:
+            if error.code != "program_unread":
+                raise
+            console.warning(error.message)
+
+    told = console.progress if first else None
     try:
-        return Trainer(settings, write=console.result, progress=console.progress if first else None).fit()
+        return Trainer(settings, write=console.result, progress=told, vouch=proved).fit()
     except CommunicationError as error:
         help = "another rank has ended, or the connection; the same command goes on from the newest checkpoint"
         raise NnscalerError("rank_lost", str(error), help=help) from error
     except ProgramError as error:
         raise NnscalerError("cannot_train", str(error)) from error
+
+
+def _size(program: Program) -> str:
+    return ", ".join(f"{entry.name} {list(entry.shape)}" for entry in program.manifest.inputs)
 
 
 def _left(settings: TrainSettings) -> str:

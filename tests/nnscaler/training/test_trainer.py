@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,28 @@ def fit(**more: Any) -> tuple[Trainer, Result, list[str]]:
     lines: list[str] = []
     trainer = Trainer(write=lines.append, **fields(**more))
     return trainer, trainer.fit(), lines
+
+
+def test_every_program_is_proved_before_it_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verify.programs import vouch  # read here: the command imports it when it runs
+
+    proved: list[list[int]] = []
+    right = vouch.vouch
+
+    def checked(program: Any) -> None:
+        right(program)
+        proved.append([entry.shape[0] for entry in program.manifest.inputs])
+
+    monkeypatch.setattr(vouch, "vouch", checked)
+    assert train("--steps=6") == 0
+    assert proved == [[8, 8], [5, 5], [1, 1], [4, 4]]  # training, validation of 21 rows by 5, the last 4 of 44 rows
+
+    def wrong(program: Any) -> None:
+        changed = {file: text.replace("relu(", "sigmoid(") for file, text in program.sources.items()}
+        right(replace(program, sources=changed))
+
+    monkeypatch.setattr(vouch, "vouch", wrong)
+    assert train("--steps=6") == 2
 
 
 def test_the_console_has_a_line_for_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

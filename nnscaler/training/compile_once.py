@@ -1,0 +1,74 @@
+"""Compile on rank 0, and give the other ranks what came out: they have the model, and need no second trace of it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from nnscaler.codegen.program import Origin, Program
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing.sample_inputs import flatten_inputs
+from nnscaler.tracing.user_loss import LossFunction, with_loss
+
+
+def compile_once(
+    compile_program: Callable[[], Program], module: nn.Module, batch: Any, loss_fn: LossFunction | None = None
+) -> Program:
+    """Return the program on every rank; `compile_program` is called on rank 0. Every rank calls this.
+
+    `module`, `batch`, `loss_fn`: what it compiles, as each rank has made them. Raises on every rank what compiling
+    raises, and NnscalerError("replicas_differ") for a model without a tensor that rank 0's has.
+    """
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    if not several:
+        return compile_program()
+    program: Program | None = None
+    told, error = [b""], None
+    if torch.distributed.get_rank() == 0:
+        try:
+            program = compile_program()
+            told = [_told(program)]
+        except Exception as raised:  # noqa: BLE001 - raised when the others know
+            error = raised
+            known = isinstance(raised, NnscalerError)
+            answer = raised if known else NnscalerError("trace_failed", f"{type(raised).__name__}: {raised}")
+            told = [pickle.dumps(answer)]
+    torch.distributed.broadcast_object_list(told, 0)
+    if error is not None:
+        raise error
+    if program is not None:
+        return program
+    found = pickle.loads(told[0])
+    if isinstance(found, NnscalerError):
+        raise found
+    return _received(found, module, batch, loss_fn)
+
+
+def _told(program: Program) -> bytes:
+    """Return what another rank cannot take from its own model: all but tensors that are the model's."""
+    named = {name for entry in program.manifest.parameters for name in entry.fqns}
+    named |= {name for entry in program.manifest.buffers for name in entry.fqns}
+    made = {name: tensor.detach().cpu() for name, tensor in program.state.items() if name not in named}
+    origin = program.origin
+    assert origin is not None
+    fields = (program.sources, program.manifest, program.plan, program.graph, tuple(program.state), made)
+    return pickle.dumps((*fields, origin.specialise, origin.repeat_layers))
+
+
+def _received(told: Any, module: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Program:
+    sources, manifest, plan, graph, names, made, specialise, repeat_layers = told
+    own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    own |= dict(module.named_buffers(remove_duplicate=False))
+    lacking = next((name for name in names if name not in own and name not in made), None)
+    if lacking is not None:
+        message = f"the model of rank {torch.distributed.get_rank()} has no `{lacking}`, which that of rank 0 has"
+        raise NnscalerError("replicas_differ", message, help="make the same model on every rank")
+    state: Mapping[str, Tensor] = {name: made[name] if name in made else own[name] for name in names}
+    sample = flatten_inputs(module if loss_fn is None else with_loss(module, loss_fn), batch)
+    origin = Origin(module, sample.rebuild, loss_fn, specialise, repeat_layers)
+    return Program(sources, manifest, plan, graph, state, dict(sample.tensors), origin)
