@@ -119,7 +119,7 @@ def returns(communicated: CommunicatedGraph) -> Returns:
     graph = communicated.partitioned.graph
     ranks = {name: tuple(p.stage.mesh.ranks) for p in communicated.stages for name in results_of(p)}
     results = tuple(
-        ResultRecord(name, graph.tensors[tensor].shape, graph.tensors[tensor].dtype, ranks[name])
+        ResultRecord(name, graph.tensors[tensor].shape, graph.result_dtype(name, tensor), ranks[name])
         for name, tensor in graph.results
     )
     return Returns(graph.structure, results)

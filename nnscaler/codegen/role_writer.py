@@ -161,7 +161,9 @@ def _declarations(graph: Graph, program: StageProgram, every: Sequence[StageProg
             f"{INDENT})",
         ]
     if program.loss is not None:
-        lines.append(f"{INDENT}loss = Loss({states_text(program.loss.layout, stage)})")
+        named = "".join(f'"{dtype}", ' for dtype in graph.loss_casts).strip()
+        casts = f", casts=({named})" if named else ""
+        lines.append(f"{INDENT}loss = Loss({states_text(program.loss.layout, stage)}{casts})")
     if program.results:
         entries = [f'{INDENT * 2}"{name}": {_result(graph, version, stage)},' for name, version in program.results]
         lines += [f"{INDENT}results = {{", *entries, f"{INDENT}}}"]

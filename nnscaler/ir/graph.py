@@ -169,6 +169,8 @@ class Graph:
                    first. Unused parameters are listed too: they have no gradient
     `operations`   topologically ordered; each tensor is the output of at most one
     `loss`         the name of the scalar loss; empty for a model without one, which only runs forward
+    `loss_casts`   dtypes to which forward casts the loss at its end, in order: after the sum of its parts, which a cast
+                   of each would round
     `updates`      (buffer, tensor): the buffer's value after the step
     `outputs`      (name, tensor) of every further tensor that forward returns
     `structure`    how forward returns them (`nnscaler.runtime.structure`); empty where it returns the loss alone
@@ -181,12 +183,13 @@ class Graph:
     updates: tuple[tuple[str, str], ...] = ()
     outputs: tuple[tuple[str, str], ...] = ()
     structure: str = ""
+    loss_casts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
 
     def __getstate__(self) -> dict[str, object]:
-        names = ("name", "operations", "loss", "updates", "outputs", "structure")
+        names = ("name", "operations", "loss", "updates", "outputs", "structure", "loss_casts")
         return {"tensors": dict(self.tensors), **{n: getattr(self, n) for n in names}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -198,6 +201,10 @@ class Graph:
     def results(self) -> tuple[tuple[str, str], ...]:
         """(name, tensor) of all that forward returns, the loss first."""
         return ((LOSS, self.loss), *self.outputs) if self.loss else self.outputs
+
+    def result_dtype(self, name: str, tensor: str) -> str:
+        """Return the dtype in which forward returns a result."""
+        return self.loss_casts[-1] if name == LOSS and self.loss_casts else self.tensors[tensor].dtype
 
     @cached_property
     def ends(self) -> frozenset[str]:

@@ -8,7 +8,8 @@ input %x: float32[2, 4] = "x"
 loss %mean
 
 A model that returns more has a line for each further result, `result "logits" = %linear`, and one that says how it
-returns them: `returns {...}` (`nnscaler.runtime.structure`). A model without loss has no line for it.
+returns them: `returns {...}` (`nnscaler.runtime.structure`). A model without loss has no line for it; one that casts
+its loss at the end says so: `loss %mean to bfloat16`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def print_graph(graph: Graph) -> str:
             lines.append(f"{tensor.role} {_typed(tensor)}" + (f" = {names}" if names else ""))
     lines += [print_operation(operation, graph) for operation in graph.operations]
     lines += [f"update %{buffer} = %{value}" for buffer, value in graph.updates]
-    lines += [f"loss %{graph.loss}"] if graph.loss else []
+    lines += [" to ".join((f"loss %{graph.loss}", *graph.loss_casts))] if graph.loss else []
     lines += [f"result {json.dumps(name)} = %{tensor}" for name, tensor in graph.outputs]
     lines += [f"{_RETURNS}{graph.structure}"] if graph.structure else []
     return "\n".join(lines) + "\n"
@@ -127,6 +128,7 @@ def parse_graph(text: str) -> Graph:
     operations: list[Operation] = []
     updates: list[tuple[str, str]] = []
     outputs: list[tuple[str, str]] = []
+    casts: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -141,6 +143,8 @@ def parse_graph(text: str) -> Graph:
         elif keyword == "loss":
             reader.take()
             loss = reader.tensor()
+            while reader.accept("to"):
+                casts.append(reader.take())
         elif keyword == "result":
             reader.take()
             called = reader.text()
@@ -160,7 +164,7 @@ def parse_graph(text: str) -> Graph:
             operations.append(operation)
             tensors.update({t.name: t for t in made})
         reader.end()
-    return Graph(name, tensors, tuple(operations), loss, tuple(updates), tuple(outputs), structure)
+    return Graph(name, tensors, tuple(operations), loss, tuple(updates), tuple(outputs), structure, tuple(casts))
 
 
 @dataclass

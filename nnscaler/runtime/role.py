@@ -199,9 +199,14 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The states of the returned loss, per axis ("micro" included): Invariant or Partial."""
+    """The loss that a stage returns.
+
+    states  per axis ("micro" included): Invariant or Partial
+    casts   dtypes to which the whole loss is cast, in order
+    """
 
     states: Mapping[str, State] = field(default_factory=dict)
+    casts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def canonical(raw: RawGraph, state: Mapping[str, Tensor]) -> tuple[RawGraph, dic
     ordered = {t.name: t for t in (*stored, *constants, *inputs, *outputs)}
     loss = naming.names.get(raw.graph.loss, raw.graph.loss)
     results = tuple((result, naming.names.get(name, name)) for result, name in raw.graph.outputs)
-    graph = Graph(raw.graph.name, ordered, tuple(renamed), loss, raw.graph.updates, results, raw.graph.structure)
+    graph = raw.graph.replace(tensors=ordered, operations=tuple(renamed), loss=loss, outputs=results)
     storages = {naming.names.get(n, n): s for n, s in raw.storages.items()}
     return RawGraph(graph, {n: s for n, s in storages.items() if n in ordered}), new_state
 

@@ -123,6 +123,13 @@ def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> Train
         raise NnscalerError("model_raised", message, location_of_exception(error)) from error
 
 
+def _returned(graph: Graph, name: str, value: Tensor, precision: str | None) -> Tensor:
+    """Return a result as forward returns it; in an exact run nothing is cast."""
+    for dtype in graph.loss_casts if name == LOSS and precision is None else ():
+        value = value.to(getattr(torch, dtype))
+    return value
+
+
 def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs, precision: str | None) -> TrainingStep:
     leaves: dict[str, Tensor] = {}
     for tensor in graph.with_role("parameter", "buffer", "constant"):
@@ -141,7 +148,7 @@ def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs,
     by_name = dict(zip(trainable, found, strict=True))
     after = {graph.tensors[name].fqns[0]: values[value].detach() for name, value in graph.updates}
     return TrainingStep(
-        {name: values[tensor].detach() for name, tensor in graph.results},
+        {name: _returned(graph, name, values[tensor].detach(), precision) for name, tensor in graph.results},
         {t.fqns[0]: by_name.get(t.fqns[0]) for t in graph.with_role("parameter")},
         {t.fqns[0]: after.get(t.fqns[0], leaves[t.fqns[0]]) for t in graph.with_role("buffer")},
     )

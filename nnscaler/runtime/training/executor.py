@@ -261,7 +261,7 @@ class RankExecutor:
             total = None
             for index, values in losses.items():
                 with self._working("the sum of the loss"):
-                    total = total_loss(self.stages[index], values, self.communicator)
+                    total = total_loss(self.stages[index], values, self.communicator, self.precision)
             self._in_flight.clear()
             self.communicator.finish()
         return total

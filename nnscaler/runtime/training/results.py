@@ -123,8 +123,9 @@ def check_outputs(stage: Stage, outputs: Mapping[str, Tensor]) -> None:
         raise ProgramError(f"forward does not return {missing}")
 
 
-def total_loss(stage: Stage, losses: list[Tensor], communicator: Communicator) -> Tensor:
-    """Sum the loss of a step over micro-batches and ranks, on the axes where it is a partial sum."""
+def total_loss(stage: Stage, losses: list[Tensor], communicator: Communicator, precision: str | None = None) -> Tensor:
+    """Sum the loss of a step over micro-batches and ranks, on the axes where it is a partial sum, and cast it as the
+    model does. `precision`: that of the executor."""
     assert stage.loss is not None
     states = stage.loss.states
     total = torch.stack(losses).sum(0) if isinstance(states.get(MICRO), Partial) else losses[-1]
@@ -134,6 +135,8 @@ def total_loss(stage: Stage, losses: list[Tensor], communicator: Communicator) -
             total = communicator.all_reduce(total, getattr(stage, axis).ranks, state.reduction)
         elif not isinstance(state, Invariant):
             raise ProgramError(f"the loss is {state} on axis {axis!r}: only Invariant and Partial are a loss")
+    for dtype in stage.loss.casts:
+        total = total.to(dtype_named(dtype, precision))
     return total
 
 

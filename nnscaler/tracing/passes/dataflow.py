@@ -74,6 +74,26 @@ def own_results(graph: Graph) -> Graph:
     return builder.finish().replace(outputs=outputs)
 
 
+def sum_before_cast(graph: Graph) -> Graph:
+    """Take casts off the end of the loss, and note them: the parts of a sum are added before it is rounded.
+
+    What a model of half precision, or autocast, ends with would couple micro-batches otherwise.
+    """
+    loss, casts = graph.loss, list[str]()
+    while (producer := graph.producers.get(loss)) is not None and producer.operator == "aten.to.dtype":
+        source = graph.tensors[producer.inputs[0]]
+        readers = len(graph.consumers[loss]) - bool(casts)  # the cast after it is one
+        shared = readers or loss in {name for _, name in (*graph.outputs, *graph.updates)}
+        if shared or not is_floating(source.dtype):
+            break
+        casts.insert(0, graph.tensors[loss].dtype)
+        loss = source.name
+    made = graph.tensors.get(loss)
+    if not casts or made is None or made.role != "activation" or made.shape:
+        return graph
+    return graph.replace(loss=loss, loss_casts=tuple(casts))
+
+
 # Operations whose results nobody uses disappear, and so do results and constants that nobody uses.
 
 

@@ -68,6 +68,13 @@ def _batch() -> dict[str, Tensor]:
     return {"ids": ids, "labels": ids.flip(0)}
 
 
+class Rounding(Model):
+    """Casts its loss at the end, as models of half precision do."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(ids, labels).to(torch.bfloat16)
+
+
 class Returning(nn.Module):
     """Returns what it counts and what it finds beside its loss."""
 
@@ -95,7 +102,8 @@ def programs() -> dict[str, Program]:
     returning = nnscaler.parallelize(Returning(), {"x": torch.rand(6, 4)}, ranks=2, plan="tp=2")
     half = Precision(param="bfloat16")
     rested = nnscaler.parallelize(models.perceptron(), models.points(), ranks=2, plan="dp=2,zero=1", precision=half)
-    return {"piped": piped, "exchanging": _exchanging(), "returning": returning, "rested": rested}
+    cast = nnscaler.parallelize(Rounding(), batch, ranks=2, plan="pp=2")
+    return {"piped": piped, "exchanging": _exchanging(), "returning": returning, "rested": rested, "cast": cast}
 
 
 EDITS: dict[str, tuple[str, str, str]] = {
@@ -159,6 +167,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
     "Result.shape": ("returning", r"Result\(\(6, 6\)", "Result((6, 12)"),
     "Result.dtype": ("returning", r'Result\(\(6, 6\), "float32"', 'Result((6, 6), "float64"'),
     "Result.states": ("returning", r'("found": Result.*)Sharded\(1\)', r"\1Sharded(0)"),
+    "Loss.casts": ("cast", r', casts=\("bfloat16",\)', ""),
     "Loss.states": ("exchanging", r'Loss\(\{"micro": Partial\(\)\}\)', "Loss({})"),
 }  # fmt: skip
 HARMLESS = {

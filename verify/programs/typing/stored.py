@@ -211,6 +211,10 @@ def _loss(reading: Reading, graph: Graph) -> Mistake | None:
         message = f"the loss is `{held.tensor}`, and the model's is `{graph.loss}`"
         return Mistake("operation_differs", message, "another tensor is returned", graph.loss)
     assert stage.loss is not None
+    if stage.loss_casts != graph.loss_casts:
+        said, wanted = (" to ".join(casts) or "nothing" for casts in (stage.loss_casts, graph.loss_casts))
+        message = f"the loss is cast to {said}, and in the model to {wanted}"
+        return Mistake("operation_differs", message, "it is rounded otherwise", graph.loss)
     try:
         written = axes.layout(stage.loss)
     except Mistake as mistake:

@@ -158,7 +158,7 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("messages", "backward"), _is_pieces),
     "stage": lambda value: type(value) is int,
     "peers": lambda value: _tuple_of(int, value),
-    "reduce": lambda value: _tuple_of(str, value),
+    **dict.fromkeys(("reduce", "casts"), lambda value: _tuple_of(str, value)),
     "copies": lambda value: isinstance(value, tuple) and all(_tuple_of(int, ranks) for ranks in value),
     "shape": lambda value: isinstance(value, tuple) and all(type(size) in (int, dict) for size in value),
 }
@@ -259,7 +259,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         tuple(_inputs("prepare_inputs", found)),
         tuple(_message(call, v) for v, call in _entries(found, "receives")),
         tuple(_message(call, "") for call in _items(found, "sends")),
-        _loss(found),
+        *_loss(found),
         updates,
         bodies.get("prepare"),
         bodies["forward"],
@@ -302,16 +302,15 @@ def _arguments(call: ast.Call, names: Sequence[str]) -> tuple[str, dict[str, Any
         if keyword.arg is None or keyword.arg in given or keyword.arg not in names:
             raise Unreadable(call, f"`{ast.unparse(call)}` has an argument {keyword.arg or ast.unparse(keyword)!r}")
         given[keyword.arg] = read_value(keyword.value)
-    odd = [name for name, value in given.items() if name in _FORMS and not _FORMS[name](value)]
-    if odd:
+    if odd := [name for name, value in given.items() if name in _FORMS and not _FORMS[name](value)]:
         raise Unreadable(call, f"`{ast.unparse(call)}`: {odd[0]} is {given[odd[0]]!r}, which the runtime does not take")
     return ast.unparse(call.func), given
 
 
 def _states(call: ast.Call, value: Any) -> dict[str, State]:
-    if not isinstance(value, dict) or not all(isinstance(s, State) for s in value.values()):
-        raise Unreadable(call, f"`{ast.unparse(call)}`: the layout is no dict of states by axis")
-    return value
+    if isinstance(value, dict) and all(isinstance(s, State) for s in value.values()):
+        return value
+    raise Unreadable(call, f"`{ast.unparse(call)}`: the layout is no dict of states by axis")
 
 
 def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[StoredText]:
@@ -392,9 +391,10 @@ def _result(call: ast.Call, name: str) -> ResultText:
     return ResultText(call.lineno, name, given["shape"], given["dtype"], _states(call, given.get("states", {})))
 
 
-def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> Mapping[str, State] | None:
+def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> tuple[Mapping[str, State] | None, tuple[str, ...]]:
     if "loss" not in found:
-        return None
+        return None, ()
     if not isinstance(node := found["loss"][0], ast.Call) or ast.unparse(node.func) != "Loss":
         raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
-    return _states(node, _arguments(node, ("states",))[1].get("states", {}))
+    given = _arguments(node, ("states", "casts"))[1]
+    return _states(node, given.get("states", {})), given.get("casts", ())

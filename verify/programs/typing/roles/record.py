@@ -87,8 +87,11 @@ def _returns(roles: Sequence[RoleText], graph: Graph) -> Returns:
     for stage in (stage for role in roles for stage in role.stages):
         names = [*([LOSS] if stage.loss is not None else []), *(result.name for result in stage.results)]
         ranks.update(dict.fromkeys(names, stage.ranks))
-    tensors = ((name, graph.tensors[tensor]) for name, tensor in graph.results)
-    return Returns(graph.structure, tuple(ResultRecord(n, t.shape, t.dtype, ranks.get(n, ())) for n, t in tensors))
+    results = (
+        ResultRecord(name, graph.tensors[tensor].shape, graph.result_dtype(name, tensor), ranks.get(name, ()))
+        for name, tensor in graph.results
+    )
+    return Returns(graph.structure, tuple(results))
 
 
 def _operator_files(names: Sequence[str], folder: str) -> Iterator[Mistake]:

@@ -181,6 +181,7 @@ class StageText:
     receives: tuple[MessageText | ExchangeText, ...]
     sends: tuple[MessageText | ExchangeText, ...]
     loss: Mapping[str, State] | None
+    loss_casts: tuple[str, ...]
     updates: Mapping[str, str]
     prepare: Body | None
     forward: Body
