@@ -313,6 +313,11 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
         made = plan(graph, ranks)
         if not isinstance(made, Plan):
             raise NnscalerError("plan_illegal", f"the policy returned {type(made).__name__}, not an nnscaler.Plan")
+        if made.precision not in (None, wanted.precision):
+            message = (
+                f"the policy's plan has the precision {made.precision.describe()}, and the model is traced without"
+            )
+            raise NnscalerError("plan_illegal", message, help="precision=..., or --precision, beside the policy")
         made = with_checkpoints(made.for_ranks(ranks), graph)
         return Planned(made, known, f"made by {getattr(plan, '__name__', 'the policy')}")
     search = searched(plan)

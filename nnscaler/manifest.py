@@ -14,6 +14,7 @@ from pathlib import Path
 from nnscaler.records import RecordError, decode, encode
 
 MANIFEST = "manifest.json"  # a folder with this file is a program
+PLAN = "plan.json"  # beside it: the plan by which it was compiled
 FORMAT = 1  # of the programs that are written and read
 Axes = tuple[tuple[str, int], ...]  # (name, size) of each mesh axis, the outermost first
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import parse_precision
 from nnscaler.planning.auto import AutoPlan, cluster_of, parse_auto
 from nnscaler.planning.policies import parse_axes, parse_spec, ranks_in
 from nnscaler.scheduling.registry import check_schedule, get_schedule
@@ -23,6 +24,7 @@ class CompileRequest:
     loss_fn        such a target of a loss function, for a model that returns no loss
     seed           of the parameters and the sample batch
     specialise     take the sample batch's branch where the model branches on data
+    precision      mixed precision, as `bfloat16` or `param=bfloat16,reduce=bfloat16`; None: what a saved plan says
     ranks          None: as many as the plan says
     plan           mesh axes, `auto`, `auto:CLUSTER`, a saved plan's file, or `policy.py::function`; None: search one
     plan_document  the text of a saved plan, instead of `plan`
@@ -39,6 +41,7 @@ class CompileRequest:
     loss_fn: str | None = None
     seed: int = 0
     specialise: bool = False
+    precision: str | None = None
     ranks: int | None = None
     plan: str | None = None
     plan_document: str | None = None
@@ -66,6 +69,8 @@ def check_plan(request: CompileRequest) -> None:
 
     Each check is the function that reads the value for good later on: nothing is decided twice. Raises NnscalerError.
     """
+    if request.precision is not None:
+        parse_precision(request.precision)
     wanted = asked_search(request)  # refuses values of a search beside a plan that is named
     check_schedule(request.schedule, searched=wanted is not None)
     if wanted is None:

@@ -188,6 +188,12 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="modules left whole on every rank, by name or pattern such as 'lm_head*'; may be given several times",
     )
     group.add_argument(
+        "--precision",
+        metavar="DTYPE",
+        help="mixed precision over parameters that rest as they are: bfloat16, or param=bfloat16,reduce=float32,"
+        "output=float32,cast_inputs=false, with FSDP2's meanings (default: what a saved plan says)",
+    )
+    group.add_argument(
         "--loss-fn",
         metavar="FILE.py::FN",
         help="for a model that returns no loss: fn(outputs, batch) -> scalar. The model is then not given the batch's "
@@ -244,6 +250,7 @@ def compile_request(options: argparse.Namespace) -> CompileRequest:
         schedule=options.schedule,
         micro_batches=options.micro_batches,
         replicate=tuple(options.replicate),
+        precision=options.precision,
     )
 
 

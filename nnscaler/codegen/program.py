@@ -16,7 +16,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.files import save_tensors, whole_folder
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
-from nnscaler.manifest import MANIFEST, Manifest
+from nnscaler.manifest import MANIFEST, PLAN, Manifest
 from nnscaler.transform.plan import Plan
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Program:
         with whole_folder(path) as folder:
             for name, text in self.sources.items():
                 (folder / name).write_text(text)
-            (folder / "plan.json").write_text(self.plan.to_json())
+            (folder / PLAN).write_text(self.plan.to_json())
             (folder / "graph.txt").write_text(print_graph(self.graph))
             has_data = not any(t.is_meta for t in self.state.values())
             if has_data:

@@ -171,12 +171,13 @@ class Plan:
     def describe(self) -> str:
         """Return `dp=2 tp=2 pp=2`; `pp=2 (dp=2 | tp=3)` where the devices differ.
 
-        It ends with `zero=3` where parameters rest in shards, `some` where not all do.
+        It ends with `zero=3` where parameters rest in shards, `some` where not all do, and with the precision.
         """
         rest = [step for step in self.steps if isinstance(step, RestStep)]
         stages = "+".join(str(zero) for zero in sorted({step.zero for step in rest}))
         some = "" if any("*" in step.parameters for step in rest) else "some "
         zero = f" {some}zero={stages}" if rest else ""
+        zero += "" if self.precision is None else f" ({self.precision.describe()})"
         if self.stage_axes:
             return f"pp={self.devices} ({' | '.join(_describe(axes) for axes in self.device_axes)})" + zero
         return _describe(self.mesh) + zero

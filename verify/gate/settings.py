@@ -75,6 +75,7 @@ _PLAN = (
     Key("replicate", "texts"),
     Key("loss-fn", "text"),
     Key("specialise", "flag"),
+    Key("precision", "text"),
     Key("dtype", "text", choices=DTYPES),
     Key("backend", "text", choices=BACKENDS),
     Key("steps", "count"),

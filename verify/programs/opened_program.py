@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.manifest import MANIFEST, Manifest, ManifestError, NoManifest, RoleRecord, read_manifest
+from nnscaler.manifest import MANIFEST, PLAN, Manifest, ManifestError, NoManifest, RoleRecord, read_manifest
 from nnscaler.scheduling.registry import SCHEDULES
+from nnscaler.transform.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ class OpenedProgram:
 
     @property
     def summary(self) -> str:
-        """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches`; empty for one rank."""
+        """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches, bfloat16`; empty for one rank."""
         manifest = self.manifest
         in_words = bool(manifest.stage_axes) or manifest.shards_parameters
         axes = manifest.plan if in_words else manifest.divided_axes
@@ -65,6 +66,9 @@ class OpenedProgram:
             parts.append(_SCHEDULES.get(manifest.schedule, manifest.schedule))
         if manifest.micro_batches > 1:
             parts.append(f"{manifest.micro_batches} micro-batches")
+        plan = self.plan()
+        if plan is not None and plan.precision is not None and not in_words:
+            parts.append(plan.precision.describe())
         return ", ".join(parts)
 
     @property
@@ -76,6 +80,11 @@ class OpenedProgram:
             calls, elements = entry.calls, round(entry.elements)
             lines += [f"{entry.collective} over {entry.axis}: {calls} calls, {elements} elements a step"]
         return lines
+
+    def plan(self) -> Plan | None:
+        """Return the plan beside the program, where it is there. Raises NnscalerError("plan_illegal")."""
+        file = self.path / PLAN
+        return Plan.from_json(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
 
     def state(self) -> dict[str, Tensor] | None:
         """Return the stored parameters, buffers and constants; None for a program of a model without data.

@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import nnscaler
 from nnscaler.compile import PlanSource, WantedPlan, compile_traced, make, searched
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
@@ -134,7 +135,8 @@ def _compile(
     if request.program is not None:
         opened = open_program(Path(request.program)).for_ranks(request.rank_count)
     started = time.perf_counter()
-    traced = trace(model, subject.sample_inputs, specialise=request.specialise)
+    precision = _precision(request, subject, opened)
+    traced = trace(model, subject.sample_inputs, specialise=request.specialise, precision=precision)
     context.progress("trace", time.perf_counter() - started, f"{len(traced.graph.operations)} operations")
     if opened is not None:
         return traced, opened, None, ()
@@ -143,32 +145,48 @@ def _compile(
     notes: tuple[str, ...] = ()
     if searched(plan) is not None:
         found, notes = _search(request, subject.plan, traced, context)
+        found = replace(found, precision=precision)
         plan = found
     compiled = compile_traced(
         traced,
-        _wanted(request, plan),
+        _wanted(request, plan, precision),
         model=subject.description or {"name": type(model).__name__},
         progress=context.progress,
     )
     return traced, open_program(compiled.save(folder)), found, notes
 
 
+def _precision(request: PlanRequest, subject: PlanSubject, opened: OpenedProgram | None) -> Precision | None:
+    """Return the mixed precision that is asked for, or that the program or the plan has."""
+    asked = None if request.precision is None else parse_precision(request.precision)
+    if opened is None:
+        return asked or (subject.plan.precision if isinstance(subject.plan, Plan) else None)
+    plan = opened.plan()
+    own = None if plan is None else plan.precision
+    if asked not in (None, own):
+        said = "none" if own is None else own.describe()
+        message = f"{opened.path} was compiled with the precision {said}, and {request.precision} is asked for"
+        raise NnscalerError("plan_illegal", message, help="leave --precision out: a program has its own")
+    return own
+
+
 def _search(
     request: PlanRequest, source: PlanSource, traced: Traced, context: RunContext
 ) -> tuple[Plan, tuple[str, ...]]:
     started = time.perf_counter()
-    planned = make(traced.graph, _wanted(request, source))
+    planned = make(traced.graph, _wanted(request, source, None))
     context.progress("search", time.perf_counter() - started, f"{planned.plan.describe()}: {planned.why}")
     return planned.plan, (f"the plan was {planned.why}",)
 
 
-def _wanted(request: PlanRequest, source: PlanSource) -> WantedPlan:
+def _wanted(request: PlanRequest, source: PlanSource, precision: Precision | None) -> WantedPlan:
     return WantedPlan(
         request.rank_count,
         source,
         request.schedule,
         request.micro_batches,
         request.replicate,
+        precision,
         optimizer_bytes=request.optimizer_bytes,
     )
 

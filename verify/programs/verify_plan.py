@@ -41,6 +41,7 @@ def verify_plan(
     depth: Depth = "default",
     level: Level = "all",
     specialise: bool = False,
+    precision: str | None = None,
     loss_fn: LossFunction | None = None,
     program: str | Path | None = None,
     own_weights: bool = False,
@@ -58,7 +59,8 @@ def verify_plan(
     only; "default" also runs other loss scales, unequal labels, the loss without backward and a
     checkpoint; "deep" does more of these.
     `level`: "static" proves the program's text and runs nothing, "run" only runs it. `specialise`: take the sample
-    batch's branch where the model branches on data. `loss_fn`: for a model that returns no loss, a function of its
+    batch's branch where the model branches on data. `precision`: as for `nnscaler.parallelize`, as text (None: what the
+    plan says). `loss_fn`: for a model that returns no loss, a function of its
     outputs and the batch.
     `program`: the folder of a program that was compiled before, to be verified as it is; it knows its ranks and its
     loss function. `own_weights`: its weights were replaced on purpose.
@@ -78,7 +80,7 @@ def verify_plan(
     request = PlanRequest(
         ranks=ranks, plan=plan if isinstance(plan, str) else None, schedule=schedule, micro_batches=micro_batches,
         backend=backend, steps=steps, seed=seed, dtype=_name_of(dtype), timeout=TIMEOUT, depth=depth, level=level,
-        specialise=specialise, program=folder, own_weights=own_weights,
+        specialise=specialise, precision=precision, program=folder, own_weights=own_weights,
         train=train, train_steps=train_steps, optimizer=optimizer,
     )  # fmt: skip
     given = module_or_factory if loss_fn is None else _with_loss(module_or_factory, loss_fn)

@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
         micro_batches=request.micro_batches,
         replicate=request.replicate,
         specialise=request.specialise,
+        precision=request.precision,
         optimizer_bytes=request.optimizer_bytes,
         model={**model.description(), **_loss(request.loss_fn)},
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),

@@ -203,9 +203,9 @@ def _mistakes(
             if not stored.own_weights:
                 message = f"{STATE} has a tensor `{name}`, and the model has none of that name"
                 yield Mistake("state_differs", message, "nothing reads it")
-        elif (found[name].dtype, found[name].shape) != (tensor.dtype, tensor.shape):
+        elif (found[name].dtype, found[name].shape) != (rests := tensor.master or tensor.dtype, tensor.shape):
             here = f"{found[name].dtype}{list(found[name].shape)}"
-            message = f"`{name}` in {STATE} is {here}, and the model's is {tensor.dtype}{list(tensor.shape)}"
+            message = f"`{name}` in {STATE} is {here}, and the model's is {rests}{list(tensor.shape)}"
             yield Mistake("state_differs", message, None, about)
         else:
             mistake = _other_values(name, tensor, stored, found[name], was)

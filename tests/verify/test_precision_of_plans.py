@@ -1,0 +1,88 @@
+"""Mixed precision in what verify-plan verifies: by an option, by a saved plan, and of a program that has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nnscaler
+from nnscaler.cli.main import main
+from nnscaler.errors import NnscalerError
+from verify import verify_plan
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.down(torch.relu(self.up(x))), y)
+
+
+BATCH = {"x": torch.rand(12, 6), "y": torch.arange(12) % 6}
+PLAN = "dp=2,zero=1"
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    return nnscaler.parallelize(Model(), BATCH, ranks=2, plan=PLAN, precision="bfloat16").save(tmp_path / "program")
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [(PLAN, 2), ("dp=3,zero=2", 3), ("tp=2", 2), ("dp=2,zero=3", 2)])
+def test_a_precision_that_is_asked_for_is_verified(plan: str, ranks: int) -> None:
+    report = verify_plan(Model, BATCH, ranks=ranks, plan=plan, precision="bfloat16")
+    assert report.verdict.passes, report.findings
+
+
+def test_a_saved_plan_and_a_program_have_their_own(program: Path) -> None:
+    for options in ({"plan": nnscaler.Plan.from_json((program / "plan.json").read_text()), "ranks": 2}, {}):
+        given = options or {"program": program}
+        report = verify_plan(Model, BATCH, **given)  # type: ignore[arg-type]
+        assert report.verdict.passes, report.findings
+    assert verify_plan(Model, BATCH, program=program, precision="bfloat16").verdict.passes
+    with pytest.raises(NnscalerError, match="compiled with the precision bfloat16, and float16 is asked for"):
+        verify_plan(Model, BATCH, program=program, precision="float16")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "code"),
+    [
+        (', master="float32"', "", "not_covered"),  # rests in bfloat16
+        ("dtypes.bfloat16)", "dtypes.float16)", "operation_differs"),  # another cast
+        ('"bfloat16", {}', '"float32", {}', "not_covered"),  # a leaf that is not cast
+    ],
+)
+def test_a_program_of_another_precision_is_refuted(program: Path, right: str, wrong: str, code: str) -> None:
+    for file in program.glob("role_*.py"):
+        text = file.read_text()
+        assert right in text
+        file.write_text(text.replace(right, wrong, 1))
+    report = verify_plan(Model, BATCH, program=program)
+    assert not report.verdict.passes
+    assert code in {finding.code for finding in report.findings}
+
+
+def test_the_command_says_which_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import torch\n\n\ndef build_model():\n    return Scores()\n\n\n"
+        "class Scores(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(4, 4)\n\n"
+        "    def forward(self, x):\n        return self.layer(x).square().mean()\n\n\n"
+        "def sample_inputs():\n    return {'x': torch.rand(6, 4)}\n"
+    )
+    common = ["verify-plan", str(file), "--ranks", "2", "--plan", "dp=2"]
+    assert main([*common, "--precision", "bfloat16"]) == 0
+    assert "(dp=2, bfloat16)" in capsys.readouterr().out
+    assert main([*common, "--precision", "half"]) == 2
+    assert "param is 'half'" in capsys.readouterr().err
+    program = ["compile", str(file), "--ranks", "2", "--plan", "dp=2", "--out", str(tmp_path / "out")]
+    assert main([*program, "--precision", "param=bfloat16,reduce=bfloat16"]) == 0
+    assert "dp=2 (bfloat16, sums in bfloat16)" in capsys.readouterr().out
+    assert main(["verify-plan", str(file), "--program", str(tmp_path / "out")]) == 0
