@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,9 +36,10 @@ from nnscaler.scheduling.timeline import simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
 from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.carried_plan import carry
 from nnscaler.transform.complete_plan import largest_micro_batches
-from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep, RestStep, Step
-from nnscaler.transform.select import matches, select
+from nnscaler.transform.plan import Plan, RecomputeStep
+from nnscaler.transform.select import matches
 
 # Recomputation that the model itself asks for (`torch.utils.checkpoint`), as steps of a plan.
 
@@ -212,7 +212,7 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
     ranks, refused = program.manifest.ranks, None
-    for plan in _plans_for(program.plan, traced.graph):
+    for plan in _plans_for(program, traced.graph):
         try:
             made = compile_traced(
                 traced, WantedPlan(ranks, plan, precision=plan.precision), model=program.manifest.model
@@ -225,30 +225,13 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
     raise refused
 
 
-def _plans_for(plan: Plan, graph: Graph) -> Iterator[Plan]:
-    """Yield the plan with the steps that name something of this graph, and as many micro-batches as its batch takes;
-    then the same without data axes."""
-    steps: list[Step] = []
-    for step in plan.steps:
-        if isinstance(step, OrderStep):
-            first, second = _known(graph, step.first), _known(graph, step.second)
-            steps += [OrderStep(first, second)] if first and second else []
-        elif isinstance(step, RestStep):
-            steps.append(step)
-        elif named := _known(graph, step.operations):
-            steps.append(replace(step, operations=named))
+def _plans_for(program: Program, graph: Graph) -> Iterator[Plan]:
+    """Yield the program's plan for another graph of its model, with as many micro-batches as its batch takes; then the
+    same without data axes."""
+    plan = carry(program.plan, program.graph, graph)
     for axes in dict.fromkeys((plan.data_axes, ())):
-        kept = replace(plan, steps=tuple(steps), data_axes=axes)
+        kept = replace(plan, data_axes=axes)
         yield replace(kept, micro_batches=largest_micro_batches(graph, plan.micro_batches, kept.data_parts))
-
-
-def _known(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns that name something of the graph."""
-    found = []
-    for pattern in patterns:
-        with suppress(NnscalerError):
-            found += [pattern] if select(graph, [pattern]) else []
-    return tuple(found)
 
 
 def compile_traced(

@@ -1,0 +1,125 @@
+"""A plan of one trace of a model, carried to another: for batches of other sizes, or the other mode.
+
+Two things in a plan are of one graph. Names count its operators: where a mode adds or leaves out one (stochastic depth
+in training), `add_8` is another operation after it. What tells operations apart in both graphs is their operator, their
+module and their line, and the order of those that share these. And the blocks of which a dim is made may be the
+samples: where a rank has half of the windows of each, a dim of (samples x windows) has as many blocks as samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.derive import even_or_balanced, is_legal
+from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.layout import MICRO
+from nnscaler.ir.placement import Split
+from nnscaler.ir.signature import Signature, signatures
+from nnscaler.transform.plan import OrderStep, Plan, RestStep, SplitStep, Step
+from nnscaler.transform.select import select
+
+Signatures = Mapping[str, Signature]
+_KEYS: tuple[Callable[[Operation], Hashable], ...] = (
+    lambda op: (op.operator, op.module, op.where),
+    lambda op: (op.operator, op.module),  # a mode may have a line of its own
+)
+
+
+def carry(plan: Plan, before: Graph, after: Graph) -> Plan:
+    """Return the plan of the graph `before` for the graph `after` of the same model: each step with what it names
+    there and with as many blocks as there are; less what cannot be there."""
+    names = counterparts(before, after)
+    known = signatures(before), signatures(after)
+    steps: list[Step] = []
+    for step in plan.steps:
+        if isinstance(step, RestStep):
+            steps.append(step)
+        elif isinstance(step, OrderStep):
+            first, second = (_carried(after, patterns, names) for patterns in (step.first, step.second))
+            steps += [OrderStep(first, second)] if first and second else []
+        elif isinstance(step, SplitStep) and _shaped(step):
+            steps += _resized(step, [op.name for op in select(before, step.operations)], names, known, plan)
+        elif named := _carried(after, step.operations, names):
+            steps.append(replace(step, operations=named))
+    return replace(plan, steps=tuple(steps))
+
+
+def counterparts(before: Graph, after: Graph) -> dict[str, str | None]:
+    """Return, of each operation of `before`, the name of the one that it is in `after`; None where there is none."""
+    found: dict[str, str | None] = {op.name: None for op in before.operations}
+    left, free = list(before.operations), list(after.operations)
+    for key in _KEYS:
+        waiting: dict[Hashable, list[Operation]] = {}
+        for op in reversed(free):
+            waiting.setdefault(key(op), []).append(op)
+        for op in left:
+            if same := waiting.get(key(op)):
+                found[op.name] = same.pop().name
+        taken = set(found.values())
+        left = [op for op in left if found[op.name] is None]
+        free = [op for op in free if op.name not in taken]
+    return found
+
+
+def _carried(after: Graph, patterns: Sequence[str], names: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Return names and patterns of the one graph as they are in the other, less those that name nothing there."""
+    carried: list[str] = []
+    for pattern in patterns:
+        name = names.get(pattern, pattern)
+        if name is not None:
+            with suppress(NnscalerError):
+                carried += [name] if select(after, [name]) else []
+    return tuple(carried)
+
+
+def _shaped(step: SplitStep) -> bool:
+    """Return whether the split says more than which identifier is cut: something of its size."""
+    return step.outer > 1 or bool(step.sizes or step.sections)
+
+
+def _resized(
+    step: SplitStep,
+    operations: Sequence[str],
+    names: Mapping[str, str | None],
+    known: tuple[Signatures, Signatures],
+    plan: Plan,
+) -> list[Step]:
+    """Return the split of these operations as it is at their other sizes: a step for each form that it takes there.
+
+    An operation of another size that cannot be cut so follows its operands instead.
+    """
+    parts = {size for axes in plan.device_axes for name, size in axes if name == step.axis}
+    parts = {plan.micro_batches} if step.axis == MICRO else parts
+    forms: dict[SplitStep, list[str]] = {}
+    for operation in operations:
+        name = names[operation]
+        if name is None:
+            continue
+        old, new = (_size(of[n], step.identifier) for of, n in zip(known, (operation, name), strict=True))
+        if new is None:
+            continue
+        form = step if old is None or old == new else _of_size(step, old, new)
+        if old == new or all(_is_legal(form, known[1][name], n) for n in parts):
+            forms.setdefault(form, []).append(name)
+    return [replace(form, operations=tuple(found)) for form, found in forms.items()]
+
+
+def _size(signature: Signature, identifier: str) -> int | None:
+    return None if signature.bound is None else signature.bound.sizes.get(identifier)
+
+
+def _is_legal(step: SplitStep, signature: Signature, parts: int) -> bool:
+    split = Split(step.identifier, step.outer, step.sections, step.sizes)
+    return is_legal(signature, split if _shaped(step) else even_or_balanced(signature, step.identifier, parts), parts)
+
+
+def _of_size(step: SplitStep, old: int, new: int) -> SplitStep:
+    """Return the split of an identifier of another size: with blocks of the same size where these fill it, since the
+    samples are the outermost factor of a dim; else with as many blocks, in equal parts."""
+    block = old // step.outer
+    if step.outer > 1 and new % block == 0:
+        return replace(step, outer=new // block)
+    return replace(step, sizes=())
