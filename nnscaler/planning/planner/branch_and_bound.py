@@ -26,6 +26,7 @@ from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.memory_fit import StageFill, fill
 from nnscaler.planning.planner.pipeline_bound import Layered, Least
 from nnscaler.planning.planner.stage_partition_dp import StagePartition
+from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.problem import Infeasible
 
@@ -158,7 +159,7 @@ def search(
         bound, depth, order, c = heapq.heappop(queue)
         if best is not None and bound >= best.seconds * (1 - CLOSE):
             return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
-        if depth and c.recompute is None and subject.chain(c.tp, c.parts) is None:  # layers are not told apart
+        if depth and c.recompute is None and not _chained(subject, c, depth):  # layers are not told apart
             for again in (False, True):
                 one = replace(c, recompute=again)
                 heapq.heappush(queue, (bound, 0, one.order, one))
@@ -172,7 +173,7 @@ def search(
             continue
         if impossible(c):
             continue
-        chained = subject.chain(c.tp, c.parts) is not None
+        chained = _chained(subject, c, depth)
         found = evaluate_chain(subject, c, memory) if chained else evaluate(subject, c, memory)
         if found is None:
             too_large += 1
@@ -184,6 +185,13 @@ def search(
             best = found
             progress(f"{found}: {found.seconds:.4g} s a step")
     return _result(best, solved, undecided, 0, too_large, resting)
+
+
+def _chained(subject: PlanningCache, c: Configuration, depth: int) -> bool:
+    """Return whether the graph is a chain for the next bound of a configuration: the first ones ask it of parameters
+    that rest whole."""
+    rests = AT_REST_WHOLE if depth < len(BOUNDS) - 1 else c.rests
+    return subject.chain(c.tp, c.parts, rests) is not None
 
 
 def _queued(
