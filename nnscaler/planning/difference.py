@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import PartitionedGraph, RunPartial, Split
+
+_WHEN = {1: " between steps", 2: " between steps, and its gradient", 3: ""}  # by stage of ZeRO
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,15 @@ def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[PlanDi
             if old != new:
                 found.append(PlanDifference(kind, op.name, old, new))
     for tensor in now.graph.with_role("parameter"):
-        old, new = (" and ".join(graph.at_rest.get(tensor.name, ())) for graph in (before, now))
+        old, new = (at_rest(graph.at_rest.get(tensor.name, {})) for graph in (before, now))
         if old != new:
-            told = [f"in shards over {axes}" if axes else "as it is read" for axes in (old, new)]
-            found.append(PlanDifference("at rest", tensor.fqns[0], *told))
+            found.append(PlanDifference("at rest", tensor.fqns[0], old, new))
     return tuple(found)
+
+
+def at_rest(axes: Mapping[str, int]) -> str:
+    """Return how a parameter rests, by the stage of ZeRO on each axis: `in shards over dp`."""
+    return " and ".join(f"in shards over {axis}{_WHEN[zero]}" for axis, zero in axes.items()) or "as it is read"
 
 
 def splits_of(graph: PartitionedGraph, operation: str) -> str:

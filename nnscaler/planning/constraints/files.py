@@ -40,12 +40,14 @@ from nnscaler.planning.constraints.kinds import (
     together,
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
-from nnscaler.transform.plan import DP, PP, TP, ZERO
+from nnscaler.planning.sharding.parameter_placement import PLACEMENTS
+from nnscaler.transform.plan import DP, PP, TP
 
 _ALONE = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
 _POLICIES = {"megatron": megatron, "sequence_parallel": sequence_parallel}
 _NUMBERS = (DP, TP, PP, "micro_batches")
 _FLAGS = ("recompute", "zero")
+_STAGES = tuple(placement.zero for placement in PLACEMENTS)
 _KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys((*_ALONE, *_POLICIES), frozenset({"kind"})),
     "sizes": frozenset({"kind", *_NUMBERS, *_FLAGS}),
@@ -128,9 +130,12 @@ def _operations(given: Any, place: str) -> Sequence[str]:
 
 
 def _number(name: str, value: Any, place: str) -> int | bool:
-    if name in _FLAGS and (isinstance(value, bool) or (name == "zero" and value == ZERO)):
-        return bool(value)
-    if name not in _FLAGS and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if isinstance(value, bool) and name in _FLAGS:
         return value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if whole and (value in _STAGES if name == "zero" else name not in _FLAGS and value >= 1):
+        return int(value)
     legal = "true or false" if name in _FLAGS else "a whole number from 1 on"
+    if name == "zero":
+        legal = f"{', '.join(map(str, _STAGES))}, or true or false"
     raise NnscalerError("plan_illegal", f"{place} (sizes): {name} is {value!r}", help=f"{name} is {legal}")

@@ -57,8 +57,8 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
 
 
 def sizes(**wanted: int | bool) -> Constraint:
-    """Fix numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and whether parameters rest in shards
-    over dp (`zero`)."""
+    """Fix numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and the stage of ZeRO over dp (`zero`:
+    0 to 3; False is none, and True the one in which parameters rest in shards)."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
     exact = {name: ZERO if name == "zero" and value is True else value for name, value in wanted.items()}
     return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in exact.items()))

@@ -30,7 +30,7 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
         )
     wanted = dict(plan.mesh)
     again = any(isinstance(step, RecomputeStep) for step in plan.steps)
-    zero = any(isinstance(step, RestStep) for step in plan.steps)
+    zero = next((step.zero for step in reversed(plan.steps) if isinstance(step, RestStep)), 0)
     sized = sizes(
         **{name: wanted.get(name, 1) for name in (DP, TP, PP)},
         micro_batches=plan.micro_batches,

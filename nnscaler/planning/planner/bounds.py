@@ -18,12 +18,12 @@ from math import inf
 import numpy as np
 
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.layer_chain import Numbers
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.pipeline_bound import Layered
 from nnscaler.planning.sharding.build_problem import pose
+from nnscaler.planning.sharding.tables import when_backward_ends
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor
@@ -61,14 +61,19 @@ def bound_by_prices(problem: ChoiceProblem, budget: float) -> float:
     return float((values - prices * budget - rounding).max())
 
 
-def layered_of(subject: PlanningCache, c: Configuration, memory: float) -> Layered | None:
-    """Return the chain in this configuration; None where the graph is none."""
+def layered_of(subject: PlanningCache, c: Configuration, memory: float) -> tuple[Layered, ...]:
+    """Return the chain in this configuration, for each moment at which a rank may hold most; none where the graph is
+    no chain."""
     chain = subject.chain(c.tp, c.parts, c.rests)
     if chain is None:
-        return None
+        return ()
     if (c, memory) not in subject.layered:
         sent = _sent(subject, c, chain.handed)
-        subject.layered[c, memory] = Layered(chain, len(subject.layers), c, weights_of(subject, c), memory, sent)
+        early = Layered(chain, len(subject.layers), c, weights_of(subject, c), memory, sent)
+        subject.layered[c, memory] = tuple(
+            replace(early, chain=chain.when_backward_ends(), late=True) if late else early
+            for late in c.parameters.moments
+        )
     return subject.layered[c, memory]
 
 
@@ -88,14 +93,15 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
         return 0.0
     sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])
     each = gathering(subject, c, len(subject.layers) // 2)
-    return rough.bound(c, memory, summing_rate(subject, c), each, sent)
+    return rough.bound(c, memory, summing_rate(subject, c), each, sent, subject.shrinks(c.rests))
 
 
 def summing_rate(subject: PlanningCache, c: Configuration) -> float:
-    """Return the seconds per byte of gradients that are added up over dp once a step; 0 where none need be."""
-    if c.dp == 1 or c.parameters.once is None:
+    """Return a lower bound of the seconds of a step per byte of gradients that are summed over dp, in which buckets
+    bring them, and their parameters, to where they rest; 0 where none need be."""
+    if c.dp == 1:
         return 0.0
-    return seconds_per_byte(subject.cost, c.places[DP], c.parameters.once)
+    return c.parameters.least_per_byte(subject.cost, c.places[DP], c.micro_batches, subject.values)
 
 
 def gathering(subject: PlanningCache, c: Configuration, layer: int | None = None) -> float:
@@ -127,14 +133,18 @@ def bound_within(subject: PlanningCache, c: Configuration, memory: float) -> flo
     0 where the tables would be too wide, and the bound says nothing.
     """
     layered = layered_of(subject, c, memory)
-    if layered is not None:
-        return layered.bound[0]
+    if layered:
+        return max(one.bound[0] for one in layered)
     alike = subject.repeated_on(c.tp) is not None or c.pp == 1
-    live = c.pp / sum(1 / c.live(s) for s in range(c.pp)) if alike else 1.0
-    weights = replace(weights_of(subject, c), live=live)
     tables = subject.tables(c.tp, c.parts, c.rests, short=True)
-    problem = pose(tables, weights, subject.window(c.tp), layers_only=c.pp > 1)
-    try:
-        return bound_by_prices(problem, memory * c.pp)
-    except TooWide:
-        return 0.0
+    found = 0.0
+    for late in c.parameters.moments:
+        lives = [c.live(s) - late for s in range(c.pp)] if alike else [1 - late]
+        live = len(lives) / sum(1 / live for live in lives) if all(lives) else 0.0
+        held = when_backward_ends(tables) if late else tables
+        problem = pose(held, replace(weights_of(subject, c), live=live), subject.window(c.tp), layers_only=c.pp > 1)
+        try:
+            found = max(found, bound_by_prices(problem, memory * c.pp))
+        except TooWide:
+            return found
+    return found

@@ -12,7 +12,7 @@ not proved to be slower. A worked example is in `plan`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -20,11 +20,13 @@ from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.planner.bounds import bound_within, gathering, layered_of, near_bound, rough_bound, summing_rate
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate, evaluated, weights_of
-from nnscaler.planning.planner.lagrangian_bound import stages_of
+from nnscaler.planning.planner.lagrangian_bound import Prices
 from nnscaler.planning.planner.layer_chain import Chain
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.memory_fit import StageFill, fill
 from nnscaler.planning.planner.pipeline_bound import Layered, Least
+from nnscaler.planning.planner.stage_partition_dp import StagePartition
+from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.problem import Infeasible
 
@@ -39,25 +41,31 @@ def evaluate_chain(subject: PlanningCache, c: Configuration, memory: float) -> E
     The graph must be a chain. Where the real stages need more than the fill assumed, the limit is lowered by that much
     and the fill is tried again, up to `TRIES` times.
     """
-    layered = layered_of(subject, c, memory)
-    assert layered is not None
-    bound, prices, cut = layered.bound
-    if cut is None:
-        return None
-    best: Evaluated | None = None
-    limit = memory
+    every = layered_of(subject, c, memory)
+    assert every
+    found: list[Evaluated] = []
+    for layered in every:
+        _, prices, cut = layered.bound
+        if cut is None:
+            return None
+        found += _filled(subject, layered, prices, cut)
+    bound = max(layered.bound[0] for layered in every)
+    best = min(found, key=lambda one: (not one.fits, one.seconds), default=None)
+    return None if best is None else replace(best, bound=bound)
+
+
+def _filled(subject: PlanningCache, layered: Layered, prices: Prices, cut: StagePartition) -> Iterator[Evaluated]:
+    """Yield the choices that fill the memory of one moment, with a lower limit where the real stages need more."""
+    limit = layered.memory
     for _ in range(TRIES):
         over = 0.0
         for stages in fill(replace(layered, memory=limit), prices, cut):
             found = _placed(subject, layered, stages)
-            found = replace(found, bound=bound, fits=found.memory <= memory)
-            over = max(over, found.memory - memory)
-            if best is None or (not found.fits, found.seconds) < (not best.fits, best.seconds):
-                best = found
+            over = max(over, found.memory - layered.memory)
+            yield replace(found, fits=found.memory <= layered.memory)
         if over == 0.0:
             break
         limit -= over * 1.01
-    return best
 
 
 def _placed(subject: PlanningCache, layered: Layered, stages: Sequence[StageFill]) -> Evaluated:
@@ -74,7 +82,7 @@ def _placed(subject: PlanningCache, layered: Layered, stages: Sequence[StageFill
             again.add(layer)
     edges = [0, *(1 + end for end in accumulate(len(list(stage)) for stage in stages[:-1])), layered.layers + 2]
     found = evaluated(subject, c, tables, weights_of(subject, c), choices, frozenset(again), edges)
-    prices = [c.each * fill.price(stage.live) for fill, stage in zip(stages, stages_of(c), strict=True)]
+    prices = [c.each * fill.price(stage.live) for fill, stage in zip(stages, layered.stages, strict=True)]
     return replace(found, stages=tuple(replace(e, price=p) for e, p in zip(found.stages, prices, strict=True)))
 
 
@@ -151,7 +159,7 @@ def search(
         bound, depth, order, c = heapq.heappop(queue)
         if best is not None and bound >= best.seconds * (1 - CLOSE):
             return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
-        if depth and c.recompute is None and subject.chain(c.tp, c.parts) is None:  # layers are not told apart
+        if depth and c.recompute is None and not _chained(subject, c, depth):  # layers are not told apart
             for again in (False, True):
                 one = replace(c, recompute=again)
                 heapq.heappush(queue, (bound, 0, one.order, one))
@@ -165,7 +173,7 @@ def search(
             continue
         if impossible(c):
             continue
-        chained = subject.chain(c.tp, c.parts) is not None
+        chained = _chained(subject, c, depth)
         found = evaluate_chain(subject, c, memory) if chained else evaluate(subject, c, memory)
         if found is None:
             too_large += 1
@@ -177,6 +185,13 @@ def search(
             best = found
             progress(f"{found}: {found.seconds:.4g} s a step")
     return _result(best, solved, undecided, 0, too_large, resting)
+
+
+def _chained(subject: PlanningCache, c: Configuration, depth: int) -> bool:
+    """Return whether the graph is a chain for the next bound of a configuration: the first ones ask it of parameters
+    that rest whole."""
+    rests = AT_REST_WHOLE if depth < len(BOUNDS) - 1 else c.rests
+    return subject.chain(c.tp, c.parts, rests) is not None
 
 
 def _queued(
@@ -205,8 +220,8 @@ def _queued(
             if subject.chain(c.tp, 1) is None:
                 continue
             contained.update((replace(c, recompute=False), replace(c, recompute=True)))
-        resting = min(resting, least.resting / c.pp / c.rests.shrinks)
-        if may_fit(least, c, memory):
+        resting = min(resting, least.resting / c.pp / subject.shrinks(c.rests))
+        if may_fit(subject, least, c, memory):
             queue.append((_bound(subject, least, c), 0, c.order, c))
         else:
             too_large += 1
@@ -223,14 +238,17 @@ def _result(
     return Search(best, ranked, min(bound, best.seconds) if best is not None else bound, left, too_large, least)
 
 
-def may_fit(least: Least, c: Configuration, memory: float) -> bool:
+def may_fit(subject: PlanningCache, least: Least, c: Configuration, memory: float) -> bool:
     """Return whether the memory floor of a configuration is within the limit, however the layers are cut into stages.
 
     The floor counts what rests, and what each layer keeps of one micro-batch. It is compared over all `pp` devices
     together.
     """
     kept = (least.kept if c.recompute is False else least.handed) / c.parts
-    return least.resting / c.rests.shrinks + kept <= memory * c.pp
+    return all(
+        least.resting / subject.shrinks(c.rests, late) + (0.0 if late else kept) <= memory * c.pp
+        for late in c.parameters.moments
+    )
 
 
 def _bound(subject: PlanningCache, least: Least, c: Configuration) -> float:

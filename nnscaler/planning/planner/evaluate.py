@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
-from nnscaler.planning.cost.model import Collective, CostModel
+from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
-from nnscaler.planning.sharding.tables import Tables
+from nnscaler.planning.sharding.tables import Tables, when_backward_ends
 from nnscaler.planning.solver.pareto_frontier import bound_at, hull
-from nnscaler.planning.solver.problem import Infeasible, Solution, TooWide, memory_floor, memory_of
+from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution, TooWide, memory_floor, memory_of
 from nnscaler.planning.solver.solve import solve, solve_within
 from nnscaler.transform.balance import balanced_cuts, cut_limits
 from nnscaler.transform.plan import DP, PP, TP
@@ -57,6 +57,7 @@ class StageEstimate:
     once       seconds once per step
     resting    bytes of parameters, gradients and optimizer states
     kept       bytes of activations of all live micro-batches
+    arriving   bytes of gradients that are whole when a backward ends, above those of activations that are gone then
     price      seconds of a step that one more byte of memory would save
     """
 
@@ -66,11 +67,12 @@ class StageEstimate:
     once: float
     resting: float
     kept: float
+    arriving: float = 0.0
     price: float = 0.0
 
     @property
     def memory(self) -> float:
-        return self.resting + self.kept
+        return self.resting + self.kept + self.arriving
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,8 @@ class Evaluated:
 
 def weights_of(subject: PlanningCache, c: Configuration) -> Weights:
     """Return how often the parts of a step count in a configuration."""
-    kinds: dict[str, Collective] = {DP: c.parameters.once or "all_reduce", TP: "all_reduce"}
     sizes = {DP: c.dp, TP: c.tp}
-    rates = {
-        axis: seconds_per_byte(subject.cost, c.places[axis], kind) for axis, kind in kinds.items() if sizes[axis] > 1
-    }
+    rates = {axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in sizes.items() if size > 1}
     return Weights(c.each, 1 / c.pp, rates, c.live(0), c.recompute is True)
 
 
@@ -125,11 +124,31 @@ def evaluate(subject: PlanningCache, c: Configuration, memory: float) -> Evaluat
     """
     tables = subject.tables(c.tp, c.parts, c.rests)
     weights = weights_of(subject, c)
-    problem = pose(tables, weights)
-    solution = solve(problem)
-    found = _with(subject, c, tables, weights, solution)
-    if found.memory <= memory:
-        return found
+    solution = solve(pose(tables, weights))
+    free = _with(subject, c, tables, weights, solution)
+    if free.memory <= memory:
+        return free
+    found: list[Evaluated] = []
+    for late in c.parameters.moments:
+        held = when_backward_ends(tables) if late else tables
+        problem = pose(held, replace(weights, live=weights.live - late))
+        within = _within(subject, free, problem, solution, memory)
+        if within is None:
+            return None
+        found.append(within)
+    best = min(found, key=lambda one: (not one.fits, one.seconds))
+    return replace(best, bound=max(one.bound for one in found))
+
+
+def _within(
+    subject: PlanningCache, free: Evaluated, problem: ChoiceProblem, solution: Solution, memory: float
+) -> Evaluated | None:
+    """Return the fastest choices whose largest stage fits into `memory` bytes, or the last ones tried; None where it is
+    proved that nothing fits.
+
+    `problem` has the memory of one moment; `free` is its `solution` without a limit.
+    """
+    c = free.configuration
     if c.pp == 1 and memory_floor(problem) > memory:
         return None
     try:
@@ -139,6 +158,7 @@ def evaluate(subject: PlanningCache, c: Configuration, memory: float) -> Evaluat
     bound = max(solution.bound, bound_at(swept, memory)) if c.pp == 1 and swept is not None else solution.bound
     if bound == np.inf:
         return None
+    found = free
     budget = memory_of(problem, solution.choices)
     for _ in range(TRIES):
         budget *= memory / found.memory * 0.995
@@ -150,7 +170,7 @@ def evaluate(subject: PlanningCache, c: Configuration, memory: float) -> Evaluat
             )
         except Infeasible:
             break
-        found = _with(subject, c, tables, weights, within)
+        found = _with(subject, c, free.tables, free.weights, within)
         budget = memory_of(problem, found.choices)
         if found.memory <= memory:
             break
@@ -201,9 +221,10 @@ def item_numbers(
     resting             bytes at rest
     kept, outside       bytes that one micro-batch keeps in its layer, and outside of layers
     handed              bytes that one micro-batch hands on
+    arriving            bytes of gradients that are whole when a backward ends
     """
     count = len(subject.layers) + 2
-    names = ("forward", "backward", "once", "resting", "kept", "outside", "handed")
+    names = ("forward", "backward", "once", "resting", "kept", "outside", "handed", "arriving")
     total = {name: np.zeros(count) for name in names}
     items = subject.items_of(tables)
     for columns, group, choice, item in zip(tables.columns, tables.groups, choices, items, strict=True):
@@ -213,6 +234,7 @@ def item_numbers(
         total["resting"][item] += columns.resting[choice]
         total["kept" if group >= 0 else "outside"][item] += columns.kept[choice]
         total["handed"][item] += columns.handed[choice]
+        total["arriving"][item] += columns.arriving[choice]
     for first, second, table in tables.edges:
         cost = table[choices[first], choices[second]]
         total["forward"][items[second]] += cost / 2
@@ -233,11 +255,12 @@ def _stage(
     if not number and 1 in computed:
         held += float(handed[0])
     once_more = max((float(kept[item]) for item in computed), default=0.0)
-    forward, backward, once, resting = (
-        float(numbers[n][start:end].sum()) for n in ("forward", "backward", "once", "resting")
+    forward, backward, once, resting, arriving = (
+        float(numbers[n][start:end].sum()) for n in ("forward", "backward", "once", "resting", "arriving")
     )
-    kept_in_all = live * (held + float(outside[start:end].sum()) + received) + once_more
-    return StageEstimate((start, end), forward, backward, once, resting, kept_in_all)
+    one = held + float(outside[start:end].sum()) + received
+    kept_in_all = live * one + once_more
+    return StageEstimate((start, end), forward, backward, once, resting, kept_in_all, max(0.0, arriving - one))
 
 
 def send_seconds(cost: CostModel, c: Configuration, size: float) -> float:

@@ -32,9 +32,9 @@ All levels, as they run
 
 Eight blocks (LayerNorm, Linear 4096 to 16384, GELU, Linear back, residual) in float32, 8 sequences of 2048 tokens, on 4
 ranks of `h100x8` with 4.7 GB each. Values, gradients and both moments of Adam take 17.2 GB, 4.3 GB a rank if nothing is
-held twice, so 0.4 GB are left for activations. There are 28 configurations:
+held twice, so 0.4 GB are left for activations. There are 44 configurations:
 
-14 of 28   cannot hold what rests and one micro-batch of every layer
+30 of 44   cannot hold what rests and one micro-batch of every layer
 tp=4       first bound 0.570 s a step, the least of all, with any number of micro-batches
            2 micro-batches: infinite within the memory, so nothing fits
            4 micro-batches: 0.761 s from the shapes of the whole batch, and stays in the queue
@@ -43,7 +43,7 @@ dp=2 tp=2  with ZeRO-3 and 4 micro-batches: 0.769 s, and stays in the queue
 
 At 0.723 s, tp=4 with 8 micro-batches still has the least bound, so it is solved: 0.739 s and 4.68 GB, with 6 of the 8
 layers recomputed; at the margin one more GB would save 14 ms. Everything that is left has a bound above 0.739 s. So the
-search ends after one of 28 configurations was solved; 9 were pruned, 18 were too large, and the certificate says: 0.739
+search ends after one of 44 configurations was solved; 9 were pruned, 34 were too large, and the certificate says: 0.739
 s, the optimum of the space is at least 0.723 s, gap 2.2 %. With 80 GB a rank the same search ends with dp=2 tp=2 and
 ZeRO-3 at 0.583 s, which equals its bound.
 

@@ -51,14 +51,14 @@ def grid(chain: Chain, floors: Floors, low: float, high: float, count: int, live
     """Return prices about the one at which recomputing a layer pays, and 0.
 
     They go from `low` to `high` times that price, in `count` geometric steps, for each of these numbers of live
-    micro-batches: [len(lives) * count + 1].
+    micro-batches: [len(lives) * count + 1]. Where none is alive, only what rests has a price.
     """
     columns = [chain.tables.columns[node] for node in chain.layer.inside]
     saved = max(floors.layer.kept - floors.layer.handed, 1.0)
     # seconds to run a layer once more, per byte that a micro-batch then does not keep
     base = max(sum(float(c.forward.min()) for c in columns), 1e-12) / saved
-    kept, live = (a.ravel() for a in np.meshgrid(base * np.geomspace(low, high, count), lives))
-    return Prices(np.append(0.0, kept), np.append(0.0, kept / live))
+    scaled, live = (a.ravel() for a in np.meshgrid(base * np.geomspace(low, high, count), lives))
+    return Prices(np.append(0.0, np.where(live > 0, scaled, 0.0)), np.append(0.0, scaled / np.where(live > 0, live, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class Floor:
     kept      bytes that a micro-batch keeps in the layer
     handed    bytes of a micro-batch that the layer hands on
     summed    bytes of gradients that are summed over dp
+    once      seconds of a step beside these sums
     """
 
     resting: float
@@ -77,6 +78,7 @@ class Floor:
     kept: float
     handed: float
     summed: float
+    once: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ def floors_of(chain: Chain) -> Floors:
             sum(float(c.kept.min()) for c in inside),
             sum(float(c.handed.min()) for c in inside),
             sum(float(c.summed[DP].min()) for c in every if DP in c.summed),
+            sum(float(c.once.min()) for c in every),
         )
 
     return Floors(floor(chain.head), floor(chain.layer), floor(chain.tail))
@@ -121,9 +124,9 @@ class StageKind:
     last: bool
 
 
-def stages_of(c: Configuration) -> tuple[StageKind, ...]:
-    """Return the stages of a pipeline."""
-    return tuple(StageKind(c.live(s), s == 0, s == c.pp - 1) for s in range(c.pp))
+def stages_of(c: Configuration, late: bool = False) -> tuple[StageKind, ...]:
+    """Return the stages of a pipeline. `late`: when a backward ends, so that one fewer micro-batch is alive."""
+    return tuple(StageKind(c.live(s) - late, s == 0, s == c.pp - 1) for s in range(c.pp))
 
 
 def ends_of(c: Configuration) -> Ends:
@@ -202,18 +205,19 @@ def values_of(
 def limited(
     values: Mapping[Kind, Numbers],
     stage: StageKind,
-    live: float,
     floors: Floors,
     memory: float,
     prices: Prices,
+    part: float = 1.0,
     shrinks: float = 1.0,
 ) -> tuple[Numbers, NDArray[np.int64]]:
     """Return lower bounds of the seconds of a stage, and the number of the price that proves each.
 
     Both results are [layers, states, states]; a bound is infinite where the stage cannot fit. It is the best over
-    prices, for the number of recomputed layers with which this is least. `live` is the number of live micro-batches;
-    Prices and floors count what rests `shrinks` times as large as it is on a rank.
+    prices, for the number of recomputed layers with which this is least. A micro-batch keeps `part` of what prices and
+    floors count, and what rests is `shrinks` times as small on a rank.
     """
+    live = stage.live * part
     head, layer, tail = floors.head, floors.layer, floors.tail
     kinds = {
         number: table for (first, last, number), table in values.items() if (first, last) == (stage.first, stage.last)
@@ -232,14 +236,17 @@ def limited(
     at = np.zeros(0, dtype=np.int64)
     for number, table in kinds.items():
         # one layer that is run again has all that it keeps once
-        once = min(f.kept for f in (layer, *ends)) * live / stage.live if number else 0.0
+        once = min(f.kept for f in (layer, *ends)) * part if number else 0.0
         room = memory - received - once
         kept = outside + (handed if number == ANY else np.maximum(whole - number * saved, handed))
         # the dearest bytes that fit: all but the least that rests, or all but the least that is kept
-        most_kept = ((room - resting / shrinks) / live)[:, None] * prices.kept + resting[:, None] * prices.resting
+        free = (room - resting / shrinks) / live if live else np.zeros_like(resting)
+        most_kept = free[:, None] * prices.kept + resting[:, None] * prices.resting
         most_resting = shrinks * (room - live * kept)[:, None] * prices.resting + kept[:, None] * prices.kept
         # [layers, states, states, prices]: the Lagrangian bound at each price
         value = table - np.maximum(most_kept, most_resting)[:, None, None, :]
+        if not live:  # any number of bytes may be kept
+            value[..., prices.kept > 0.0] = -np.inf
         value[resting / shrinks + live * kept > room] = np.inf
         # [layers, states, states]: the best bound over prices; below, the least over how many layers are recomputed
         bound, by = value.max(axis=-1), value.argmax(axis=-1)

@@ -9,7 +9,7 @@ is kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import TypeVar
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.ir.graph import Graph
-from nnscaler.planning.sharding.tables import Column, Columns, Tables
+from nnscaler.planning.sharding.tables import Column, Columns, Tables, when_backward_ends
 from nnscaler.planning.solver.eliminate import Elimination, Factor, Order, find_order, run_elimination, substitute
 from nnscaler.planning.solver.problem import Edge, TooWide
 from nnscaler.planning.solver.reduce import Criteria, merge_edges, survivors
@@ -45,11 +45,13 @@ def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
             once = columns.forward + columns.backward
             # [strategies, 2]: seconds with the activations kept, and with the layer recomputed
             costs = np.stack([once, once + columns.forward], axis=1)
-            # [strategies, kinds of bytes]: at rest, kept, handed on, and summed over each axis
+            # [strategies, kinds]: seconds of a step, bytes at rest, kept, handed on, arriving, summed over each axis
             needs = [
+                columns.once,
                 columns.resting,
                 columns.kept,
                 columns.handed,
+                columns.arriving,
                 *(columns.summed[a] for a in sorted(columns.summed)),
             ]
             made[id(columns)] = Criteria(costs, np.stack(needs, axis=1))
@@ -85,8 +87,16 @@ def _cut(tables: Tables, kept: Kept) -> Tables:
 
 
 def _columns(own: Columns, left: NDArray[np.intp]) -> Columns:
-    summed = {axis: column[left] for axis, column in own.summed.items()}
-    return Columns(own.forward[left], own.backward[left], own.resting[left], own.kept[left], own.handed[left], summed)
+    return Columns(
+        own.forward[left],
+        own.backward[left],
+        own.once[left],
+        own.resting[left],
+        own.kept[left],
+        own.handed[left],
+        own.arriving[left],
+        {axis: column[left] for axis, column in own.summed.items()},
+    )
 
 
 def _listed(values: Sequence[T], left: NDArray[np.intp]) -> tuple[T, ...]:
@@ -151,6 +161,10 @@ class Chain:
         """By joint choice of a cut, the bytes of a micro-batch that go from one layer to the next."""
         columns = [self.tables.columns[node].handed for node in self.layer.after]
         return tuple(float(sum(joint)) for joint in product(*columns))
+
+    def when_backward_ends(self) -> Chain:
+        """Return the chain with the memory of the moment when the backward of a micro-batch ends."""
+        return replace(self, tables=when_backward_ends(self.tables))
 
     @property
     def width(self) -> int:

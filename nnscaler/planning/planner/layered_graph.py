@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from nnscaler.ir.graph import Graph, element_bytes
+from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration
@@ -51,7 +51,7 @@ class PlanningCache:
 
     constraint   what a plan keeps to
     optimizer    bytes that the optimizer keeps of an element
-    layered      the chain in a configuration and within a limit of memory (bytes)
+    layered      the chain in a configuration and within a limit of memory (bytes), by moment
     gathering    by how parameters rest and the place of a dp axis, seconds per byte to gather and to scatter them
     """
 
@@ -60,7 +60,7 @@ class PlanningCache:
     cost: CostModel
     constraint: Constraint = FREE
     optimizer: float = OPTIMIZER_BYTES
-    layered: dict[tuple[Configuration, float], Layered] = field(default_factory=dict)
+    layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _settings: dict[int, Setting] = field(default_factory=dict)
@@ -72,6 +72,7 @@ class PlanningCache:
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
     _gathered: dict[tuple[int, int | None], float] = field(default_factory=dict)
+    _shrinks: dict[tuple[AtRest, bool], float] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -253,6 +254,27 @@ class PlanningCache:
                     found += tensor.elements * element_bytes(tensor.dtype)
             self._gathered[key] = found
         return self._gathered[key] / c.tp
+
+    @cached_property
+    def trained(self) -> tuple[LogicalTensor, ...]:
+        """One parameter with a gradient of each dtype and each dtype at rest."""
+        found = {(t.dtype, t.master): t for t in self.graph.with_role("parameter") if t.needs_grad}
+        return tuple(found.values())
+
+    def shrinks(self, rests: AtRest, late: bool = False) -> float:
+        """Return how many times fewer bytes rest on a rank, at most, than where all parameters rest whole.
+
+        `late` counts the whole gradients when a backward ends, too.
+        """
+        if (rests, late) not in self._shrinks:
+            self._shrinks[rests, late] = rests.shrinks(self.trained, self.optimizer, late)
+        return self._shrinks[rests, late]
+
+    @cached_property
+    def values(self) -> float:
+        """The least bytes of a parameter per byte of its gradient."""
+        sizes = (element_bytes(t.dtype) / element_bytes(gradient_dtype(t.dtype)) for t in self.trained)
+        return min(sizes, default=1.0)
 
     def least(self, tp: int) -> Least:
         """Return lower bounds of time and memory that hold for every choice on tp, whatever parts the batch goes

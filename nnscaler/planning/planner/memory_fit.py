@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.planner.lagrangian_bound import Pieces, Prices, StageKind, stages_of
+from nnscaler.planning.planner.lagrangian_bound import Pieces, Prices, StageKind
 from nnscaler.planning.planner.layer_chain import Numbers, Priced
 from nnscaler.planning.planner.layer_strategies import Ends, Way, ways_of
 from nnscaler.planning.planner.pipeline_bound import Layered
@@ -158,7 +158,7 @@ def _states(layer: Priced, hubs: Mapping[int, int]) -> list[int]:
 
 
 def _spread(layered: Layered, ways: Ways, states: Sequence[int]) -> tuple[StageFill, ...] | None:
-    stages = stages_of(layered.configuration)
+    stages = layered.stages
     found = {stage: _fastest(layered, ways, stage, states) for stage in set(stages)}
     # [stages, layers, states, states]: the fastest mixes of all stages
     seconds = np.stack([_table(found[stage], layered.most, len(states)) for stage in stages])

@@ -58,6 +58,7 @@ class Layered:
     weights         how the parts of a step count
     memory          bytes of a rank
     sent            by state of the cut, seconds in which a stage hands a micro-batch on
+    late            whether bytes, those of the chain too, are those of the moment when a backward ends
     """
 
     chain: Chain
@@ -66,6 +67,11 @@ class Layered:
     weights: Weights
     memory: float
     sent: Numbers
+    late: bool = False
+
+    @property
+    def stages(self) -> tuple[StageKind, ...]:
+        return stages_of(self.configuration, self.late)
 
     @property
     def share(self) -> float:
@@ -76,15 +82,16 @@ class Layered:
     def _even(self) -> bool:
         """True where the stages have about as much to do once per step."""
         floors, c = self.floors, self.configuration
-        return c.pp == 1 or floors.layer.summed * self.layers / c.pp >= EVEN * max(
-            floors.head.summed, floors.tail.summed
-        )
+        name = "once" if floors.layer.once else "summed"
+        head, layer, tail = (float(getattr(floor, name)) for floor in (floors.head, floors.layer, floors.tail))
+        return c.pp == 1 or layer * self.layers / c.pp >= EVEN * max(head, tail)
 
     @property
     def once(self) -> float:
         """Lower bound of the seconds that are spent once per step, where these are not shared among micro-batches."""
-        most = max(self.floors.head.summed, self.floors.tail.summed)
-        return 0.0 if self._even else self.weights.rates.get(DP, 0.0) * most
+        rate = self.weights.rates.get(DP, 0.0)
+        most = max(rate * floor.summed + floor.once for floor in (self.floors.head, self.floors.tail))
+        return 0.0 if self._even else most
 
     @cached_property
     def floors(self) -> Floors:
@@ -107,8 +114,10 @@ class Layered:
     def bound(self) -> tuple[float, Prices, StagePartition | None]:
         """The bound of a step in seconds, and the prices and the cut that prove it; infinite, without a cut, where
         nothing fits."""
-        lives = np.geomspace(1, max(s.live for s in stages_of(self.configuration)), LIVES)
-        prices = grid(self.chain, self.floors, LOW, HIGH, COARSE, np.unique(np.round(lives)))
+        numbers = [stage.live for stage in self.stages]
+        lives = np.unique(np.round(np.geomspace(1, max(numbers), LIVES))) if max(numbers) else np.zeros(0)
+        lives = lives if min(numbers) else np.append(0.0, lives)
+        prices = grid(self.chain, self.floors, LOW, HIGH, COARSE, lives)
         # [stages, layers, states, states] each: the bounds of the stages, and which price proves them
         seconds, binding = self.lower(prices)
         weight = self.configuration.repeats
@@ -126,13 +135,14 @@ class Layered:
         micro-batches."""
         step = (HIGH / LOW) ** (1 / (COARSE - 1))
         around = np.geomspace(1 / step, step, FINE + 2)[1:-1]
-        taken = zip(stages_of(self.configuration), binding, cut.layers, cut.states, strict=True)
-        at = {(float(prices.kept[best[count, a, b]]), stage.live) for stage, best, count, (a, b) in taken}
-        wanted = sorted((kept, live) for kept, live in at if kept > 0.0)
+        taken = zip(self.stages, binding, cut.layers, cut.states, strict=True)
+        bound = [(stage.live, int(best[count, a, b])) for stage, best, count, (a, b) in taken]
+        at = {(float((prices.kept if live else prices.resting)[number]), live) for live, number in bound}
+        wanted = sorted((price, live) for price, live in at if price > 0.0)
         wanted = [wanted[i] for i in np.unique(np.linspace(0, len(wanted) - 1, BINDING).astype(int))] if wanted else []
-        kept = np.array([k * factor for k, _ in wanted for factor in around])
+        scaled = np.array([price * factor for price, _ in wanted for factor in around])
         live = np.array([live for _, live in wanted for _ in around])
-        return Prices(kept, kept / np.maximum(live, 1))
+        return Prices(np.where(live > 0, scaled, 0.0), scaled / np.maximum(live, 1))
 
     def lower(self, prices: Prices) -> tuple[Numbers, NDArray[np.int64]]:
         """Return lower bounds of the seconds of a micro-batch in each stage, and the number of the price that proves
@@ -141,10 +151,10 @@ class Layered:
         Both are [stages, layers, states, states]: by the number of layers and the states of the cut that the stage
         begins and ends in.
         """
-        stages = stages_of(self.configuration)
+        stages = self.stages
         ends = ends_of(self.configuration)
         values = values_of(self.at(prices), len(prices), self.most, STATES, ends, counted=self.most <= COUNTED)
-        best = {s: limited(values, s, s.live, self.floors, self.memory, prices) for s in set(stages)}
+        best = {s: limited(values, s, self.floors, self.memory, prices) for s in set(stages)}
         seconds = [best[s][0] + between(s, self.sent, best[s][0].shape[-1]) for s in stages]
         return np.stack(seconds), np.stack([best[s][1] for s in stages])
 
@@ -233,13 +243,14 @@ class Rough:
             whole("summed"),
         )
 
-    def bound(self, c: Configuration, memory: float, rate: float, each: float, sent: Numbers) -> float:
+    def bound(self, c: Configuration, memory: float, rate: float, each: float, sent: Numbers, shrinks: float) -> float:
         """Bound the seconds of a step; infinite where nothing fits.
 
-        memory   bytes of a rank
-        rate     seconds per byte of gradients summed over dp
-        each     seconds in which a micro-batch gathers a layer's parameters (ZeRO-3)
-        sent     by state of the cut, seconds in which a stage hands a micro-batch on
+        memory    bytes of a rank
+        rate      seconds per byte of gradients summed over dp
+        each      seconds in which a micro-batch gathers a layer's parameters (ZeRO-3)
+        sent      by state of the cut, seconds in which a stage hands a micro-batch on
+        shrinks   how many times fewer bytes rest on a rank, at most, than where all rests whole
         """
         values, prices = self._values(most_of(c, self.layers), ends_of(c)), self._priced[1]
         if c.recompute is False:
@@ -250,7 +261,7 @@ class Rough:
         cut = {kind: found[: most + 1] for kind, found in values.items()}
         made = {}
         for stage in set(stages):
-            bounds, _ = limited(cut, stage, stage.live * part, floors, memory, prices, c.rests.shrinks)
+            bounds, _ = limited(cut, stage, floors, memory, prices, part, shrinks)
             middle = counts - stage.first - stage.last
             # [layers]: bytes of gradients, and with them the seconds of a micro-batch that do not depend on states
             summed = middle * floors.layer.summed

@@ -19,13 +19,14 @@ from nnscaler.transform.stages import StagePartition, StageRules, partition_stag
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
-    "batch; recomputing all layers or none, or, of many equal ones, any; all parameters at rest whole on dp, or all in "
-    "shards (ZeRO-3); cuts between layers that balance the stages; " + " and ".join(kind.title for kind in SCHEDULES)
+    "batch; recomputing all layers or none, or, of many equal ones, any; all parameters whole on dp, or in shards "
+    "between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times (ZeRO-3); cuts between layers that balance "
+    "the stages; " + " and ".join(kind.title for kind in SCHEDULES)
 )
 NOT_SEARCHED = (
     "other schedules and several stages per device; splits on the dp axis other than that of the batch; stages of "
-    "unlike meshes; sharding gradients or optimizer states alone (ZeRO-1, ZeRO-2); several versions of one tensor, "
-    "each converted from where it is made; overlap of communication and computation"
+    "unlike meshes; sharding some parameters only, or over some ranks of dp; several versions of one tensor, each "
+    "converted from where it is made; overlap of communication and computation"
 )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from nnscaler.planning.sharding.tables import Column, Columns, Tables
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node
 
@@ -79,16 +77,17 @@ def seconds_of(columns: Columns, weights: Weights, in_layer: bool) -> Column:
 
 
 def once_of(columns: Columns, weights: Weights) -> Column:
-    """Return the seconds of the sums of gradients at the end of a step: [strategies]."""
-    total: Column = np.zeros_like(columns.forward)
+    """Return the seconds once per step, of sums of gradients and of what goes to where it rests: [strategies]."""
+    total = columns.once
     for axis, size in columns.summed.items():
         total = total + weights.rates.get(axis, 0.0) * size
     return total
 
 
 def once_at(columns: Columns, weights: Weights, choice: int) -> float:
-    """Return the seconds of the sums of gradients for one strategy."""
-    return sum((weights.rates.get(axis, 0.0) * float(size[choice]) for axis, size in columns.summed.items()), 0.0)
+    """Return `once_of` for one strategy."""
+    sums = (weights.rates.get(axis, 0.0) * float(size[choice]) for axis, size in columns.summed.items())
+    return sum(sums, float(columns.once[choice]))
 
 
 def bytes_of(columns: Columns, weights: Weights, in_layer: bool) -> Column:

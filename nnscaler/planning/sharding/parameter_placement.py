@@ -1,14 +1,14 @@
 """How parameters rest over the ranks of dp between their uses, as data, and what that costs.
 
 Each value of `ParameterPlacement` is one way, a stage of ZeRO (Rajbhandari et al. 2020). All that the planner knows of
-a way is in its fields: the bytes at rest, the collectives of every micro-batch, those at the end of a step, and the
-steps of a plan that say so. Tables and bounds read the fields, and test no stage.
+a way is in its fields: the bytes at rest, the collectives of every micro-batch, those of a step, and the steps of a
+plan that say so. Tables and bounds read the fields, and test no stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 from nnscaler.ir.graph import LogicalTensor, element_bytes, gradient_dtype
@@ -21,6 +21,7 @@ from nnscaler.ir.layout import (
     local_shape,
     without_gradient,
 )
+from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, ParameterMemory, parameter_memory
 from nnscaler.planning.sharding.problem_config import Setting
@@ -28,6 +29,21 @@ from nnscaler.transform.plan import DP, ZERO, RestStep, Step
 from nnscaler.transform.zero import sharded_at_rest
 
 SIZES = tuple(2.0**n for n in range(10, 42, 2))  # bytes; of the largest, latency is no part
+_MANY = 2**20  # elements of a shard, of which a fraction of a byte is no part
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A collective over dp that the runtime makes beside the lines of a program, for many parameters in one bucket.
+
+    kind       of the collective
+    gradients  whether it sums gradients; otherwise it makes parameters whole
+    each       whether it is made after the backward of every micro-batch; otherwise once a step
+    """
+
+    kind: Collective
+    gradients: bool
+    each: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,9 +52,9 @@ class ParameterPlacement:
 
     zero       the stage of ZeRO, as `zero=3` names it; 0 for none
     sharded    fields of `ParameterMemory` that rest in shards; the others rest whole on every rank of dp
-    forward    collective of a micro-batch that makes a parameter whole; None where it rests as it is read
-    backward   collective of a micro-batch that brings a gradient to where it rests; None for none
-    once       collective of a step that brings gradients, or new values, to all ranks; None for none
+    forward    collective of a micro-batch that makes a parameter whole where it is read; None for none
+    backward   collective of a micro-batch that brings a gradient from there to where it rests; None for none
+    moves      what moves in buckets
     steps      what a plan says
     """
 
@@ -46,13 +62,47 @@ class ParameterPlacement:
     sharded: frozenset[str]
     forward: Collective | None
     backward: Collective | None
-    once: Collective | None
+    moves: tuple[Move, ...]
     steps: tuple[Step, ...]
 
     @property
     def each(self) -> tuple[Collective, ...]:
-        """The collectives of every micro-batch."""
+        """The collectives of every micro-batch where parameters are read."""
         return tuple(kind for kind in (self.forward, self.backward) if kind is not None)
+
+    @property
+    def arrives(self) -> bool:
+        """Whether gradients rest in shards, and all of a backward are whole until it ends."""
+        return any(move.each for move in self.moves)
+
+    @property
+    def moments(self) -> tuple[bool, ...]:
+        """The moments at which a rank may hold most: False when a backward begins, True when one ends.
+
+        Then the activations of its micro-batch are gone, and its gradients are whole.
+        """
+        return (False, True) if self.arrives else (False,)
+
+    def divides(self, tensor: LogicalTensor) -> bool:
+        """Return whether a parameter rests in shards: between steps only those with an optimizer do."""
+        return bool(self.sharded) and (tensor.needs_grad or "parameters" in self.sharded)
+
+    def least_per_byte(self, cost: CostModel, ranks: AxisPlace, micro_batches: int, values: float) -> float:
+        """Return the least seconds of a step in which buckets bring a byte of gradients that are summed over dp to
+        where it rests, with its `values` bytes of the parameter.
+
+        A parameter that cannot be cut is moved as where all rest whole.
+        """
+        ways = (self, WHOLE) if self.moves else ()
+        return min((way._per_byte(cost, ranks, micro_batches, values) for way in ways), default=0.0)
+
+    def _per_byte(self, cost: CostModel, ranks: AxisPlace, micro_batches: int, values: float) -> float:
+        return sum(
+            seconds_per_byte(cost, ranks, move.kind)
+            * (micro_batches if move.each else 1)
+            * (1.0 if move.gradients else values)
+            for move in self.moves
+        )
 
     def seconds_per_byte(self, cost: CostModel, ranks: AxisPlace) -> float:
         """Return the least seconds of a micro-batch per byte of a parameter that is gathered and whose gradient is
@@ -81,18 +131,32 @@ class ParameterPlacement:
             optimizer=optimizer,
         )
 
+    def arriving(self, tensor: LogicalTensor, whole: int) -> int:
+        """Return the bytes of a gradient of so many elements that is whole when a backward ends, beside its shard."""
+        return whole * element_bytes(gradient_dtype(tensor.dtype)) if self.arrives and tensor.needs_grad else 0
 
-WHOLE = ParameterPlacement(0, frozenset(), None, None, "all_reduce", ())
+
+_GATHER, _SCATTER = Move("all_gather", False), Move("reduce_scatter", True)
+
+WHOLE = ParameterPlacement(0, frozenset(), None, None, (Move("all_reduce", True),), ())
+ZERO_1 = ParameterPlacement(1, frozenset(("optimizer",)), None, None, (_GATHER, _SCATTER), (RestStep(("*",), zero=1),))
+ZERO_2 = ParameterPlacement(
+    2,
+    frozenset(("gradients", "optimizer")),
+    None,
+    None,
+    (_GATHER, replace(_SCATTER, each=True)),
+    (RestStep(("*",), zero=2),),
+)
 ZERO_3 = ParameterPlacement(
     ZERO,
     frozenset(("parameters", "gradients", "optimizer")),
     "all_gather",
     "reduce_scatter",
-    None,
+    (),
     (RestStep(("*",)),),
 )
-PLACEMENTS = (WHOLE, ZERO_3)  # that are searched
-BY_ZERO = {placement.zero: placement for placement in PLACEMENTS}
+PLACEMENTS = (WHOLE, ZERO_1, ZERO_2, ZERO_3)  # that are searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +166,17 @@ class AtRest:
     placement: ParameterPlacement = WHOLE
     ranks: int = 1
 
-    @property
-    def shrinks(self) -> float:
-        """How many times fewer bytes rest on a rank, at most, than where all rests whole."""
-        found = 1.0
-        for dtype in ("float32", "bfloat16"):
-            memory = parameter_memory(1, dtype)
-            shared = sum(getattr(memory, name) for name in self.placement.sharded)
-            found = max(found, self.ranks * memory.total / (self.ranks * (memory.total - shared) + shared))
+    def shrinks(self, parameters: Iterable[LogicalTensor], optimizer: float, late: bool = False) -> float:
+        """Return how many times fewer bytes of these parameters rest on a rank, at most, than where all rests whole.
+
+        `late` counts their whole gradients when a backward ends, too.
+        """
+        found, whole = 1.0, self.ranks * _MANY
+        for tensor in parameters:
+            if self.ranks > 1 and self.placement.divides(tensor):
+                held = self.placement.memory(tensor, whole, _MANY, optimizer).total
+                held += self.placement.arriving(tensor, whole) if late else 0
+                found = max(found, WHOLE.memory(tensor, whole, whole, optimizer).total / held)
         return found
 
 
@@ -120,17 +187,21 @@ AT_REST_WHOLE = AtRest()
 class PlacedParameter:
     """One parameter on one rank.
 
-    resting    bytes at rest, with its gradient and optimizer states
-    gathered   bytes that a micro-batch holds in addition while the parameter is whole
     forward    seconds of a micro-batch to gather it
     backward   seconds of a micro-batch to sum and scatter its gradient
+    once       seconds of a step in which it and its gradient go between where they rest and where they are read
+    resting    bytes at rest, with its gradient and optimizer states
+    gathered   bytes that a micro-batch holds in addition while the parameter is whole
+    arriving   bytes of its whole gradient when a backward ends, where that rests in shards
     summed     by axis, bytes of its gradient that are added up over it at the end of a step
     """
 
-    resting: float
-    gathered: float
     forward: float
     backward: float
+    once: float
+    resting: float
+    gathered: float
+    arriving: float
     summed: Mapping[str, float]
 
 
@@ -154,24 +225,33 @@ def placed(
 ) -> PlacedParameter:
     """Return what a parameter costs whose leaf lies so. One that cannot be cut over dp rests whole."""
     whole = tuple(state if isinstance(state, Sharded) else INVARIANT for state in leaf)
-    found = _cut(tensor, whole, setting, rests.ranks) if rests.ranks > 1 else None
+    divided = rests.ranks > 1 and rests.placement.divides(tensor)
+    found = _cut(tensor, whole, setting, rests.ranks) if divided else None
     if found is None:
         placement, elements = WHOLE, prod(setting.local(whole, tensor.shape))
         shard = elements
     else:
         placement, (elements, shard) = rests.placement, found
-    size = elements * element_bytes(tensor.dtype)
+    size, gradient = (elements * element_bytes(dtype) for dtype in (tensor.dtype, gradient_dtype(tensor.dtype)))
     ranks = AxisPlace(rests.ranks, setting.places[DP].inner)
+    over = _deferred(tensor, leaf, setting)
     forward = 0.0 if placement.forward is None else cost.collective(placement.forward, size, ranks)
-    backward = 0.0
+    backward = once = 0.0
     if tensor.needs_grad and placement.backward is not None:
         backward = cost.collective(placement.backward, size, ranks)
+    for move in placement.moves if found is not None else ():
+        if DP in over or not move.gradients:
+            seconds = seconds_per_byte(cost, ranks, move.kind) * (gradient if move.gradients else size)
+            backward, once = (backward + seconds, once) if move.each else (backward, once + seconds)
+    summed = float(shard * element_bytes(gradient_dtype(tensor.dtype)))
     return PlacedParameter(
-        float(placement.memory(tensor, elements, shard, optimizer).total),
-        0.0 if placement.forward is None else float(size),
         forward,
         backward,
-        _summed(tensor, leaf, setting, placement, shard if "gradients" in placement.sharded else elements),
+        once,
+        float(placement.memory(tensor, elements, shard, optimizer).total),
+        0.0 if placement.forward is None else float(size),
+        float(placement.arriving(tensor, elements)),
+        {name: summed for name in over if name != DP or found is None},
     )
 
 
@@ -186,13 +266,7 @@ def _cut(tensor: LogicalTensor, whole: Layout, setting: Setting, ranks: int) -> 
     return prod(local_shape(whole, sizes, tensor.shape)), prod(local_shape(layout, sizes, tensor.shape))
 
 
-def _summed(
-    tensor: LogicalTensor, leaf: Layout, setting: Setting, placement: ParameterPlacement, elements: int
-) -> dict[str, float]:
-    """Return, by axis, the bytes of a gradient of so many elements that are added up over it at the end of a step."""
-    if not tensor.needs_grad:
-        return {}
-    size = float(element_bytes(gradient_dtype(tensor.dtype)) * elements)
+def _deferred(tensor: LogicalTensor, leaf: Layout, setting: Setting) -> tuple[str, ...]:
+    """Return the axes over which the gradient of a leaf is a partial sum until the end of a step."""
     pairs = zip(setting.axes[:-1], leaf[:-1], strict=True)
-    over = (name for (name, _), state in pairs if isinstance(state, Replicated))
-    return {name: size for name in over if name != DP or placement.once is not None}
+    return tuple(name for (name, _), state in pairs if tensor.needs_grad and isinstance(state, Replicated))

@@ -11,7 +11,7 @@ Operations of equal layers share their arrays, by which the solver knows that th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, prod
 from typing import Any
@@ -40,17 +40,21 @@ class Columns:
 
     forward    seconds of one micro-batch
     backward   seconds of one micro-batch
+    once       seconds of a step in which parameters and gradients go between where they rest and where they are read
     resting    bytes of values, gradients and optimizer states
     kept       bytes that one micro-batch keeps from forward to backward
     handed     bytes of one micro-batch that are handed to another layer
+    arriving   bytes of gradients that are whole when a backward ends, and then rest in shards
     summed     by axis, bytes of gradients that are added up over it once per step
     """
 
     forward: Column
     backward: Column
+    once: Column
     resting: Column
     kept: Column
     handed: Column
+    arriving: Column
     summed: Mapping[str, Column]
 
 
@@ -72,6 +76,18 @@ class Tables:
     edges: tuple[tuple[int, int, Column], ...]
     strategies: Mapping[str, tuple[Strategy, ...]]
     layouts: Mapping[str, tuple[Layout, ...]]
+
+
+def when_backward_ends(tables: Tables) -> Tables:
+    """Return the tables whose memory is that of the moment when the backward of a micro-batch ends.
+
+    What arrives is there, as if it rested; the activations of the micro-batch are gone, so that one fewer is alive.
+    """
+    made: dict[int, Columns] = {}
+    for own in tables.columns:
+        if id(own) not in made:
+            made[id(own)] = replace(own, resting=own.resting + own.arriving)
+    return replace(tables, columns=tuple(made[id(own)] for own in tables.columns))
 
 
 @dataclass
@@ -183,10 +199,9 @@ class TableBuilder:
         summed: dict[str, Column] = {}
         for name, _ in self.setting.axes[:-1]:
             summed[name] = np.array([sum(one.get(name, 0.0) for one in found) for found in sums])
-        forward, backward, resting, kept, handed = np.array(numbers, dtype=np.float64).T.copy()
-        return Columns(
-            forward, backward, resting, kept, handed, {name: column for name, column in summed.items() if column.any()}
-        )
+        forward, backward, once, resting, kept, handed, arriving = np.array(numbers, dtype=np.float64).T.copy()
+        summed = {name: column for name, column in summed.items() if column.any()}
+        return Columns(forward, backward, once, resting, kept, handed, arriving, summed)
 
     def _row(
         self,
@@ -208,7 +223,7 @@ class TableBuilder:
         forward, backward = self.cost.compute(self.signatures[op.name], shapes_in, shapes_out, dtype)
         if not any(t.needs_grad for t in made):
             backward = 0.0
-        resting = gathered = 0.0
+        once = resting = gathered = arriving = 0.0
         read_back = self._kept_slots(op) if self.rests.placement.forward is not None else ()
         sums: list[Mapping[str, float]] = []
         for slot, ((tensor, alone), need) in enumerate(zip(inputs, strategy.needs, strict=True)):
@@ -217,7 +232,7 @@ class TableBuilder:
                 backward += self.conversions.seconds(tensor, leaf, need)
                 found = self._placed(tensor, leaf)
                 sums.append(found.summed)
-                resting += found.resting
+                once, resting, arriving = once + found.once, resting + found.resting, arriving + found.arriving
                 forward, backward = forward + found.forward, backward + found.backward
                 gathered += found.gathered if slot in read_back else 0.0
             elif tensor.role in ("buffer", "constant", "input"):
@@ -232,7 +247,7 @@ class TableBuilder:
             for t, shape, leaves_layer in zip(outputs, shapes_out, leaving, strict=True)
             if t is not None and shape is not None and leaves_layer
         )
-        return (forward, backward, resting, kept, handed), sums
+        return (forward, backward, once, resting, kept, handed, arriving), sums
 
     def _kept_slots(self, op: Operation) -> tuple[int, ...]:
         """Return the inputs that backward reads."""
@@ -249,19 +264,20 @@ class TableBuilder:
         )
         key = (tensor.role, tensor.shape, tensor.dtype, tensor.needs_grad, id(layouts), leaves)
         if key not in self._columns:
-            zero = np.zeros(len(layouts))
-            forward, backward, kept, rests, summed, handed = zero, zero, zero, zero, {}, zero
+            summed: dict[str, Column] = {}
+            handed = np.zeros(len(layouts))
+            forward, backward, once, resting, kept, arriving = np.zeros((6, len(layouts)))
             if leaves:
                 each = element_bytes(tensor.dtype)
                 handed = np.array([float(prod(self.setting.local(x, tensor.shape)) * each) for x in layouts])
             if tensor.role == "parameter":
                 found = [self._placed(tensor, leaf) for leaf in layouts]
-                forward, backward, rests, kept = np.array(
-                    [(one.forward, one.backward, one.resting, one.gathered) for one in found]
+                forward, backward, once, resting, kept, arriving = np.array(
+                    [(p.forward, p.backward, p.once, p.resting, p.gathered, p.arriving) for p in found]
                 ).T.copy()
                 names = {name for one in found for name in one.summed}
                 summed = {name: np.array([one.summed.get(name, 0.0) for one in found]) for name in sorted(names)}
-            self._columns[key] = Columns(forward, backward, rests, kept, handed, summed)
+            self._columns[key] = Columns(forward, backward, once, resting, kept, handed, arriving, summed)
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:

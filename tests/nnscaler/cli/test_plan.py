@@ -38,6 +38,20 @@ def test_a_plan_is_found_explained_written_and_verified(tmp_path: Path, capsys: 
     assert main(["verify-plan", EXAMPLE, "--ranks", "4", "--plan", str(plan), "--backend", "simulator"]) == 0
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_shards_between_steps_are_found_told_and_verified(
+    zero: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, kept = tmp_path / "plan.json", tmp_path / "kept.toml"
+    kept.write_text(f"[[constraint]]\nkind = 'sizes'\ndp = 2\nzero = {zero}\nmicro_batches = 6\n")
+    words = [EXAMPLE, "--ranks", "2"]
+    assert main(["plan", *words, "--cluster", "a100x8", "--constraints", str(kept), "--out", str(plan)]) == 0
+    shown = capsys.readouterr().out
+    assert f"dp=2 zero={zero}, 6 micro-batches" in shown and ("of whole gradients" in shown) == (zero == 2)
+    assert Plan.from_json(plan.read_text()).describe() == f"dp=2 zero={zero}"
+    assert main(["verify-plan", *words, "--plan", str(plan), "--backend", "simulator"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

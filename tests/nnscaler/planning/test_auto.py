@@ -116,13 +116,15 @@ def test_differences_name_what_is_run_otherwise(graph: Graph) -> None:
     found = {(d.kind, d.operation): (d.before, d.now) for d in differences(*parts)}
     assert found["stage", "linear_3"] == ("0", "1") and ("stage", "linear") not in found
     assert found["split", "linear"] == ("tp n", "whole")
-    whole, shards = (
-        replay(graph, known, make_plan(graph, known, wanted), cost).communicated.partitioned
-        for wanted in ({"dp": 2}, {"dp": 2, "zero": 3})
+    whole, states, gradients, shards = (
+        replay(graph, known, make_plan(graph, known, {"dp": 2, **wanted}), cost).communicated.partitioned
+        for wanted in ({}, {"zero": 1}, {"zero": 2}, {"zero": 3})
     )
     told = differences(whole, shards)
     assert len(told) == 8 and {d.kind for d in told} == {"at rest"}
     assert {(d.before, d.now) for d in told} == {("as it is read", "in shards over dp")}
+    (between,) = {(d.before, d.now) for d in differences(states, gradients)}
+    assert between == ("in shards over dp between steps", "in shards over dp between steps, and its gradient")
 
 
 def test_a_profile_that_is_not_there_is_an_error(graph: Graph, tmp_path: Path) -> None:

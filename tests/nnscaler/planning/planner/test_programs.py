@@ -6,11 +6,12 @@ import pytest
 
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile_memory import stage_memory
+from nnscaler.manifest import StageMemory
 from nnscaler.performance.predict import Prediction, predict
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate
 from nnscaler.planning.planner.result import plan_of
-from nnscaler.planning.sharding.parameter_placement import ZERO_3
+from nnscaler.planning.sharding.parameter_placement import ZERO_1, ZERO_2, ZERO_3
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import subject_of
@@ -18,8 +19,8 @@ from tests.nnscaler.planning.planner.planned import subject_of
 PLENTY = 1e12
 
 
-def programmed(name: str, c: Configuration) -> tuple[Evaluated, Prediction, tuple[int, ...]]:
-    """The configuration evaluated, the program priced, and the activations that its stages hold."""
+def programmed(name: str, c: Configuration) -> tuple[Evaluated, Prediction, tuple[StageMemory, ...]]:
+    """The configuration evaluated, the program priced, and the memory of its stages."""
     subject = subject_of(name, c.ranks)
     found = evaluate(subject, c, PLENTY)
     assert found is not None and found.fits
@@ -27,8 +28,7 @@ def programmed(name: str, c: Configuration) -> tuple[Evaluated, Prediction, tupl
     known = dict(subject.signatures)
     communicated = materialise(apply_plan(subject.graph, known, plan), known)
     order = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
-    held = tuple(stage.activations for stage in stage_memory(communicated, order))
-    return found, predict(communicated, order, known, subject.cost), held
+    return found, predict(communicated, order, known, subject.cost), stage_memory(communicated, order)
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe", "t5_hf"])
@@ -38,6 +38,10 @@ def programmed(name: str, c: Configuration) -> tuple[Evaluated, Prediction, tupl
         Configuration(dp=4),
         Configuration(dp=2, tp=2),
         Configuration(tp=4),
+        Configuration(dp=3, parameters=ZERO_1),
+        Configuration(dp=2, tp=2, parameters=ZERO_1),
+        Configuration(dp=3, parameters=ZERO_2),
+        Configuration(dp=2, tp=2, parameters=ZERO_2),
         Configuration(dp=3, parameters=ZERO_3),
         Configuration(dp=2, tp=2, parameters=ZERO_3),
     ],
@@ -47,7 +51,11 @@ def test_one_stage_costs_what_was_planned(name: str, c: Configuration) -> None:
     found, program, held = programmed(name, c)
     assert program.seconds - program.beside[0] == pytest.approx(found.seconds, rel=1e-9)
     assert program.beside[0] >= 0
-    assert held == (pytest.approx(found.stages[0].kept, rel=0.02),)
+    (stage,), memory = found.stages, held[0]
+    assert memory.activations == pytest.approx(stage.kept, rel=0.02)
+    if c.zero in (1, 2):  # what ZeRO-3 gathers is kept too, and is no activation
+        assert memory.parameters + memory.gradients + memory.optimizer == pytest.approx(stage.resting, rel=0.02)
+        assert memory.total == pytest.approx(found.memory, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +66,11 @@ def test_one_stage_costs_what_was_planned(name: str, c: Configuration) -> None:
         Configuration(pp=4, micro_batches=4),
         Configuration(dp=2, tp=2, micro_batches=3),
         Configuration(dp=2, pp=2, micro_batches=2, recompute=True),
+        Configuration(dp=4, micro_batches=2, recompute=True, parameters=ZERO_1),
+        Configuration(dp=2, pp=2, micro_batches=2, parameters=ZERO_1),
+        Configuration(dp=4, micro_batches=2, recompute=True, parameters=ZERO_2),
+        Configuration(dp=2, tp=2, micro_batches=3, parameters=ZERO_2),
+        Configuration(dp=2, pp=2, micro_batches=2, parameters=ZERO_2),
         Configuration(dp=4, micro_batches=2, recompute=True, parameters=ZERO_3),
         Configuration(dp=2, pp=2, micro_batches=2, parameters=ZERO_3),
     ],
@@ -68,5 +81,7 @@ def test_pipelines_cost_about_what_was_planned(c: Configuration) -> None:
     found, program, held = programmed("gpt", c)
     assert program.seconds - max(program.beside) == pytest.approx(found.seconds, rel=0.12)
     assert len(program.forward) == c.pp
-    for stage, activations in zip(found.stages, held, strict=True):
-        assert activations <= stage.kept * 1.05  # labels and masks that several stages hold are counted once
+    for stage, memory in zip(found.stages, held, strict=True):
+        assert memory.activations <= stage.kept * 1.05  # labels and masks that several stages hold are counted once
+        if c.zero in (1, 2):
+            assert memory.total <= stage.memory * 1.05
