@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nnscaler.training.checkpoints import Checkpoints
     from nnscaler.training.engine import Engine, start
     from nnscaler.training.export import export_weights
+    from nnscaler.training.part import parallelize_part
     from nnscaler.training.scaler import LossScaler
     from nnscaler.training.trainer import Trainer
     from nnscaler.training.weights import load_weights
@@ -36,6 +37,7 @@ __all__ = [
     "export_weights",
     "load_weights",
     "parallelize",
+    "parallelize_part",
     "register_op",
     "start",
 ]
@@ -53,6 +55,7 @@ _HOMES = {
     "export_weights": "nnscaler.training.export",
     "load_weights": "nnscaler.training.weights",
     "parallelize": "nnscaler.compile",
+    "parallelize_part": "nnscaler.training.part",
     "register_op": "op_registry.register",
     "start": "nnscaler.training.engine",
 }

@@ -185,6 +185,8 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
             f"the program is for another batch than {sizes}, and was made without its model",
             help="start from the Program that nnscaler.parallelize returns, which has the model",
         )
+    if origin.resize is not None:
+        origin.resize(batch)
     args, kwargs = origin.rebuild(batch)
     modes = {module: module.training for module in origin.module.modules()}
     trained = {name for entry in program.manifest.parameters if entry.trainable for name in entry.fqns}

@@ -32,6 +32,7 @@ class Origin:
     loss_fn        outside of the model; None: forward returns the loss
     specialise     branches on data are those of the sample batch
     repeat_layers  as in `parallelize`
+    resize         fits the module to a batch, before it is traced for it; None: it takes any
     """
 
     module: torch.nn.Module
@@ -39,6 +40,7 @@ class Origin:
     loss_fn: Callable[..., torch.Tensor] | None = None
     specialise: bool = False
     repeat_layers: str = "auto"
+    resize: Callable[[Mapping[str, torch.Tensor]], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
 
 
 MICRO = "micro"  # the axis of micro-batches
+INPUT_GRADIENT = "nnscaler_gradient_of_"  # of parameters that are zero and are added to an input, whose gradient they get
 LOSS = "loss"  # its name among the results
 
 Ranks = tuple[int, ...]

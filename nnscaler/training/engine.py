@@ -29,7 +29,7 @@ from nnscaler.runtime.communication.communicator import Communicator, Communicat
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of
-from nnscaler.runtime.role import RunContext
+from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
@@ -50,8 +50,13 @@ def start(program: Program, *, place: ProcessPlace | None = None, **settings: An
     Raises NnscalerError: `wrong_ranks` where another number of ranks runs than the program is for, and
     `replicas_differ` where ranks made other models.
     """
-    chosen = EngineSettings(**settings)
-    place = place or torchrun_place()
+    return Engine(program, *connected(program, place or torchrun_place(), EngineSettings(**settings)))
+
+
+def connected(
+    program: Program, place: ProcessPlace | None, chosen: EngineSettings
+) -> tuple[Communicator, EngineSettings]:
+    """Return this rank's communicator for a program, and the settings with its device. Raises as `start`."""
     ranks, running = program.manifest.ranks, 1 if place is None else place.world_size
     if running != ranks:
         raise NnscalerError(
@@ -60,7 +65,7 @@ def start(program: Program, *, place: ProcessPlace | None = None, **settings: An
             help=f"torchrun --nproc-per-node {ranks} ..., or another plan",
         )
     if place is None:
-        return Engine(program, CommunicatorBase(0, 1), chosen)
+        return CommunicatorBase(0, 1), chosen
     backend, device = choose_device(chosen.device, place)
     if not torch.distributed.is_initialized():
         join(backend, place.rank, place.world_size, device)
@@ -69,7 +74,7 @@ def start(program: Program, *, place: ProcessPlace | None = None, **settings: An
         backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
     )
     check_same_model(program, communicator, device)
-    return Engine(program, communicator, replace(chosen, device=str(device)))
+    return communicator, replace(chosen, device=str(device))
 
 
 class Engine:
@@ -174,7 +179,8 @@ class Engine:
         those of all others. Raises NnscalerError("update_needs_whole") for a parameter that rests in shards which the
         optimizer cannot update one by one.
         """
-        names = {entry.fqns[0]: entry.fqns for entry in self.manifest.parameters if entry.trainable}
+        trained = [entry for entry in self.manifest.parameters if entry.trainable]
+        names = {e.fqns[0]: e.fqns for e in trained if not e.fqns[0].startswith(INPUT_GRADIENT)}
         held = [tensor for tensor in self.stored() if tensor.kind == "parameter"]
         return build_optimizer(cls, names, held, groups or {}, defaults)
 
@@ -214,7 +220,8 @@ class Engine:
         found: dict[str, torch.nn.Parameter] = {}
         for stage in self._first.stages.values():
             for name, description in stage.parameters.items():
-                found.setdefault(description.fqn, stage.at_rest[name])
+                if not description.fqn.startswith(INPUT_GRADIENT):
+                    found.setdefault(description.fqn, stage.at_rest[name])
         return found
 
     def stored(self) -> list[StoredTensor]:

@@ -46,11 +46,15 @@ class Running:
     executor  of its role
     source    the rank that tells all others the loss; NO_LOSS where the program has none
     cut       batches are cut into data parts; else each rank computes the whole of them
+    program   itself
+    stages    of all roles
     """
 
     executor: RankExecutor
     source: int
     cut: bool
+    program: SentProgram
+    stages: tuple[type[Stage], ...]
 
 
 def run_program(
@@ -84,7 +88,7 @@ def run_program(
     executor = RankExecutor(load_role(folder / role.file), rank, communicator, state, chosen, share=share)
     stages = stages_of_roles(program, settings.cache)
     source = rank_with_loss(stages) if any(stage.loss is not None for stage in stages) else NO_LOSS
-    return Running(executor, source, bool(program.data_axes))
+    return Running(executor, source, bool(program.data_axes), program, tuple(stages))
 
 
 def named_buffers(executor: RankExecutor) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a global batch, by input
 Vouch = Callable[[Program], None]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +68,30 @@ def compile_size(
     `batch`: rows of this rank, of which a sample is made. `vouch` raises where the new text is not the model's. Raises
     on every rank what it raises on rank 0.
     """
-    answer: SentProgram | NnscalerError | None = None
+
+    def compiled() -> SentProgram:
+        made = for_batch(program, _sample(size.shapes, batch, program.inputs), training=size.training)
+        if vouch is not None:
+            vouch(made)
+        return sent(made)
+
+    return from_rank_0(compiled, communicator, f"compiling for {described(size)}")
+
+
+def from_rank_0(make: Callable[[], Made], communicator: Communicator, what: str) -> Made:
+    """Return on every rank what `make` returns on rank 0, where alone it is called; all of them call this.
+
+    Raises on every rank what it raises there: NnscalerError("size_not_compiled") for what is not one.
+    """
+    answer: Made | NnscalerError | None = None
     if communicator.rank == 0:
         try:
-            made = for_batch(program, _sample(size.shapes, batch, program.inputs), training=size.training)
-            if vouch is not None:
-                vouch(made)
-            answer = sent(made)
+            answer = make()
         except NnscalerError as error:
             answer = error
         except Exception as error:  # noqa: BLE001 - others wait for an answer
-            answer = NnscalerError("size_not_compiled", f"compiling for {described(size)}: {error}")
-    answer = cast(SentProgram | NnscalerError, broadcast_object(answer, communicator))
+            answer = NnscalerError("size_not_compiled", f"{what}: {error}")
+    answer = cast(Made | NnscalerError, broadcast_object(answer, communicator))
     if isinstance(answer, NnscalerError):
         raise answer
     return answer

@@ -21,6 +21,7 @@ FRONT_DOORS = {
         "export_weights",
         "load_weights",
         "parallelize",
+        "parallelize_part",
         "register_op",
         "start",
     ],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
-from nnscaler.runtime.role import Buffer, Observer, Parameter, RunContext, Stage
+from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Observer, Parameter, RunContext, Stage
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
 from nnscaler.runtime.training.at_rest import AtRest, divisions_of
 from nnscaler.runtime.training.autocast import dtype_named
@@ -119,6 +119,8 @@ class StageBuilder:
         One of two programs that does not train it may divide it less between steps than the other: there it is
         gathered (`adopted`, and `_parameter` here). Raises ProgramError where it lies otherwise else.
         """
+        if description.fqn.startswith(INPUT_GRADIENT):
+            return None  # of its own size in every program
         known = self._given.get((description.fqn, stage.ranks.index(stage.rank)))
         if known is None:
             return None
@@ -140,6 +142,9 @@ class StageBuilder:
         return whole.to(dtype_named(description.master or description.dtype, self._precision)).clone()
 
     def _cut(self, stage: Stage, description: Parameter | Buffer) -> Tensor:
+        if description.fqn.startswith(INPUT_GRADIENT):
+            shape = local_shape(description.shape, description.at_rest, stage.sizes(), stage.coordinates())
+            return torch.zeros(shape, dtype=dtype_named(description.dtype, self._precision), device=self._device)
         logical = self._state.get(description.fqn)
         where, shape = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}", tuple(description.shape)
         if logical is None:

@@ -145,7 +145,7 @@ class RankExecutor:
         with torch.enable_grad():
             self._gradients.begin()
             self._results.begin(keep)
-            total = self._run(batch, backward=True)
+            total = self._run(batch, backward=True, update=True)
         self.context.passes += 1
         self.context.step += last
         return total
@@ -154,14 +154,17 @@ class RankExecutor:
         """Count no optimizer step after the last batch: its gradients are not used. On every rank."""
         self.context.step -= 1
 
-    def forward_only(self, batch: Batch, *, keep: Collection[str] | None = ()) -> Tensor | None:
-        """Return the loss of the global `batch` as `step` gives it, without gradients; nothing of the program changes.
+    def forward_only(
+        self, batch: Batch, *, keep: Collection[str] | None = (), update: bool = False
+    ) -> Tensor | None:
+        """Return the loss of the global `batch` as `step` gives it, without gradients; nothing of the program changes
+        but buffers, where `update` is True.
 
         This is no evaluation mode: dropout and batch norm do what they do in the program's steps. `keep`: as in `step`.
         """
         with torch.no_grad():
             self._results.begin(keep)
-            return self._run(batch, backward=False)
+            return self._run(batch, backward=False, update=update)
 
     def predict(self, batch: Batch) -> Any:
         """Run forward alone, and return what the model returns, as `returned`."""
@@ -179,6 +182,10 @@ class RankExecutor:
         Micro-batches are put together; over ranks it lies as the stage's `results` declare.
         """
         return self._results.local()
+
+    def forget_results(self) -> None:
+        """Hold no result of the last run any more."""
+        self._results.begin(())
 
     def gather_results(self) -> dict[str, Tensor]:
         """Return the logical tensors of the results that the last run kept, on every rank. Every rank calls this."""
@@ -229,7 +236,7 @@ class RankExecutor:
 
     # -- instructions ---------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch, *, backward: bool) -> Tensor | None:
+    def _run(self, batch: Batch, *, backward: bool, update: bool) -> Tensor | None:
         """Run the instructions of one step, or only its forwards."""
         self._in_flight.clear()
         self._updated.clear()
@@ -248,14 +255,14 @@ class RankExecutor:
                 stage = self.stages[instruction.stage]
                 stage.micro = AxisGroup(MICRO, stage.micro_batches, instruction.micro)
                 if instruction.kind == "F":
-                    loss = self._forward(stage, instruction, prepared[stage.index], batch, keep=backward)
+                    loss = self._forward(stage, instruction, prepared[stage.index], batch, keep=update)
                     if loss is not None:
                         losses.setdefault(stage.index, []).append(loss)
                 elif backward:
                     self._backward(stage, instruction)
+            for index, stage in self.stages.items() if update else ():
+                self._update(stage, {**prepared[index], **self._updated.get(index, {})})
             if backward:
-                for index, stage in self.stages.items():
-                    self._update(stage, {**prepared[index], **self._updated.get(index, {})})
                 with self._working("the gradient sum"):
                     self._gradients.finish(self.loss_scale)
             total = None

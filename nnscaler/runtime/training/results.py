@@ -69,7 +69,8 @@ class Results:
                 continue
             value = None
             if record.name in local:
-                value = self._whole(*self._declared[record.name], local[record.name])
+                stage, declared = self._declared[record.name]
+                value = joined(stage, declared.states, local[record.name], self._communicator)
             found[record.name] = self._everywhere(record, value)
         return found
 
@@ -85,23 +86,6 @@ class Results:
         if self._declared and not self._returns.results:
             raise ProgramError("the executor was not told what the model returns: ExecutorSettings(returns=...)")
 
-    def _whole(self, stage: Stage, declared: Result, piece: Tensor) -> Tensor:
-        """Gather a result over the ranks of its stage."""
-        states = {axis: state for axis, state in declared.states.items() if axis != MICRO}
-        value = piece.contiguous()
-        for axis in stage.axes:
-            state, group = states.get(axis), getattr(stage, axis)
-            if isinstance(state, Partial):
-                value = self._communicator.all_reduce(value, group.ranks, state.reduction)
-            elif isinstance(state, Sharded):
-                cut = local_cut(states, stage.axes, axis)
-                shapes = [cut.shape_at(value.shape, i) for i in range(group.size)] if cut.sizes else None
-                sent = _sendable(value)
-                pieces = self._communicator.all_gather(sent, group.ranks, shapes)
-                value = cut.join([p.to(value.dtype) for p in pieces])
-            states.pop(axis, None)
-        return value
-
     def _everywhere(self, record: ResultRecord, value: Tensor | None) -> Tensor:
         """Give a result that one stage has whole to the ranks of all others."""
         world = range(self._communicator.world_size)
@@ -111,7 +95,7 @@ class Results:
         if value is None:
             dtype = dtype_named(record.dtype, self._precision)
             value = torch.empty(record.shape, dtype=dtype, device=self._device)
-        sent = _sendable(value.contiguous())
+        sent = sendable(value.contiguous())
         return self._communicator.broadcast(sent, record.ranks[0], tuple(world)).to(value.dtype)
 
 
@@ -140,6 +124,28 @@ def total_loss(stage: Stage, losses: list[Tensor], communicator: Communicator, p
     return total
 
 
+def joined(
+    stage: Stage, states: States, piece: Tensor, communicator: Communicator, without: Collection[str] = ()
+) -> Tensor:
+    """Gather a tensor over the ranks of its stage, from this rank's piece, which has all micro-batches. `without`: axes
+    over which it stays cut. Every rank of the stage calls this."""
+    left = {axis: state for axis, state in states.items() if axis != MICRO}
+    value = piece.contiguous()
+    for axis in stage.axes:
+        if axis in without:
+            continue
+        state, group = left.get(axis), getattr(stage, axis)
+        if isinstance(state, Partial):
+            value = communicator.all_reduce(value, group.ranks, state.reduction)
+        elif isinstance(state, Sharded):
+            cut = local_cut(left, stage.axes, axis)
+            shapes = [cut.shape_at(value.shape, i) for i in range(group.size)] if cut.sizes else None
+            pieces = communicator.all_gather(sendable(value), group.ranks, shapes)
+            value = cut.join([p.to(value.dtype) for p in pieces])
+        left.pop(axis, None)
+    return value
+
+
 def _over_micro_batches(stage: Stage, declared: Result, pieces: list[Tensor]) -> Tensor:
     state = declared.states.get(MICRO)
     if isinstance(state, Partial):
@@ -159,6 +165,6 @@ def local_cut(states: States, sizes: Sizes, axis: str) -> Cut:
     return next(replace(cut, dim=state.dim) for position, cut in order if along[position][0] == axis)
 
 
-def _sendable(value: Tensor) -> Tensor:
+def sendable(value: Tensor) -> Tensor:
     """Truth values travel as numbers: not every backend knows them."""
     return value.to(torch.uint8) if value.dtype == torch.bool else value

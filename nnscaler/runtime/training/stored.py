@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nnscaler.runtime.layout import States
-from nnscaler.runtime.role import Buffer, Parameter, Stage
+from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
 from nnscaler.runtime.training.gradients import holds_first_copy
 
 
@@ -54,6 +54,8 @@ def stored_tensors(stages: Sequence[Stage], tied: Sequence[Sequence[str]] = ()) 
         )
         for kind, declared in groups:
             for attribute, description in declared.items():
+                if description.fqn.startswith(INPUT_GRADIENT):
+                    continue  # nothing that is kept
                 tensor = getattr(stage, attribute) if kind == "buffer" else stage.at_rest[attribute]
                 known = found.get(id(tensor))
                 first = holds_first_copy(stage, description) or (known is not None and known.first)
