@@ -23,7 +23,7 @@ from nnscaler.training.part_engine import PartEngine
 from nnscaler.training.part_program import PartProgram, compile_part
 from nnscaler.training.running import EngineSettings
 
-WIDTH, LENGTH, WORDS = 8, 4, 11
+WIDTH, HIDDEN, LENGTH, WORDS = 8, 10, 4, 11
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")
 
 
@@ -45,7 +45,7 @@ class MLP(nn.Module):
 
     def __init__(self, drop: nn.Module | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)])
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)])
         self.drop = drop or nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), MLP()
+        self.qkv, self.out, self.mlp = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH), MLP()
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, -1))
@@ -83,7 +83,7 @@ class Norm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.norm = nn.ModuleList([nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)]), nn.BatchNorm1d(12)
+        self.layers, self.norm = nn.ModuleList([nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH)]), nn.BatchNorm1d(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.layers[0](x).transpose(1, 2)).transpose(1, 2)
@@ -95,7 +95,7 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)])
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)])
 
     def forward(self, states: dict[str, Any], scale: float = 0.5) -> dict[str, Any]:
         hidden = torch.tanh(self.layers[0](states["x"]) + states["shift"][0])
@@ -133,7 +133,7 @@ CASES = {
     "dropout": Case(lambda: MLP(nn.Dropout(0.4)), eager=lambda module: setattr(module, "drop", Drop())),
     "blocks": Case(Blocks, _masked, _with_mask),
     "norm": Case(Norm),
-    "two": Case(Two, _two, lambda rows: ({"x": torch.randn(rows, LENGTH, WIDTH), "shift": (torch.randn(12),)},)),
+    "two": Case(Two, _two, lambda rows: ({"x": torch.randn(rows, LENGTH, WIDTH), "shift": (torch.randn(HIDDEN),)},)),
 }
 PLANS = {"dp=1": 1, "dp=2": 2, "dp=3": 3, "tp=2": 2, "pp=2": 2, "dp=2,zero=1": 2, "dp=2,zero=3": 2, "dp=2,tp=2": 4}
 
@@ -143,10 +143,13 @@ class Around(nn.Module):
 
     def __init__(self, part: nn.Module, case: Case) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.words, self.shift = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(12) / 4)
-        self.head = nn.Linear(WIDTH, WORDS)
+        generator = torch.Generator().manual_seed(1)  # of this rank: ranks are threads here
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.shift = nn.Parameter(torch.zeros(HIDDEN))
         self.double()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0, 0.5, generator=generator)
         self.part, self.case = part, case
 
     def loss(self, ids: Tensor) -> tuple[Tensor, Tensor]:
