@@ -62,7 +62,9 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
 
 
 MICRO = "micro"  # the axis of micro-batches
-INPUT_GRADIENT = "nnscaler_gradient_of_"  # of parameters that are zero and are added to an input, whose gradient they get
+INPUT_GRADIENT = (
+    "nnscaler_gradient_of_"  # of parameters that are zero and are added to an input, whose gradient they get
+)
 LOSS = "loss"  # its name among the results
 
 Ranks = tuple[int, ...]
@@ -303,6 +305,12 @@ class Stage:
 def recompute(function: Callable[..., Any], *tensors: Any) -> Any:
     """Call `function(*tensors)`, whose activations are computed again in backward instead of being kept."""
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+
+
+def place_of(stage: Stage) -> str:
+    """file:line of the stage's forward: where its messages are declared to come and go."""
+    code = stage.forward.__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def piece_shape(slices: Slices) -> tuple[int, ...]:

@@ -100,9 +100,9 @@ class Part(nn.Module):
             call = self._engine.forward(inputs, self.training)
             return restore(call.structure, call.outputs)
         calls: list[Call] = []
-        anchor = torch.zeros((), requires_grad=True)  # a rank that holds no parameter takes part in backward as well
+        anchor = torch.zeros((), device=self._engine.device, requires_grad=True)  # a rank that holds no parameter takes part in backward as well
         given = (anchor, *inputs.values(), *self._tensors)
-        found = _Part.apply(self._engine, tuple(inputs), self.training, calls.append, *given)
+        found: Any = _Part.apply(self._engine, tuple(inputs), self.training, calls.append, *given)  # type: ignore[no-untyped-call]
         return restore(calls[0].structure, dict(zip(calls[0].outputs, found, strict=True)))
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
@@ -118,7 +118,12 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, engine: PartEngine, names: tuple[str, ...], training: bool, told: Callable[[Call], None], *given: Tensor
+        ctx: Any,
+        engine: PartEngine,
+        names: tuple[str, ...],
+        training: bool,
+        told: Callable[[Call], None],
+        *given: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(True)
         ctx.engine, ctx.names = engine, names
@@ -143,7 +148,7 @@ class _Part(torch.autograd.Function):
         for position, (name, tensor) in enumerate(inputs.items(), 5):
             gradient = of_inputs.get(name) if ctx.needs_input_grad[position] else None
             found.append(None if gradient is None else gradient.to(tensor.device, tensor.dtype))
-        return (*found, *(of_parameters.get(parameter) for parameter in given[1 + count :]))
+        return (*found, *of_parameters)
 
 
 def _saved(ctx: Any) -> tuple[Tensor, ...]:
@@ -151,7 +156,9 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
     try:
         saved: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
-        help_text = "call backward before the optimizer's step, and once; or with retain_graph=True all but the last time"
+        help_text = (
+            "call backward before the optimizer's step, and once; or with retain_graph=True all but the last time"
+        )
         message = f"backward of a part computes it again, and what it was called with is gone: {error}"
         raise NnscalerError("part_changed", message.split(". ")[0], help=help_text) from None
     return saved

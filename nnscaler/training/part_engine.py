@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -18,7 +19,7 @@ from nnscaler.runtime.training.results import joined, sendable
 from nnscaler.training.engine import Engine
 from nnscaler.training.part_program import Kinds, PartProgram
 from nnscaler.training.running import EngineSettings, Running, named_buffers
-from nnscaler.training.sizes import Shapes, agreed, from_rank_0
+from nnscaler.training.sizes import Shapes, agreed, from_rank_0, sample_of
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,14 @@ class PartEngine(Engine):
         told = self.communicator.all_gather(torch.tensor([self.data_part.index], device=self.device), self._everyone)
         self._part_of = [int(index) for index in told]  # by rank
         self._first_of = [self._part_of.index(index) for index in range(self.data_part.count)]
-        kinds = {e.name: (e.shape, part.program.inputs[e.name].dtype) for e in self.manifest.inputs if self._is_cotangent(e.name)}
-        self._kinds: dict[Shapes, Kinds] = {tuple((n, s) for n, s in self._first_size.shapes if not self._is_cotangent(n)): kinds}
+        kinds = {
+            e.name: (e.shape, part.program.inputs[e.name].dtype)
+            for e in self.manifest.inputs
+            if self._is_cotangent(e.name)
+        }
+        self._kinds: dict[Shapes, Kinds] = {
+            tuple((n, s) for n, s in self._first_size.shapes if not self._is_cotangent(n)): kinds
+        }
 
     # -- forward and backward -------------------------------------------------------------------------------------
 
@@ -71,8 +78,9 @@ class PartEngine(Engine):
         shapes, rows = agreed(local, self.communicator, self._carried, self.data_part.index)
         zeros = {name: self._zeros(name, kind, rows) for name, kind in self._kinds_for(shapes, inputs).items()}
         before = dict(self._buffers)
-        running, given = self._prepared({**inputs, **zeros}, training=training)
-        running.executor.forward_only(given, keep=None, update=training)
+        running, given = self._prepared(self._cast({**inputs, **zeros}), training=training)
+        with self._by_itself():
+            running.executor.forward_only(given, keep=None, update=training)
         call = Call(training, self.context.passes, before, rows, running.program.manifest.returns.structure)
         if training:
             self._buffers.update(named_buffers(running.executor))
@@ -81,16 +89,16 @@ class PartEngine(Engine):
 
     def backward(
         self, call: Call, inputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
+    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Run a call once more, and backward from gradients of its outputs. Every rank calls it.
 
-        Returns gradients of the inputs by name, and of this rank's parameters by tensor; the engine is left as it was.
+        Returns gradients of the inputs by name, and of `parameters` in their order; the engine is left as it was.
         Those of parameters, and of inputs that all data parts have whole, are means over the data parts, as those of
         the losses of the parts are.
         """
         parts = self.data_part.count
         given = {name: self._cotangent(name, gradients[output]) for output, name in self.part.cotangents.items()}
-        running, batch = self._prepared({**inputs, **given}, training=call.training)
+        running, batch = self._prepared(self._cast({**inputs, **given}), training=call.training)
         executor, tensors = running.executor, self._at_rest(running)
         kept, passes = [tensor.grad for tensor in tensors], self.context.passes
         executor.take_buffers(call.buffers)
@@ -98,18 +106,30 @@ class PartEngine(Engine):
             for tensor in tensors:
                 tensor.grad = None
             self.context.passes = call.passes
-            executor.step(batch, last=False)
+            with self._by_itself():
+                executor.step(batch, last=False)
             of_inputs = {name: self._of_input(running, name, call.rows) for name in self.part.gradients}
-            own = {t: t.grad for t in self.parameters.values() if t.grad is not None}
+            own = [tensor.grad for tensor in self.parameters.values()]
         finally:
             for tensor, gradient in zip(tensors, kept, strict=True):
                 tensor.grad = gradient
             self.context.passes = passes
             executor.take_buffers(self._buffers)
         if parts > 1:
-            own = {tensor: gradient / parts for tensor, gradient in own.items()}
+            own = [None if gradient is None else gradient / parts for gradient in own]
             of_inputs = {n: g if n in self._carried else g / parts for n, g in of_inputs.items()}
         return of_inputs, own
+
+    def _by_itself(self) -> AbstractContextManager[object]:
+        """Autocast around a call does not reach in: backward would not see it."""
+        return torch.autocast(self.device.type, enabled=False)
+
+    def _cast(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return floating tensors in the dtypes of the program: what is around the part may be in another precision."""
+        known = self.part.program.inputs
+        if self.settings.dtype is not None:
+            return dict(batch)  # the executor casts to that
+        return {n: t.to(known[n].dtype) if t.is_floating_point() else t for n, t in batch.items()}
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
@@ -122,7 +142,7 @@ class PartEngine(Engine):
             known = self.part.program.inputs
 
             def asked() -> Kinds:
-                return self.part.kinds({n: torch.zeros(shape, dtype=known[n].dtype) for n, shape in shapes})
+                return self.part.kinds(sample_of(shapes, inputs, known))
 
             self._kinds[shapes] = from_rank_0(asked, self.communicator, f"tracing the part for {dict(shapes)}")
         return self._kinds[shapes]
@@ -172,7 +192,8 @@ class PartEngine(Engine):
         entry = next(e for e in running.program.manifest.parameters if fqn in e.fqns)
         record = ResultRecord(name, entry.shape, entry.dtype, tuple(stages[0].ranks))
         stage = running.executor.stages.get(stages[0].index) if self.rank in record.ranks else None
-        piece, states = None, {}
+        piece: Tensor | None = None
+        states: States = {}
         if stage is not None:
             attribute, description = next((a, d) for a, d in stage.parameters.items() if d.fqn == fqn)
             rest = stage.at_rest[attribute]
@@ -208,7 +229,9 @@ class PartEngine(Engine):
         for index in range(len(rows) or 1):
             shape = (rows[index], *record.shape[1:]) if rows else record.shape
             source = next(rank for rank in record.ranks if not rows or self._part_of[rank] == index)
-            sent = torch.empty(shape, dtype=dtype, device=self.device) if self.rank != source or value is None else value
+            sent = (
+                torch.empty(shape, dtype=dtype, device=self.device) if self.rank != source or value is None else value
+            )
             got = self.communicator.broadcast(sendable(sent.contiguous()), source, self._everyone).to(dtype)
             if mine is None and (not rows or index == self.data_part.index):
                 mine = got

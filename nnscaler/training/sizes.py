@@ -70,7 +70,7 @@ def compile_size(
     """
 
     def compiled() -> SentProgram:
-        made = for_batch(program, _sample(size.shapes, batch, program.inputs), training=size.training)
+        made = for_batch(program, sample_of(size.shapes, batch, program.inputs), training=size.training)
         if vouch is not None:
             vouch(made)
         return sent(made)
@@ -103,7 +103,7 @@ def described(size: SizeClass) -> str:
     return shapes if size.training else f"{shapes}, for evaluation"
 
 
-def _sample(shapes: Shapes, batch: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def sample_of(shapes: Shapes, batch: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a global batch of these shapes: rows that are there, over and over."""
     sample: dict[str, Tensor] = {}
     for name, shape in shapes:

@@ -19,7 +19,7 @@ from torch import Tensor
 from nnscaler.manifest import Returns
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
-from nnscaler.runtime.role import MICRO, Input, Instruction, RunContext, Stage, parse_schedule
+from nnscaler.runtime.role import MICRO, Input, Instruction, RunContext, Stage, parse_schedule, place_of
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.batch import Batch, BatchCutter
@@ -154,9 +154,7 @@ class RankExecutor:
         """Count no optimizer step after the last batch: its gradients are not used. On every rank."""
         self.context.step -= 1
 
-    def forward_only(
-        self, batch: Batch, *, keep: Collection[str] | None = (), update: bool = False
-    ) -> Tensor | None:
+    def forward_only(self, batch: Batch, *, keep: Collection[str] | None = (), update: bool = False) -> Tensor | None:
         """Return the loss of the global `batch` as `step` gives it, without gradients; nothing of the program changes
         but buffers, where `update` is True.
 
@@ -303,7 +301,7 @@ class RankExecutor:
             arguments = {name: self._piece(stage, source, batch) for name, source in stage.inputs.items()}
             received: dict[str, Tensor] = {}
             for name, receive in stage.receives.items():
-                with self.communicator.at(_place(stage)):
+                with self.communicator.at(place_of(stage)):
                     dtype = dtype_named(receive.dtype, self.precision)
                     value = self._mail.receive_value(stage, receive, dtype, micro)
                 received[name] = value.requires_grad_(receive.needs_grad)
@@ -316,7 +314,7 @@ class RankExecutor:
             check_outputs(stage, {**prepared, **outputs})
             outputs = self._results.collect(stage, outputs)
             for send in stage.sends:
-                with self.communicator.at(_place(stage)):
+                with self.communicator.at(place_of(stage)):
                     self._mail.send_value(stage, send, outputs[send.key], micro)
             if keep:
                 self._updated[stage.index] = {key: outputs[key] for key in stage.updates if key in outputs}
@@ -333,7 +331,7 @@ class RankExecutor:
             for send in stage.sends:
                 if send.needs_grad:
                     value = flight.outputs[send.key]
-                    with self.communicator.at(_place(stage)):
+                    with self.communicator.at(place_of(stage)):
                         gradient = self._mail.receive_gradient(stage, send, value, micro)
                     roots[send.key] = (value, roots[send.key][1] + gradient if send.key in roots else gradient)
             if stage.loss is not None:
@@ -346,7 +344,7 @@ class RankExecutor:
                 if receive.needs_grad:
                     leaf = flight.received[name]
                     gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                    with self.communicator.at(_place(stage)):
+                    with self.communicator.at(place_of(stage)):
                         self._mail.send_gradient(stage, receive, gradient, micro)
 
     def _scale_like(self, loss: Tensor) -> Tensor:
@@ -384,7 +382,7 @@ class RankExecutor:
         except CommunicationError:  # says all that itself
             raise
         except Exception as error:
-            place = self._last_place(error.__traceback__) or (_place(stage) if stage is not None else "")
+            place = self._last_place(error.__traceback__) or (place_of(stage) if stage is not None else "")
             at = f" at {place}" if place else ""
             kind = "" if isinstance(error, ProgramError) else f"{type(error).__name__}: "
             raise ProgramError(f"rank {self.rank}, {what}{at}: {kind}{error}") from error
@@ -399,9 +397,3 @@ class RankExecutor:
                 place = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
             traceback = traceback.tb_next
         return place
-
-
-def _place(stage: Stage) -> str:
-    """file:line of the stage's forward: where its messages are declared to come and go."""
-    code = stage.forward.__code__
-    return f"{code.co_filename}:{code.co_firstlineno}"

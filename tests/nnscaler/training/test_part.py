@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import nnscaler
-import verify
-from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.ops.random import logical_uniform
@@ -83,7 +78,10 @@ class Norm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.norm = nn.ModuleList([nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH)]), nn.BatchNorm1d(HIDDEN)
+        self.layers, self.norm = (
+            nn.ModuleList([nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH)]),
+            nn.BatchNorm1d(HIDDEN),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.layers[0](x).transpose(1, 2)).transpose(1, 2)

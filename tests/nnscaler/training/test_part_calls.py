@@ -22,11 +22,9 @@ from tests.nnscaler.training.test_part import (
     CASES,
     FLOAT64,
     LENGTH,
-    MLP,
     WIDTH,
     Around,
     Blocks,
-    Drop,
     Two,
     compiled,
     ids_of,
@@ -50,7 +48,9 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
 
 
 def alone(module: nn.Module, sample: Any, settings: EngineSettings = FLOAT64, **options: Any) -> Part:
-    return Part(PartEngine(compile_part(module, sample, ranks=1, plan="dp=1", **options), CommunicatorBase(0, 1), settings))
+    return Part(
+        PartEngine(compile_part(module, sample, ranks=1, plan="dp=1", **options), CommunicatorBase(0, 1), settings)
+    )
 
 
 def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,13 +67,14 @@ def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 def test_batches_of_other_sizes_are_compiled_once(plan: str) -> None:
     """Also one that has fewer rows than there are data parts."""
     checked: list[str] = []
+    eager = made(CASES["mlp"]).double()
 
     def vouch(program: Program) -> None:
         verify.vouch(program)
         checked.append(program.plan.describe())
 
     def work(part: Part) -> None:
-        module = made(CASES["mlp"]).double()
+        module = copy.deepcopy(eager)
         for count in SIZES:
             whole = rows(count, count)
             (y, x), (mine, its) = squares(module, whole), squares(part, rows_of(whole, part))
@@ -97,9 +98,10 @@ def test_the_program_of_a_part_is_proved(plan: str) -> None:
 
 
 def test_micro_batches_give_the_same() -> None:
+    eager = made(CASES["mlp"]).double()
+
     def work(part: Part) -> None:
-        module = made(CASES["mlp"]).double()
-        y, x = squares(module, rows(12))
+        y, x = squares(copy.deepcopy(eager), rows(12))
         mine, its = squares(part, rows_of(rows(12), part))
         close(mine, rows_of(y, part))
         close(its, rows_of(x, part))
@@ -111,9 +113,10 @@ def test_micro_batches_give_the_same() -> None:
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "pp=2"])
 def test_evaluation_and_calls_without_gradient(plan: str) -> None:
     """Evaluation mode draws nothing, changes nothing, and has gradients as in eager; no_grad trains batch norm."""
+    eager = made(CASES["norm"]).double()
 
     def work(part: Part) -> None:
-        module = made(CASES["norm"]).double()
+        module = copy.deepcopy(eager)
         for step in range(3):
             whole = rows(12, step)
             mine = rows_of(whole, part)
@@ -141,10 +144,11 @@ def test_evaluation_and_calls_without_gradient(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "tp=2", "pp=2"])
 def test_each_backward_sees_what_its_forward_saw(plan: str) -> None:
     """Two calls before their backwards, one without, and a second backward of one: dropout draws for each call."""
+    eager = made(CASES["dropout"]).double()
+    CASES["dropout"].eager(eager)
 
     def work(part: Part) -> None:
-        module = MLP(Drop()).double()
-        module.load_state_dict(made(CASES["dropout"]).state_dict())
+        module = copy.deepcopy(eager)
         found = []
         for each, cut in ((module, lambda t: t), (part, lambda t: rows_of(t, part))):
             inputs = [cut(rows(12, seed)).requires_grad_() for seed in range(3)]
@@ -215,6 +219,19 @@ def test_a_part_without_parameters_and_one_in_bfloat16() -> None:
     torch.testing.assert_close(gradient, wanted, rtol=0.1, atol=0.1)
 
 
+def test_precision_around_a_part_does_not_reach_in() -> None:
+    part, module = (alone(made(CASES["mlp"]), CASES["mlp"].sample(12), EngineSettings(device="cpu")), made(CASES["mlp"]))
+    x = rows(12).float()
+    right, wanted = squares(module, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, gradient = squares(part, x)
+    torch.testing.assert_close(y, right)
+    torch.testing.assert_close(gradient, wanted)
+    y, gradient = squares(part, x.bfloat16())
+    assert (y.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(gradient.float(), wanted, rtol=0.1, atol=0.1)
+
+
 def test_the_optimizer_of_the_engine_updates_the_part() -> None:
     case = CASES["mlp"]
     part = Part(PartEngine(compiled(case, "dp=1"), CommunicatorBase(0, 1), FLOAT64))
@@ -256,7 +273,7 @@ def test_calls_of_another_form_are_refused() -> None:
         ({"x": x.long(), "shift": (shift,)}, r"compiled for `states`\['x'\] of torch.float32, and was given torch.int"),
     ):
         refused(lambda given=given: two(given), "inputs_differ", text)  # type: ignore[misc]
-    refused(lambda: two(), "inputs_differ", "part Two takes .*missing a required argument")
+    refused(two, "inputs_differ", "part Two takes .*missing a required argument")
     good = {"x": x, "shift": (shift,)}
     refused(lambda: two(good, scale=0.25), "inputs_differ", "compiled for `scale` = 0.5, and was given 0.25")
     assert two(good, 0.5)["y"].shape == x.shape
