@@ -100,7 +100,9 @@ class Part(nn.Module):
             call = self._engine.forward(inputs, self.training)
             return restore(call.structure, call.outputs)
         calls: list[Call] = []
-        anchor = torch.zeros((), device=self._engine.device, requires_grad=True)  # a rank that holds no parameter takes part in backward as well
+        anchor = torch.zeros(
+            (), device=self._engine.device, requires_grad=True
+        )  # a rank that holds no parameter takes part in backward as well
         given = (anchor, *inputs.values(), *self._tensors)
         found: Any = _Part.apply(self._engine, tuple(inputs), self.training, calls.append, *given)  # type: ignore[no-untyped-call]
         return restore(calls[0].structure, dict(zip(calls[0].outputs, found, strict=True)))

@@ -188,14 +188,14 @@ class PartEngine(Engine):
 
     def _of_input(self, running: Running, name: str, rows: Sequence[int]) -> Tensor:
         fqn = INPUT_GRADIENT + name
-        stages = [s for s in running.stages if any(d.fqn == fqn for d in s.parameters.values())]
-        entry = next(e for e in running.program.manifest.parameters if fqn in e.fqns)
-        record = ResultRecord(name, entry.shape, entry.dtype, tuple(stages[0].ranks))
-        stage = running.executor.stages.get(stages[0].index) if self.rank in record.ranks else None
+        held = ((s, a, d) for s in running.stages for a, d in s.parameters.items() if d.fqn == fqn)
+        declared, attribute, description = next(held)
+        dtype = description.master or description.dtype
+        record = ResultRecord(name, description.shape, dtype, tuple(declared.ranks))
+        stage = running.executor.stages.get(declared.index) if self.rank in record.ranks else None
         piece: Tensor | None = None
         states: States = {}
         if stage is not None:
-            attribute, description = next((a, d) for a, d in stage.parameters.items() if d.fqn == fqn)
             rest = stage.at_rest[attribute]
             piece, states = torch.zeros_like(rest) if rest.grad is None else rest.grad, description.at_rest
         return self._here(running, record, stage, states, piece, rows if name in self._carried else ())

@@ -81,6 +81,9 @@ def compile_part(
         return replace(program, origin=replace(program.origin, resize=partial(_resized, part, wanted)))
 
     program = compile_once(compiled, part, dict(sample.tensors))
+    lacking = [t for t in program.graph.with_role("input") if t.name not in program.inputs]  # where others compiled it
+    ones = {t.name: torch.ones(t.shape, dtype=getattr(torch, t.dtype)) for t in lacking}
+    program = replace(program, inputs={**program.inputs, **ones})
     taken = {entry.name for entry in program.manifest.inputs}
     names = {result.name: cotangent(result.name, sample) for result in program.manifest.returns.results}
     cotangents = {output: name for output, name in names.items() if name in taken}

@@ -143,9 +143,9 @@ class StageBuilder:
 
     def _cut(self, stage: Stage, description: Parameter | Buffer) -> Tensor:
         if description.fqn.startswith(INPUT_GRADIENT):
-            shape = local_shape(description.shape, description.at_rest, stage.sizes(), stage.coordinates())
-            return torch.zeros(shape, dtype=dtype_named(description.dtype, self._precision), device=self._device)
-        logical = self._state.get(description.fqn)
+            logical: Tensor | None = torch.zeros(()).expand(description.shape)
+        else:
+            logical = self._state.get(description.fqn)
         where, shape = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}", tuple(description.shape)
         if logical is None:
             raise ProgramError(f"{where} is not in the state")

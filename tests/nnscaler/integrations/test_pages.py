@@ -61,7 +61,7 @@ def block(page: str, first: str) -> str:
     [
         ("train.md", "import nnscaler", {"model.py": POINTS}, "", "assert result.ended == 'finished'"),
         ("train.md", "import os", {"model.py": POINTS}, "", "assert step == 40 and loss < 0.1"),
-        ("train.md", "from os import environ", {}, "", "assert step == 10 and loss < 2.5"),
+        ("train.md", "from os import environ", {}, "", "assert step == 10 and loss < 2.0, (step, loss)"),
         (
             "integrations.md",
             "import os",

@@ -22,6 +22,7 @@ from tests.nnscaler.training.test_part import (
     CASES,
     FLOAT64,
     LENGTH,
+    PLANS,
     WIDTH,
     Around,
     Blocks,
@@ -53,10 +54,11 @@ def alone(module: nn.Module, sample: Any, settings: EngineSettings = FLOAT64, **
     )
 
 
-def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def squares(module: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs, and the gradient of the input of the sum of their squares; parameters have theirs."""
     x = x.detach().requires_grad_()
-    module.zero_grad()
+    if isinstance(module, nn.Module):
+        module.zero_grad()
     y = module(x)
     y.square().sum().backward()
     assert x.grad is not None
@@ -207,20 +209,53 @@ def test_a_part_that_returns_a_scalar() -> None:
     close(next(part.parameters()).grad, module.weight.grad)
 
 
-def test_a_part_without_parameters_and_one_in_bfloat16() -> None:
+def test_a_part_without_parameters() -> None:
     x = rows(12)
     close(squares(alone(nn.Tanh(), (rows(12).float(),)), x)[1], squares(nn.Tanh(), x)[1])
-    part = alone(made(CASES["mlp"]), CASES["mlp"].sample(12), EngineSettings(device="cpu"), precision="bfloat16")
-    y, gradient = squares(part, x.float())
-    right, wanted = squares(made(CASES["mlp"]), x.float())
-    assert gradient.dtype == torch.float32
-    assert all(p.dtype == torch.float32 and p.grad is not None for p in part.parameters())
-    torch.testing.assert_close(y.float(), right, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(gradient, wanted, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2,zero=3", "pp=2"])
+def test_a_part_in_bfloat16(plan: str) -> None:
+    """Its parameters rest in float32, and gradients of inputs come back in their own dtype."""
+    eager = made(CASES["mlp"])
+
+    def work(part: Part) -> None:
+        x = rows(12).float()
+        y, gradient = squares(part, rows_of(x, part))
+        right, wanted = squares(copy.deepcopy(eager), x)
+        assert gradient.dtype == torch.float32
+        assert all(p.dtype == torch.float32 and p.grad is not None for p in part.parameters())
+        torch.testing.assert_close(y.float(), rows_of(right, part), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(gradient, rows_of(wanted, part), rtol=0.1, atol=0.1)
+
+    on_ranks(plan, compiled(CASES["mlp"], plan, precision="bfloat16"), work, EngineSettings(device="cpu"))
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "tp=2", "pp=2"])
+def test_frozen_parameters_stay_and_pass_gradients_on(plan: str) -> None:
+    module = made(CASES["blocks"]).double()
+    for parameter in module.get_submodule("layers.0").parameters():
+        parameter.requires_grad_(False)
+    program = compile_part(module.float(), CASES["blocks"].sample(12), ranks=PLANS[plan], plan=plan)
+    mask, eager = torch.ones(12, LENGTH, dtype=torch.long), module.double()
+
+    def work(part: Part) -> None:
+        right = copy.deepcopy(eager)
+        both = [squares(lambda x, each=each: each(x, mask=mask), rows(12)) for each in (right, part)]
+        for mine, theirs in zip(both[1], both[0], strict=True):
+            close(mine, theirs)
+        wanted = torch.cat([p.grad.flatten() for p in right.parameters() if p.grad is not None]).norm()
+        close(part.engine.clip_grad_norm_(float("inf")), wanted)
+        assert all(name.startswith("layers.1") for name, _ in part.named_parameters())
+
+    on_ranks(plan, program, work)
 
 
 def test_precision_around_a_part_does_not_reach_in() -> None:
-    part, module = (alone(made(CASES["mlp"]), CASES["mlp"].sample(12), EngineSettings(device="cpu")), made(CASES["mlp"]))
+    part, module = (
+        alone(made(CASES["mlp"]), CASES["mlp"].sample(12), EngineSettings(device="cpu")),
+        made(CASES["mlp"]),
+    )
     x = rows(12).float()
     right, wanted = squares(module, x)
     with torch.autocast("cpu", torch.bfloat16):
