@@ -100,11 +100,11 @@ class Part(nn.Module):
             call = self._engine.forward(inputs, self.training)
             return restore(call.structure, call.outputs)
         calls: list[Call] = []
-        anchor = torch.zeros(
-            (), device=self._engine.device, requires_grad=True
-        )  # a rank that holds no parameter takes part in backward as well
+        # a rank that holds no parameter takes part in backward as well
+        anchor = torch.zeros((), device=self._engine.device, requires_grad=True)
         given = (anchor, *inputs.values(), *self._tensors)
-        found: Any = _Part.apply(self._engine, tuple(inputs), self.training, calls.append, *given)  # type: ignore[no-untyped-call]
+        apply: Callable[..., tuple[Tensor, ...]] = _Part.apply
+        found = apply(self._engine, tuple(inputs), self.training, calls.append, *given)
         return restore(calls[0].structure, dict(zip(calls[0].outputs, found, strict=True)))
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
