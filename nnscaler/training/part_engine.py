@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,18 @@ class PartEngine(Engine):
         self._kinds: dict[Shapes, Kinds] = {
             tuple((n, s) for n, s in self._first_size.shapes if not self._is_cotangent(n)): kinds
         }
+
+    def optimizer(
+        self, cls: type[Any], groups: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer as `Engine.optimizer`. Its steps are counted as those of the run: a call of the part is
+        none."""
+        made = super().optimizer(cls, groups, **defaults)
+        made.register_step_post_hook(self._counted)
+        return made
+
+    def _counted(self, *_: object) -> None:
+        self.context.step += 1
 
     # -- forward and backward -------------------------------------------------------------------------------------
 

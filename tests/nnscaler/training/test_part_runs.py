@@ -49,6 +49,7 @@ def test_a_run_goes_on_under_another_plan(name: str, before: str, after: str, tm
         found = train(part, model, Both(optimizer, other), steps)
         assert_same(found, expected[steps.start : steps.stop], part)
         run.save(steps.stop, part.engine, optimizer)
+        assert part.engine.context.step == part.engine.context.passes == steps.stop
 
     on_ranks(before, compiled(case, before), lambda part: work(part, range(3)))
     on_ranks(after, compiled(case, after), lambda part: work(part, range(3, 5)))
