@@ -13,7 +13,7 @@ Every rank runs the same loop, and all of them see the same loss.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -166,15 +166,22 @@ class Engine:
         return self.executor.clip_grad_norm(max_norm, norm_type)
 
     def optimizer(
-        self, cls: type[Any], groups: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+        self,
+        cls: type[Any],
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        only: Callable[[str, tuple[int, ...]], bool] | None = None,
+        **defaults: Any,
     ) -> torch.optim.Optimizer:
         """Return an optimizer of `cls` over this rank's tensors between steps.
 
-        `groups`: pattern of names (`*.bias`) -> hyper-parameters of its own; the first that matches counts. `defaults`:
-        those of all others. Raises NnscalerError("update_needs_whole") for a parameter that rests in shards which the
+        `groups`: pattern of names (`*.bias`) -> hyper-parameters of its own; the first that matches counts. `only`: of
+        a name and a logical shape, whether this optimizer has the parameter; None: it has all. `defaults`: those of all
+        others. Raises NnscalerError("update_needs_whole") for a parameter that rests in shards which the
         optimizer cannot update one by one.
         """
-        names = {entry.fqns[0]: entry.fqns for entry in self.manifest.parameters if entry.trainable}
+        entries = [entry for entry in self.manifest.parameters if entry.trainable]
+        names = {e.fqns[0]: e.fqns for e in entries if only is None or only(e.fqns[0], tuple(e.shape))}
         held = [tensor for tensor in self.stored() if tensor.kind == "parameter"]
         return build_optimizer(cls, names, held, groups or {}, defaults)
 
