@@ -254,6 +254,7 @@ class Engine:
 
     def add_size(self, size: SizeClass, program: SentProgram) -> None:
         """Take a program for batches of another size that was compiled before. Every rank calls it."""
+        self._has_modes = self._has_modes or not size.training  # known by this alone where the model is not here
         self._running[size] = self._run(program, dict(program.constants), self.executor)
 
     def _joined_buffers(self, other: Engine) -> dict[str, Tensor]:
