@@ -149,13 +149,17 @@ class Engine:
         running, rows = self._prepared(batch, training=False)
         return self._told(running, running.executor.forward_only(rows))
 
-    def predict(self, batch: Batch) -> Any:
+    def predict(self, batch: Batch, *, gather: bool = True) -> Any:
         """Return what the model returns for the global batch in evaluation mode, on every rank; nothing changes.
 
         Tensors are logical ones, in the model's own structure; the loss is among them where forward returns it.
+        `gather` False: by name, this rank's part of each but the loss, as it is made, where this rank makes one.
         """
         running, rows = self._prepared(batch, training=False)
-        return running.executor.predict(rows)
+        if gather:
+            return running.executor.predict(rows)
+        running.executor.forward_only(rows, keep=None)
+        return running.executor.results
 
     def loader(self, dataset: Any, batch_size: int, **options: Any) -> Loader:
         """Return a loader of this part's rows of each global batch of `batch_size`; `options`: of `data.loader`."""
