@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from op_registry.registry import facts_of
@@ -38,7 +39,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
-from nnscaler.ir.layout import Layout, local_shape
+from nnscaler.ir.layout import Layout, is_owned, local_shape
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from nnscaler.manifest import StageMemory
@@ -57,7 +58,12 @@ def stage_memory(
 
 def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: float) -> StageMemory:
     stage = program.stage
-    held = [_held(graph, program, stored, optimizer) for stored in program.stored]
+    # shards are those of the first ranks, the largest ones; but owners hold what others do not
+    places = [tuple(at) for at in product(*(range(n) if owned else (0,) for n, owned in _owned(program)))]
+    held = max(
+        ([_held(graph, program, stored, optimizer, at) for stored in program.stored] for at in places),
+        key=lambda held: sum(one.parameters + one.gradients + one.optimizer for one in held),
+    )
     parameters, gradients, states = (
         sum(getattr(one, name) for one in held) for name in ("parameters", "gradients", "optimizer")
     )
@@ -73,13 +79,21 @@ def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: 
     return StageMemory(stage.index, stage.device, ranks, parameters, gradients, each * peak, total, states)
 
 
-def _held(graph: Graph, program: StageProgram, stored: Stored, optimizer: float) -> ParameterMemory:
+def _owned(program: StageProgram) -> list[tuple[int, bool]]:
+    """Return, for each axis, its size and whether a parameter rests on an owner there."""
+    sizes = program.stage.sizes
+    return [(n, any(is_owned(stored.at_rest[i]) for stored in program.stored)) for i, n in enumerate(sizes)]
+
+
+def _held(
+    graph: Graph, program: StageProgram, stored: Stored, optimizer: float, at: tuple[int, ...]
+) -> ParameterMemory:
     tensor, sizes = graph.tensors[stored.tensor], program.stage.sizes
     return parameter_memory(
-        prod(local_shape(stored.leaf, sizes, tensor.shape)),
+        prod(local_shape(stored.leaf, sizes, tensor.shape, at)),
         tensor.dtype,
         tensor.role == "parameter" and tensor.needs_grad,
-        rest=prod(local_shape(stored.at_rest, sizes, tensor.shape)),
+        rest=prod(local_shape(stored.at_rest, sizes, tensor.shape, at)),
         master=tensor.master,
         divided=stored.scatter == "micro_batch",
         optimizer=optimizer,

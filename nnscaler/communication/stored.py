@@ -19,7 +19,7 @@ from nnscaler.ir.layout import INVARIANT, MICRO, REPLICATED, Invariant, Layout, 
 from nnscaler.ir.placement import PartitionedGraph, Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.plan import ZERO
-from nnscaler.transform.zero import sharded_at_rest
+from nnscaler.transform.zero import assign_owners, on_owner, sharded_at_rest
 
 MEMORY = 3.0  # an element at rest is held thrice: value, gradient, optimizer state
 
@@ -68,10 +68,37 @@ def stored_layouts(partitioned: PartitionedGraph, signatures: Mapping[str, Signa
         producer = graph.producers.get(value)
         if producer is not None:
             uses[buffer].extend((s, ()) for s in partitioned.placements[producer.name].stages)
-    return {name: _choose(partitioned, graph.tensors[name], found) for name, found in uses.items()}
+    owners = _owners(partitioned, uses)
+    return {
+        name: _choose(partitioned, graph.tensors[name], found, owners.get(name, {})) for name, found in uses.items()
+    }
 
 
-def _choose(partitioned: PartitionedGraph, tensor: LogicalTensor, uses: list[tuple[int, Layout]]) -> StoredLayout:
+def _owners(
+    partitioned: PartitionedGraph, uses: Mapping[str, Sequence[tuple[int, Layout]]]
+) -> dict[str, dict[str, int]]:
+    """parameter -> axis -> index of the rank that owns it there: those of one stage are given to its ranks in turn."""
+    shared: dict[tuple[int, str], dict[str, int]] = {}  # stage, axis -> elements by parameter
+    for name, axes in partitioned.at_rest.items():
+        tensor = partitioned.graph.tensors[name]
+        for axis, rest in axes.items():
+            if rest.owned and tensor.needs_grad:
+                stage = min((stage for stage, _ in uses[name]), default=0)
+                shared.setdefault((stage, axis), {})[name] = tensor.elements
+    found: dict[str, dict[str, int]] = {}
+    for (stage, axis), weights in shared.items():
+        parts = {a.name: a.size for a in partitioned.stages[stage].axes}.get(axis, 1)
+        for name, owner in assign_owners(weights, parts).items():
+            found.setdefault(name, {})[axis] = owner
+    return found
+
+
+def _choose(
+    partitioned: PartitionedGraph,
+    tensor: LogicalTensor,
+    uses: list[tuple[int, Layout]],
+    owners: Mapping[str, int],
+) -> StoredLayout:
     stages = tuple(sorted({s for s, _ in uses})) or (0,)
     first = partitioned.stages[stages[0]]
     wanted = [layout for _, layout in uses if layout]
@@ -86,7 +113,7 @@ def _choose(partitioned: PartitionedGraph, tensor: LogicalTensor, uses: list[tup
     if tensor.role != "parameter" or not wanted:
         return StoredLayout(whole(first), whole(first), (), stages)
     candidates = dict.fromkeys((*(_at_rest(layout) for layout in wanted), whole(first)))
-    zero = partitioned.at_rest.get(tensor.name, {})
+    zero = {axis: rest.zero for axis, rest in partitioned.at_rest.get(tensor.name, {}).items()}
     for axis in (i for i, a in enumerate(first.axes) if zero.get(a.name) == ZERO):
         candidates = dict.fromkeys(
             layout if isinstance(layout[axis], Sharded) else sharded_at_rest(layout, axis, first.sizes, tensor.shape)
@@ -99,7 +126,10 @@ def _choose(partitioned: PartitionedGraph, tensor: LogicalTensor, uses: list[tup
     reduce = tuple(a.name for a, s in axes if isinstance(s, Replicated) and a.name != MICRO)
     at_rest = best
     for axis in (i for i, a in enumerate(first.axes) if tensor.needs_grad and zero.get(a.name) in (1, 2)):
-        if not isinstance(best[axis], Sharded):
+        owner = owners.get(first.axes[axis].name)
+        if owner is not None and not isinstance(best[axis], Sharded):
+            at_rest = on_owner(at_rest, axis, first.sizes, tensor.shape, owner)
+        elif not isinstance(best[axis], Sharded):
             at_rest = sharded_at_rest(at_rest, axis, first.sizes, tensor.shape)
     return StoredLayout(at_rest, leaf, reduce, stages, "micro_batch" if 2 in zero.values() else "step")
 

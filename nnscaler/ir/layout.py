@@ -136,8 +136,14 @@ def intervals_nest(outer_a: int, parts_a: int, outer_b: int, parts_b: int) -> bo
     return outer_b % (outer_a * parts_a) == 0 or outer_a % (outer_b * parts_b) == 0
 
 
-def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) -> str | None:
-    """Say why `layout` cannot hold a tensor of `shape` on a mesh with these axis sizes; None if it can."""
+def is_owned(state: State) -> bool:
+    """Return whether one rank has all that the axis cuts: its owner, between steps."""
+    return isinstance(state, Sharded) and sum(size > 0 for size in state.sizes) == 1
+
+
+def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], *, at_rest: bool = False) -> str | None:
+    """Say why `layout` cannot hold a tensor of `shape` on a mesh with these axis sizes; None if it can. `at_rest`:
+    nothing computes on it, and a rank may have nothing of it."""
     on_dim: dict[int, list[tuple[int, int]]] = {}
     alone: dict[int, str] = {}  # dims that one axis takes whole, and how they are
     for state, parts in zip(layout, sizes, strict=True):
@@ -151,7 +157,8 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) 
                 return f"sections {state.sections} of dim {state.dim} (size {size}) do not divide by {parts}"
             alone[state.dim] = "sectioned"
         elif state.sizes:
-            reason = explain_sizes(state.sizes, parts, state.outer, size)
+            owned = at_rest and is_owned(state) and len(state.sizes) == parts and sum(state.sizes) == size
+            reason = None if owned else explain_sizes(state.sizes, parts, state.outer, size)
             if reason:
                 return f"dim {state.dim}: {reason}"
             alone[state.dim] = "unevenly cut"

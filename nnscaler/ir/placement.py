@@ -105,6 +105,18 @@ class Placement:
         return self.choices[0][-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """How a parameter rests on an axis whose ranks all read it.
+
+    zero   the stage of ZeRO
+    owned  whole on one of the ranks, and not divided
+    """
+
+    zero: int
+    owned: bool = False
+
+
 @dataclass(frozen=True)
 class PartitionedGraph:
     """A graph whose every operation has a placement. `at_rest`: the axes over which a parameter rests sharded although
@@ -114,4 +126,4 @@ class PartitionedGraph:
     stages: tuple[Stage, ...]
     placements: Mapping[str, Placement]
     micro_batches: int = 1
-    at_rest: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    at_rest: Mapping[str, Mapping[str, Rest]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nnscaler.ir.layout import MICRO
-from nnscaler.ir.placement import PartitionedGraph, RunPartial, Split
+from nnscaler.ir.placement import PartitionedGraph, Rest, RunPartial, Split
 
 _WHEN = {1: " between steps", 2: " between steps, and its gradient", 3: ""}  # by stage of ZeRO
 
@@ -47,9 +47,15 @@ def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[PlanDi
     return tuple(found)
 
 
-def at_rest(axes: Mapping[str, int]) -> str:
+def at_rest(axes: Mapping[str, Rest]) -> str:
     """Return how a parameter rests, by the stage of ZeRO on each axis: `in shards over dp`."""
-    return " and ".join(f"in shards over {axis}{_WHEN[zero]}" for axis, zero in axes.items()) or "as it is read"
+    return (
+        " and ".join(
+            f"{'on its owner' if rest.owned else 'in shards'} over {axis}{_WHEN[rest.zero]}"
+            for axis, rest in axes.items()
+        )
+        or "as it is read"
+    )
 
 
 def splits_of(graph: PartitionedGraph, operation: str) -> str:

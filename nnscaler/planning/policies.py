@@ -125,12 +125,15 @@ def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, ch
     return tuple(AssignStep(tuple(names), where) for where, names in sorted(groups.items()))
 
 
+OWNED = "owned"
+_WORDS = ("zero", OWNED)  # that are no sizes
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
     PP: "pipeline parallel: layers are split into stages",
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
+    OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
 }
 
 
@@ -143,7 +146,7 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, tp=N, pp=N, zero=1|2|3"
+            wrong = f"{part!r} is not one of dp=N, shard=N, tp=N, pp=N, zero=1|2|3, owned=1"
             if name in sizes:
                 wrong = f"{name} is named twice"
             elif name in AXES and number.isdigit():
@@ -156,7 +159,8 @@ def parse_axes(text: str) -> dict[str, int]:
         sizes[name] = int(number)
     over = SHARD if SHARD in sizes else DP
     if DP in sizes and ranks_in(sizes) == 1 and sizes.get("zero", 1) <= ZERO:  # a script's dp={ranks}
-        sizes.pop("zero", None)
+        for word in _WORDS:
+            sizes.pop(word, None)
     if sizes.get("zero", ZERO) > ZERO or ("zero" in sizes and sizes.get(over, 1) == 1):
         raise NnscalerError(
             "plan_illegal",
@@ -164,6 +168,11 @@ def parse_axes(text: str) -> dict[str, int]:
             help="zero=1 shards optimizer states, zero=2 gradients too, zero=3 parameters too, over the ranks of dp, "
             "or of shard where it is named, of which there are two or more: dp=2,zero=1 or dp=2,shard=2,zero=3",
         )
+    if OWNED in sizes and (sizes[OWNED] != 1 or sizes.get("zero") not in (1, 2)):
+        message = f"--plan {text!r}: owned={sizes[OWNED]} with " + (
+            f"zero={sizes['zero']}" if "zero" in sizes else "no zero"
+        )
+        raise NnscalerError("plan_illegal", message, help="zero=1,owned=1 or zero=2,owned=1: parameters rest on owners")
     if SHARD in sizes and "zero" not in sizes:
         message = f"--plan {text!r}: shard={sizes[SHARD]} says over which ranks parameters rest in shards"
         raise NnscalerError("plan_illegal", message, help="add zero=1, zero=2 or zero=3; or take more ranks of dp")
@@ -172,7 +181,7 @@ def parse_axes(text: str) -> dict[str, int]:
 
 def ranks_in(sizes: Mapping[str, int]) -> int:
     """Return how many ranks the axes mean."""
-    return prod(size for name, size in sizes.items() if name != "zero")
+    return prod(size for name, size in sizes.items() if name not in _WORDS)
 
 
 def parse_spec(text: str, ranks: int) -> dict[str, int]:
@@ -225,7 +234,7 @@ def make_plan(
     if pp > 1:
         steps.extend(pipeline(graph, signatures, pp, chunks))
     if "zero" in sizes:
-        steps.append(RestStep(("*",), SHARD if SHARD in sizes else DP, sizes["zero"]))
+        steps.append(RestStep(("*",), SHARD if SHARD in sizes else DP, sizes["zero"], OWNED in sizes))
     return replace(plan, steps=tuple(steps))
 
 

@@ -56,4 +56,11 @@ class Partial:
 
 
 State = Invariant | Replicated | Sharded | Partial
+
+
+def is_cut(state: State, parts: int) -> bool:
+    """Return whether an axis of `parts` ranks divides a tensor; not where one rank, its owner, has all of it."""
+    return isinstance(state, Sharded) and parts > 1 and sum(size > 0 for size in state.sizes) != 1
+
+
 States = Mapping[str, State]  # by axis name; an axis that is missing is Invariant

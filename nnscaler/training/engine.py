@@ -13,7 +13,7 @@ Every rank runs the same loop, and all of them see the same loss.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -154,13 +154,17 @@ class Engine:
         running, rows = self._prepared(batch, training=False)
         return self._told(running, running.executor.forward_only(rows))
 
-    def predict(self, batch: Batch) -> Any:
+    def predict(self, batch: Batch, *, gather: bool = True) -> Any:
         """Return what the model returns for the global batch in evaluation mode, on every rank; nothing changes.
 
         Tensors are logical ones, in the model's own structure; the loss is among them where forward returns it.
+        `gather` False: by name, this rank's part of each but the loss, as it is made, where this rank makes one.
         """
         running, rows = self._prepared(batch, training=False)
-        return running.executor.predict(rows)
+        if gather:
+            return running.executor.predict(rows)
+        running.executor.forward_only(rows, keep=None)
+        return running.executor.results
 
     def loader(self, dataset: Any, batch_size: int, **options: Any) -> Loader:
         """Return a loader of this part's rows of each global batch of `batch_size`; `options`: of `data.loader`."""
@@ -171,16 +175,22 @@ class Engine:
         return self.executor.clip_grad_norm(max_norm, norm_type)
 
     def optimizer(
-        self, cls: type[Any], groups: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+        self,
+        cls: type[Any],
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        only: Callable[[str, tuple[int, ...]], bool] | None = None,
+        **defaults: Any,
     ) -> torch.optim.Optimizer:
         """Return an optimizer of `cls` over this rank's tensors between steps.
 
-        `groups`: pattern of names (`*.bias`) -> hyper-parameters of its own; the first that matches counts. `defaults`:
-        those of all others. Raises NnscalerError("update_needs_whole") for a parameter that rests in shards which the
+        `groups`: pattern of names (`*.bias`) -> hyper-parameters of its own; the first that matches counts. `only`: of
+        a name and a logical shape, whether this optimizer has the parameter; None: it has all. `defaults`: those of all
+        others. Raises NnscalerError("update_needs_whole") for a parameter that rests in shards which the
         optimizer cannot update one by one.
         """
-        trained = [entry for entry in self.manifest.parameters if entry.trainable]
-        names = {e.fqns[0]: e.fqns for e in trained if not e.fqns[0].startswith(INPUT_GRADIENT)}
+        entries = [e for e in self.manifest.parameters if e.trainable and not e.fqns[0].startswith(INPUT_GRADIENT)]
+        names = {e.fqns[0]: e.fqns for e in entries if only is None or only(e.fqns[0], tuple(e.shape))}
         held = [tensor for tensor in self.stored() if tensor.kind == "parameter"]
         return build_optimizer(cls, names, held, groups or {}, defaults)
 
@@ -254,6 +264,7 @@ class Engine:
 
     def add_size(self, size: SizeClass, program: SentProgram) -> None:
         """Take a program for batches of another size that was compiled before. Every rank calls it."""
+        self._has_modes = self._has_modes or not size.training  # known by this alone where the model is not here
         self._running[size] = self._run(program, dict(program.constants), self.executor)
 
     def _joined_buffers(self, other: Engine) -> dict[str, Tensor]:

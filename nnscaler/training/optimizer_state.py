@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.layout import Sharded
+from nnscaler.runtime.layout import is_cut
 from nnscaler.runtime.training.boxes import boxes_of, leads
 from nnscaler.runtime.training.dcp import Folder, Shard, whole
 from nnscaler.runtime.training.stored import StoredTensor
@@ -158,7 +158,7 @@ def _entry(parameter: torch.nn.Parameter, held: Held) -> StoredTensor:
 
 
 def _is_sharded(entry: StoredTensor) -> bool:
-    return any(isinstance(state, Sharded) and entry.sizes[axis] > 1 for axis, state in entry.states.items())
+    return any(is_cut(state, entry.sizes[axis]) for axis, state in entry.states.items())
 
 
 def _refused(optimizer: str, entry: StoredTensor, name: str, value: Tensor) -> NnscalerError:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.layout import Sharded
+from nnscaler.runtime.layout import Sharded, is_cut
 from nnscaler.runtime.training.stored import StoredTensor
 from nnscaler.training.updates import (
     SIZES,
@@ -198,7 +198,10 @@ def build_optimizer(
     for group in made:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         own = [here[fqn] for fqn in group["param_names"]]
-        check_update(cls, {**defaults, **settings}, own, complete=here.keys() >= names.keys())
+        split = check_update(cls, {**defaults, **settings}, own, complete=here.keys() >= names.keys())
+        if not split.elementwise:  # of a parameter that another rank owns, this one has nothing to update
+            group["param_names"] = [fqn for fqn in group["param_names"] if here[fqn].tensor.numel()]
+            group["params"] = [here[fqn].tensor for fqn in group["param_names"]]
     optimizer: Optimizer = cls(made, **defaults)
     return optimizer
 
@@ -218,7 +221,7 @@ def check_update(
             message = f"{split.optimizer} does not take `{parameter.fqn}`, of shape {parameter.shape}"
             raise NnscalerError("optimizer_refused", f"{message}: {split.refused[ndim]}", help=_TWO)
         for axis, state in parameter.states.items():
-            if not isinstance(state, Sharded) or parameter.sizes[axis] == 1:
+            if not isinstance(state, Sharded) or not is_cut(state, parameter.sizes[axis]):
                 continue
             if not split.may_cut(state.dim, ndim):
                 raise _refused(split, parameter, axis, state)
@@ -250,8 +253,9 @@ def _refused(split: UpdateSplit, parameter: StoredTensor, axis: str, state: Shar
     return NnscalerError(
         "update_needs_whole",
         message,
-        help=f"{way}: no `zero` and no rest step for it over `{axis}`, and no split of the operations that read it, "
-        f"where they are what cuts it; or for this one another optimizer: {_OTHER}",
+        help=f"{way}: `owned=1` where zero=1 or zero=2 cuts it, with which it rests whole on one rank; or no `zero` "
+        f"and no rest step for it over `{axis}`, and no split of the operations that read it, where they are what cuts "
+        f"it; or for this one another optimizer: {_OTHER}",
     )
 
 
@@ -313,18 +317,3 @@ def _check_overrides(cls: Any, pattern: str, overrides: Mapping[str, Any]) -> No
             hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
             message = f"the parameter group {pattern!r} sets {key!r}, which {optimizer_name(cls)} does not take"
             raise NnscalerError("no_such_setting", message, help=hint)
-
-
-def assign_owners(weights: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the rank that each parameter rests on, whole: the next largest goes to the rank with the least.
-
-    `weights`: of each parameter, its number of elements or what its update costs. The same mapping gives the same
-    owners, whatever its order; two ranks differ by at most the largest weight.
-    """
-    loads = [0] * ranks
-    owners: dict[str, int] = {}
-    for name in sorted(weights, key=lambda n: (-weights[n], n)):
-        rank = loads.index(min(loads))
-        owners[name] = rank
-        loads[rank] += weights[name]
-    return {name: owners[name] for name in weights}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -58,6 +58,7 @@ class PartEngine(Engine):
     ) -> None:
         super().__init__(part.program, communicator, settings)
         self.part = part
+        self._counts = False
         self._everyone = tuple(range(self.world_size))
         told = self.communicator.all_gather(torch.tensor([self.data_part.index], device=self.device), self._everyone)
         self._part_of = [int(index) for index in told]  # by rank
@@ -72,15 +73,22 @@ class PartEngine(Engine):
         }
 
     def optimizer(
-        self, cls: type[Any], groups: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+        self,
+        cls: type[Any],
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        only: Callable[[str, tuple[int, ...]], bool] | None = None,
+        **defaults: Any,
     ) -> torch.optim.Optimizer:
-        """Return an optimizer as `Engine.optimizer`. Its steps are counted as those of the run: a call of the part is
-        none."""
-        made = super().optimizer(cls, groups, **defaults)
-        made.register_step_post_hook(self._counted)
+        """Return an optimizer as `Engine.optimizer`. Its steps, or those of the first of several, are counted as those
+        of the run: a call of the part is none."""
+        made = super().optimizer(cls, groups, only=only, **defaults)
+        if not self._counts:
+            made.register_step_post_hook(self._count)
+            self._counts = True
         return made
 
-    def _counted(self, *_: object) -> None:
+    def _count(self, *_: object) -> None:
         self.context.step += 1
 
     # -- forward and backward -------------------------------------------------------------------------------------
@@ -230,7 +238,7 @@ class PartEngine(Engine):
         value = None
         if stage is not None and piece is not None:
             left = running.program.data_axes if rows else ()
-            left = left if _are_parts(stage, states, left) else ()
+            left = left if _are_parts(stage, states, left, rows) else ()
             value = joined(stage, states, piece, self.communicator, without=left)
             if rows and not left:
                 value = self._own(value, rows)
@@ -262,14 +270,16 @@ class PartEngine(Engine):
         return list({id(t): t for s in stages for t in (s.at_rest[name] for name in s.parameters)}.values())
 
 
-def _are_parts(stage: Stage, states: States, axes: Collection[str]) -> bool:
-    """Return whether the data axes, and nothing else on dim 0, cut a tensor into the rows of the data parts."""
+def _are_parts(stage: Stage, states: States, axes: Sequence[str], rows: Sequence[int]) -> bool:
+    """Return whether the data axes cut a tensor into the rows of the data parts."""
     outer = 1
     for axis, size in stage.axes.items():
         if axis not in axes or size == 1:
             continue
         state = states.get(axis)
         if not isinstance(state, Sharded) or state.dim != 0 or state.sections or state.outer != outer:
+            return False
+        if state.sizes and state.sizes != tuple(rows):  # all of it on its owner
             return False
         outer *= size
     return outer > 1

@@ -93,12 +93,15 @@ class RestStep:
     axis         of the mesh
     zero         3: between their uses, gathered where they are read; 1 and 2: between steps, gathered once before the
                  first forward. Gradients are divided where they arise (3), after each backward (2), after the last (1)
+    owned        of 1 and 2: each parameter rests whole on one of the ranks, its owner, and is divided over none; an
+                 update that needs the whole of a matrix, as Muon's does, runs on its owner
     """
 
     kind: ClassVar[str] = "rest"
     parameters: tuple[str, ...]
     axis: str = DP
     zero: int = ZERO
+    owned: bool = False
 
 
 Axes = tuple[tuple[str, int], ...]  # (name, size)
@@ -176,7 +179,7 @@ class Plan:
         rest = [step for step in self.steps if isinstance(step, RestStep)]
         stages = "+".join(str(zero) for zero in sorted({step.zero for step in rest}))
         some = "" if any("*" in step.parameters for step in rest) else "some "
-        zero = f" {some}zero={stages}" if rest else ""
+        zero = f" {some}zero={stages}{' owned' * all(step.owned for step in rest)}" if rest else ""
         zero += "" if self.precision is None else f" ({self.precision.describe()})"
         if self.stage_axes:
             return f"pp={self.devices} ({' | '.join(_describe(axes) for axes in self.device_axes)})" + zero
@@ -251,6 +254,9 @@ def _step(entry: Mapping[str, Any], position: int, source: str) -> Step:
     if kind is RestStep and values.get("zero", ZERO) not in (1, 2, 3):
         message = f"{source}: step {position} (rest): zero is {values['zero']}, and ZeRO has the stages 1, 2 and 3"
         raise NnscalerError("plan_illegal", message)
+    if kind is RestStep and values.get("owned") and values.get("zero", ZERO) == ZERO:
+        message = f"{source}: step {position} (rest): owned with zero=3, which gathers parameters where they are read"
+        raise NnscalerError("plan_illegal", message, help="zero=1 or zero=2 let parameters rest on owners")
     try:
         return kind(**values)  # type: ignore[no-any-return]
     except TypeError as error:

@@ -17,21 +17,48 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout, Sharded, explain_illegal
+from nnscaler.ir.placement import Rest
 from nnscaler.transform.plan import Plan, RestStep
 
 
-def resting(graph: Graph, plan: Plan) -> dict[str, dict[str, int]]:
-    """parameter (tensor name) -> the axes over which it rests sharded, as far as its sizes allow, and the stage of
-    ZeRO on each.
+def resting(graph: Graph, plan: Plan) -> dict[str, dict[str, Rest]]:
+    """parameter (tensor name) -> the axes over which it rests sharded, as far as its sizes allow, and how on each.
 
     Raises NnscalerError("plan_illegal") for a pattern that names no parameter.
     """
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, dict[str, Rest]] = {}
     for step in plan.steps:
         if isinstance(step, RestStep):
             for name in select_parameters(graph, step.parameters):
-                found.setdefault(name, {})[step.axis] = step.zero
+                found.setdefault(name, {})[step.axis] = Rest(step.zero, step.owned)
     return found
+
+
+def assign_owners(weights: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return the rank that each parameter rests on, whole: the next largest goes to the rank with the least (Graham's
+    LPT rule).
+
+    `weights`: of each parameter, its number of elements or what its update costs. The same mapping gives the same
+    owners, whatever its order; two ranks differ by at most the largest weight.
+    """
+    loads = [0] * ranks
+    owners: dict[str, int] = {}
+    for name in sorted(weights, key=lambda n: (-weights[n], n)):
+        rank = loads.index(min(loads))
+        owners[name] = rank
+        loads[rank] += weights[name]
+    return {name: owners[name] for name in weights}
+
+
+def on_owner(layout: Layout, axis: int, sizes: Sequence[int], shape: Sequence[int], owner: int) -> Layout:
+    """`layout` with the tensor whole on the `owner`-th rank of `axis`, and nothing of it on the others. As it is where
+    other axes cut every dim, or there is none."""
+    cut = {state.dim for state in layout if isinstance(state, Sharded)}
+    dim = next((d for d in range(len(shape)) if d not in cut and shape[d]), None)
+    if dim is None or sizes[axis] == 1:
+        return layout
+    parts = tuple(shape[dim] if index == owner else 0 for index in range(sizes[axis]))
+    return (*layout[:axis], Sharded(dim, sizes=parts), *layout[axis + 1 :])
 
 
 def select_parameters(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:

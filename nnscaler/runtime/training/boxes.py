@@ -46,6 +46,7 @@ def boxes_of(stored: StoredTensor) -> tuple[Box, ...]:
 
 
 def leads(stored: StoredTensor) -> bool:
-    """Return whether this is the first copy of the first shard: one rank holds that of a parameter."""
-    sharded = [axis for axis, state in stored.states.items() if isinstance(state, Sharded)]
-    return stored.first and not any(stored.coordinates[axis] for axis in sharded)
+    """Return whether this is the first copy of the first shard with elements: one rank holds that of a parameter."""
+    sharded = [(axis, state) for axis, state in stored.states.items() if isinstance(state, Sharded)]
+    leading = {axis: next((i for i, size in enumerate(state.sizes) if size), 0) for axis, state in sharded}
+    return stored.first and all(stored.coordinates[axis] == index for axis, index in leading.items())

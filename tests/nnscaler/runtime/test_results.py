@@ -214,13 +214,18 @@ def test_an_engine_predicts_from_the_rows_of_its_part(plan: str) -> None:
         rows = {name: t.chunk(part.count)[part.index] for name, t in whole.items()}
         with pytest.raises(nnscaler.NnscalerError, match="no loss"):
             engines[1].evaluate(rows)
-        return engines[0].predict(rows), engines[1].predict(rows)
+        apart = engines[1].predict(rows, gather=False)
+        return engines[0].predict(rows), engines[1].predict(rows), apart
 
     with torch.no_grad():
         right = copy.deepcopy(model).double()(**whole)
-    for outputs, logits in Simulator(2).run(work):
+    pieces = []
+    for outputs, logits, apart in Simulator(2).run(work):
         torch.testing.assert_close(flat(outputs), flat(right), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(logits, right["shown"].logits, rtol=1e-12, atol=1e-12)
+        pieces += list(apart.values())
+    assert len(pieces) == (2 if plan == "dp=2" else 1)  # the rows of a part, or all of the last stage
+    torch.testing.assert_close(torch.cat(pieces), right["shown"].logits, rtol=1e-12, atol=1e-12)
 
 
 # ---- what is wrong is found ----

@@ -24,7 +24,6 @@ from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.training.stored import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.optimizers import (
-    assign_owners,
     check_update,
     parameter_groups,
     split_of,
@@ -32,6 +31,7 @@ from nnscaler.training.optimizers import (
 )
 from nnscaler.training.running import EngineSettings
 from nnscaler.training.updates import make_update, optimizer_name, state_bytes
+from nnscaler.transform.zero import assign_owners
 
 OWN = load_user_module(Path(__file__).parents[2] / "data" / "optimizers.py")
 CLASSES = [c for c in vars(torch.optim).values() if inspect.isclass(c) and issubclass(c, Optimizer)]

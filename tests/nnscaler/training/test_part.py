@@ -133,7 +133,17 @@ CASES = {
     "norm": Case(Norm),
     "two": Case(Two, _two, lambda rows: ({"x": torch.randn(rows, LENGTH, WIDTH), "shift": (torch.randn(HIDDEN),)},)),
 }
-PLANS = {"dp=1": 1, "dp=2": 2, "dp=3": 3, "tp=2": 2, "pp=2": 2, "dp=2,zero=1": 2, "dp=2,zero=3": 2, "dp=2,tp=2": 4}
+PLANS = {
+    "dp=1": 1,
+    "dp=2": 2,
+    "dp=3": 3,
+    "tp=2": 2,
+    "pp=2": 2,
+    "dp=2,zero=1": 2,
+    "dp=2,zero=3": 2,
+    "dp=2,tp=2": 4,
+    "dp=2,zero=1,owned=1": 2,
+}
 
 
 class Around(nn.Module):

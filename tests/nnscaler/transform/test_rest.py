@@ -7,6 +7,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded
+from nnscaler.ir.placement import Rest
 from nnscaler.ir.signature import signatures
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
@@ -41,7 +42,7 @@ class Two(torch.nn.Module):
         return self.second(self.first(x)).sum()
 
 
-def _rests(*steps: RestStep) -> dict[str, dict[str, int]]:
+def _rests(*steps: RestStep) -> dict[str, dict[str, Rest]]:
     graph = trace(Two(), (torch.randn(4, 4),)).graph
     made = apply_plan(graph, dict(signatures(graph)), Plan((("dp", 2),), steps))
     return {graph.tensors[name].fqns[0]: dict(axes) for name, axes in made.at_rest.items()}
@@ -50,8 +51,9 @@ def _rests(*steps: RestStep) -> dict[str, dict[str, int]]:
 def test_parameters_are_named_by_themselves_by_modules_and_by_globs() -> None:
     assert set(_rests(RestStep(("first",)))) == {"first.weight", "first.bias"}
     found = _rests(RestStep(("*.bias", "second.weight")))
-    assert found == {name: {"dp": 3} for name in ("first.bias", "second.weight", "second.bias")}
-    assert _rests(RestStep(("first.bias",), zero=1)) == {"first.bias": {"dp": 1}}
+    assert found == {name: {"dp": Rest(3)} for name in ("first.bias", "second.weight", "second.bias")}
+    assert _rests(RestStep(("first.bias",), zero=1)) == {"first.bias": {"dp": Rest(1)}}
+    assert _rests(RestStep(("first.bias",), zero=2, owned=True)) == {"first.bias": {"dp": Rest(2, True)}}
     with pytest.raises(NnscalerError, match="'third', which is no parameter"):
         _rests(RestStep(("third",)))
     with pytest.raises(NnscalerError, match="a rest step names axis 'tp'"):

@@ -41,6 +41,7 @@ class Course:
     seed           of random numbers
     draws          random numbers are drawn; False: nothing is dropped
     precision      of every floating tensor; None: the program's own dtypes
+    saved_before   the step before which the run is saved, and goes on from what is read; 0: never
     """
 
     steps: tuple[tuple[Batch, ...], ...]
@@ -53,6 +54,7 @@ class Course:
     seed: int = 0
     draws: bool = True
     precision: str | None = "float64"
+    saved_before: int = 0
 
     def batches(self) -> list[Batch]:
         """Return the batches of all steps, in order."""

@@ -6,7 +6,7 @@ The same function runs on the simulator's threads and in processes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from nnscaler.training.running import EngineSettings
 from nnscaler.training.sizes import SentProgram, SizeClass, Vouch
 from verify.evidence.oracle.checked_kernels import CheckedKernels
 from verify.programs.training.course import Batch, Course, class_of, groups_of, make_scheduler, options_of
+from verify.programs.training.resume import Resumed, Run, goes_on, reread
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class RankTraining:
     evaluation    the loss of the evaluation; None where there was none
     after         buffers after the evaluation, which changes none
     compilations  for batches of other sizes, in words
+    resumed       what it found in the checkpoint that was made on the way
     """
 
     rank: int
@@ -113,6 +115,7 @@ class RankTraining:
     evaluation: Tensor | None
     after: Mapping[str, Tensor]
     compilations: tuple[str, ...]
+    resumed: Resumed = field(default_factory=Resumed)
 
     def layout(self, name: str) -> Layout | None:
         """Return where this rank's shard of a tensor lies; None where it has none."""
@@ -162,6 +165,10 @@ class Loop:
         """Return the loss in evaluation mode."""
         return self.engine.evaluate(self.rows(batch))
 
+    def as_run(self) -> Run:
+        """Return what a checkpoint keeps of it."""
+        return Run(self.engine, self.optimizer, self.scheduler)
+
     def step(self, number: int) -> StepRecord:
         """Make one optimizer step."""
         self.clear()
@@ -185,15 +192,16 @@ class Loop:
 def train_rank(communicator: Communicator, task: TrainTask) -> RankTraining:
     """Train this rank's part of the course."""
     course = task.course
-    device = str(getattr(communicator, "device", "cpu"))
-    settings = EngineSettings(course.precision, device, course.seed, Path(task.cache), task.vouch)
     with CheckedKernels():
-        engine = Engine(task.program, communicator, settings)
-        engine.context.dropout = course.draws
-        for size, program in task.sizes.items():
-            engine.add_size(size, program)
-        loop = Loop(engine, course)
-        steps = tuple(loop.step(number) for number in range(len(course.steps)))
+        loop, resumed = Loop(_engine(communicator, task), course), Resumed()
+        steps: list[StepRecord] = []
+        for number in range(len(course.steps)):
+            if number and number == course.saved_before:
+                again = Loop(_engine(communicator, task), course)
+                resumed = reread(loop.as_run(), again.as_run(), Path(task.cache) / "checkpoints")
+                loop = again if goes_on(resumed, loop.engine) else loop
+            steps.append(loop.step(number))
+        engine = loop.engine
         buffers = _buffers(engine)
         evaluation = None if course.evaluation is None else _copy(loop.evaluate(course.evaluation))
         layouts = tuple(
@@ -202,7 +210,17 @@ def train_rank(communicator: Communicator, task: TrainTask) -> RankTraining:
         )
         part = (engine.data_part.index, engine.data_part.count)
         after, told = _buffers(engine), tuple(engine.compilations)
-    return RankTraining(communicator.rank, part, layouts, steps, buffers, evaluation, after, told)
+    return RankTraining(communicator.rank, part, layouts, tuple(steps), buffers, evaluation, after, told, resumed)
+
+
+def _engine(communicator: Communicator, task: TrainTask) -> Engine:
+    device, course = str(getattr(communicator, "device", "cpu")), task.course
+    settings = EngineSettings(course.precision, device, course.seed, Path(task.cache), task.vouch)
+    engine = Engine(task.program, communicator, settings)
+    engine.context.dropout = course.draws
+    for size, program in task.sizes.items():
+        engine.add_size(size, program)
+    return engine
 
 
 def make_optimizer(engine: Engine, course: Course, undecayed: frozenset[str]) -> torch.optim.Optimizer:

@@ -53,6 +53,7 @@ from verify.programs.training.course import (
 from verify.programs.training.dtypes import check_dtypes, is_mixed
 from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
 from verify.programs.training.ranks import RankTraining, TrainTask, train_rank
+from verify.programs.training.resume import check_resumed
 from verify.programs.training.trained import Trained
 from verify.programs.vouch import vouch
 from verify.results.report import Check
@@ -95,11 +96,15 @@ def check_training(request: PlanRequest, prepared: Prepared, work: Path) -> tupl
     told = outcome[0].compilations
     detail = f"compiled for {len(told)} other size{'s' * (len(told) != 1)}" if told else ""
     ran = CheckOutcome(Check(NAME, Verdict.TESTED_EXACT, len(outcome), 0, seconds, detail))
-    outcomes = [*compare_runs(training, outcome, prepared), *own_dtypes(training, request, prepared, work, backend)]
+    saved = check_resumed([(found.rank, found.resumed) for found in outcome])
+    outcomes = [*compare_runs(training, outcome, prepared), *([] if saved is None else [saved])]
+    outcomes += own_dtypes(training, request, prepared, work, backend)
+    why = next((found.resumed.why for found in outcome if found.resumed.why), "")
+    notes = (*training.notes, *((f"no checkpoint was made on the way: {why}",) if why else ()))
     prepared.context.progress(
         "train", time.perf_counter() - started, f"{len(course.steps)} steps of {course.optimizer}, on the {backend}"
     )
-    return [ran, *outcomes], training.notes
+    return [ran, *outcomes], notes
 
 
 def own_dtypes(
@@ -109,7 +114,7 @@ def own_dtypes(
     program, course = training.program, training.course
     if not is_mixed(program.plan.precision, logical_state(prepared.model)):
         return []
-    once = replace(course, steps=course.steps[:1], evaluation=None, precision=None)
+    once = replace(course, steps=course.steps[:1], evaluation=None, precision=None, saved_before=0)
     found = run_ranks(replace(training, course=once), request, prepared, work, backend, apart)
     if isinstance(found, Failure):
         return [outcome_of(found, prepared, 0.0)]
@@ -166,6 +171,7 @@ def make_training(request: PlanRequest, prepared: Prepared) -> Training:
         undecayed_of(parameters.items()),
         request.seed,
         draws=prepared.unmatched is None,
+        saved_before=len(steps) // 2,
     )
     return Training(course, model, program, (*notes, *told))
 

@@ -113,7 +113,7 @@ def _wrong_rest(reading: Reading, stored: StoredText, tensor: LogicalTensor) -> 
         if not isinstance(state, Sharded):
             return f"{state} over {axis} is no division"
     layout = reading.axes.layout({**stored.states, **stored.rest})
-    return explain_illegal(layout, reading.axes.sizes, tensor.shape) or ""
+    return explain_illegal(layout, reading.axes.sizes, tensor.shape, at_rest=True) or ""
 
 
 def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph) -> list[Noted]:

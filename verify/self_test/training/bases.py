@@ -18,6 +18,7 @@ from verify.programs.prepare import Prepared
 from verify.programs.reference.eager import logical_state
 from verify.programs.request import PlanRequest
 from verify.programs.training.eager import EagerRun
+from verify.programs.training.resume import check_resumed
 from verify.programs.training.run import (
     Training,
     compare_runs,
@@ -100,12 +101,16 @@ class Bench:
     eager: EagerRun
     folder: Path
 
-    def outcomes(self) -> list[CheckOutcome]:
-        """Train on all ranks, in this process, and compare."""
-        found = run_ranks(self.training, self.request, self.prepared, self.folder, "simulator", apart=False)
+    def outcomes(self, saved: bool = True) -> list[CheckOutcome]:
+        """Train on all ranks, in this process, and compare. `saved`: with a checkpoint in the middle."""
+        course = self.training.course if saved else replace(self.training.course, saved_before=0)
+        training = replace(self.training, course=course)
+        found = run_ranks(training, self.request, self.prepared, self.folder, "simulator", apart=False)
         if isinstance(found, Failure):
             return [outcome_of(found, self.prepared, 0.0)]
         outcomes = compare_runs(self.training, found, self.prepared, self.eager)
+        reread = check_resumed([(rank.rank, rank.resumed) for rank in found])
+        outcomes += [] if reread is None else [reread]
         return outcomes + own_dtypes(self.training, self.request, self.prepared, self.folder, "simulator", apart=False)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training import executor
+from nnscaler.runtime.training.dcp import Folder, Shard
+from nnscaler.runtime.training.stored import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.running import Running
 from verify.programs.training import ranks
@@ -325,4 +327,35 @@ def from_wrong_rank(right: Change, self: Engine, running: Running, loss: Tensor 
 
 def unsummed_loss() -> Fault:
     """Each rank has the loss of its own rows."""
-    return changed(RankExecutor, "_total", lambda right: lambda self, stage, losses: torch.stack(losses).sum(0))
+    return changed(executor, "total_loss", lambda right: lambda stage, losses, *more: torch.stack(losses).sum(0))
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def without_buffers(right: Change) -> Change:
+    """Leave buffers as a new model has them."""
+
+    def read(engine: Engine, opened: Folder) -> None:
+        before = [(s.tensor, s.tensor.clone()) for s in engine.stored() if s.kind == "buffer"]
+        right(engine, opened)
+        for tensor, value in before:
+            tensor.copy_(value)
+
+    return read
+
+
+def rounded_shards(right: Change) -> Change:
+    """Write weights in half precision."""
+
+    def shards(stored: Sequence[StoredTensor], *, to_write: bool) -> list[Shard]:
+        narrow = (replace(s, tensor=s.tensor.detach().bfloat16().to(s.tensor.dtype)) for s in stored)
+        found: list[Shard] = right(list(narrow), to_write=to_write)
+        return found
+
+    return shards
+
+
+def on_other_ranks_than(rank: int) -> Callable[[Change], Change]:
+    """Read nothing on one rank."""
+    return lambda right: lambda engine, opened: None if engine.rank == rank else right(engine, opened)

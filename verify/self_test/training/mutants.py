@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.training import checkpoints
 from nnscaler.training.engine import Engine
 from verify.programs.training import ranks
 from verify.programs.training.ranks import Loop
@@ -25,6 +26,7 @@ class TrainingMutant:
     base       a key of `BASES`
     says       words that one finding must all contain, in its message or its cause
     optimizer  of the run
+    saved      the run is saved in the middle, and goes on from what is read
     """
 
     family: str
@@ -33,10 +35,11 @@ class TrainingMutant:
     says: tuple[str, ...]
     fault: Fault
     optimizer: str = "adamw"
+    saved: bool = False
 
 
 def _row(family: str, base: str, bug: str, says: str, fault: Fault, optimizer: str = "adamw") -> TrainingMutant:
-    return TrainingMutant(family, bug, base, tuple(says.split("; ")), fault, optimizer)
+    return TrainingMutant(family, bug, base, tuple(says.split("; ")), fault, optimizer, family == "checkpoint")
 
 
 def _half(_name: str, gradient: Tensor, _rank: int) -> Tensor:
@@ -272,4 +275,30 @@ PRECISION = (
          loops.loop("update", loops.narrow("state"))),
 )  # fmt: skip
 
-ROWS: tuple[TrainingMutant, ...] = (*PRECISION, *SUMS, *ZERO, *CLIPPING, *UPDATES, *RATES, *DATA, *MODES, *LOSSES)
+CHECKPOINTS = (
+    _row("checkpoint", "zero1", "the optimizer's state is not read", "`exp_avg` of; not what was saved",
+         faults.changed(checkpoints, "read_optimizer", lambda right: lambda *given: None)),
+    _row("checkpoint", "tp", "the schedule is not read", "the rate of parameter group 0; not what was saved",
+         faults.changed(checkpoints, "_read_parts", lambda right: lambda *given: None), "sgd"),
+    _row("checkpoint", "dropped", "the counts are not read", "the number of steps; not what was saved",
+         faults.changed(checkpoints, "read_run", lambda right: lambda opened: replace(right(opened), passes=0))),
+    _row("checkpoint", "modes", "buffers are not read", "the buffer; running_mean",
+         faults.changed(checkpoints, "read_model", loops.without_buffers)),
+    _row("checkpoint", "zero2", "weights are rounded", f"the parameter `{UP}`; not what was saved",
+         faults.changed(checkpoints, "model_shards", loops.rounded_shards)),
+    _row("checkpoint", "staged dp", "a rank begins anew", "on rank 3; the parameter",
+         faults.changed(checkpoints, "read_model", loops.on_other_ranks_than(3))),
+)  # fmt: skip
+
+ROWS: tuple[TrainingMutant, ...] = (
+    *CHECKPOINTS,
+    *PRECISION,
+    *SUMS,
+    *ZERO,
+    *CLIPPING,
+    *UPDATES,
+    *RATES,
+    *DATA,
+    *MODES,
+    *LOSSES,
+)

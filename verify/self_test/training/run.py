@@ -69,7 +69,7 @@ Said = tuple[bool, tuple[str, ...]]  # whether it is refuted, and the text of ea
 def judge(right: Bench, mutant: TrainingMutant) -> Said:
     """Plant a mutant and compare."""
     with mutant.fault():
-        outcomes = right.outcomes()
+        outcomes = right.outcomes(mutant.saved)
     refuted = any(o.check.verdict is Verdict.REFUTED for o in outcomes)
     said = tuple(f"{f.message} ({f.cause})" if f.cause else f.message for o in outcomes for f in o.findings)
     return refuted, said
