@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_checks import check_module, check_same_rows, with_tensors_of
-from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, Options, StepModule
+from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, WEIGHT, Options, StepModule
 from nnscaler.planning.policies import parse_spec
 from nnscaler.runtime.communication.process_group import ProcessPlace
 from nnscaler.runtime.training.batch import DataPart
@@ -40,6 +40,7 @@ from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.compile_once import compile_once
 from nnscaler.training.engine import Engine, start
 from nnscaler.training.run_folder import RunFolder
+from nnscaler.training.sizes import SizeClass
 from nnscaler.training.weights import as_user_error
 from nnscaler.transform.plan import Plan
 
@@ -67,7 +68,7 @@ class NnscalerStrategy(DDPStrategy):
         self._part = DataPart(0, 1)
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
         self._accumulating = False
-        self._logs: dict[bool, Options] = {}
+        self._logs: dict[SizeClass, Options] = {}  # of the program for batches of a size
         self._numbers: dict[bool, list[int | float]] = {}  # that are no tensors in a batch
 
     @property
@@ -107,7 +108,7 @@ class NnscalerStrategy(DDPStrategy):
         place = ProcessPlace(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         self._engine = start(program, place=place, device=self.root_device.type, seed=self._seed)
         self._part = self._engine.data_part
-        self._logs, self._numbers = {}, {}
+        self._logs, self._numbers = {self._engine.size: self._traced_logs(training=True)}, {}
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
@@ -202,16 +203,24 @@ class NnscalerStrategy(DDPStrategy):
 
     def _log(self, logged: Mapping[str, Tensor], *, training: bool) -> None:
         """Log the values of the global batch as the step did, which ran as it was traced on rank 0."""
-        if training not in self._logs:
-            self._logs[training] = self.broadcast(self._steps.logs.by_mode.get(training, {}))
+        size = self.engine.size
+        if size not in self._logs:  # it was compiled for this batch
+            self._logs[size] = self._traced_logs(training=training)
         module = self.lightning_module
         assert module is not None
-        for name, options in self._logs[training].items():
+        for name, options in self._logs[size].items():
             value = logged[name] if name in logged else options["value"]
             kept = {key: item for key, item in options.items() if key != "value"}
+            if WEIGHT + name in logged:
+                kept["batch_size"] = logged[WEIGHT + name].item()
             with warnings.catch_warnings():  # every rank has the global value already
                 warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
                 module.log(name, value, **{**kept, "sync_dist": False})
+
+    def _traced_logs(self, *, training: bool) -> Options:
+        """Return the options of the step that was compiled last, from rank 0. Every rank calls this."""
+        found: Options = self.broadcast(self._steps.logs.by_mode.get(training, {}))
+        return found
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.engine.clip_grad_norm_(clip_val)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 
 LOSS, LOGGED, REST = "loss", "logged", "rest"
+WEIGHT = "batch_size of "  # before the name under which a step logs with a batch size that is a tensor
 
 
 Options = dict[str, dict[str, Any]]  # of `self.log`, by name; a number that was logged has its `value` there
@@ -71,6 +72,8 @@ def _recording(module: nn.Module, logged: dict[str, Tensor], options: Options) -
         kept = {key: item for key, item in given.items() if key not in ("self", "name", "value", "enable_graph")}
         if isinstance(value, Tensor):
             logged[name] = value.detach()
+            if isinstance(kept.get("batch_size"), Tensor):
+                logged[WEIGHT + name] = kept.pop("batch_size").detach()
         elif isinstance(value, int | float):
             warnings.warn(
                 f"`self.log({name!r}, {value!r})` logs a number that Python computed: the compiled step logs it as it "

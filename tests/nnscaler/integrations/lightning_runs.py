@@ -35,7 +35,10 @@ class Classifier(lightning.LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         inputs, labels = batch
-        self.log("val_loss", nn.functional.cross_entropy(self.layers(inputs), labels), sync_dist=True)
+        loss = nn.functional.cross_entropy(self.layers(inputs), labels)
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("val_by_rows", loss, sync_dist=True, batch_size=len(inputs))
+        self.log("val_by_count", loss, sync_dist=True, batch_size=torch.ones_like(labels).sum())
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -59,7 +62,8 @@ class Losses(Callback):
         self.shapes.append(len(outputs["outputs"]))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.validation.append(float(trainer.callback_metrics["val_loss"]))
+        found = trainer.callback_metrics
+        self.validation += [float(found[name]) for name in ("val_loss", "val_by_rows", "val_by_count")]
 
 
 def rows(count: int, seed: int) -> TensorDataset:
@@ -91,7 +95,10 @@ def run(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    train, validation = DataLoader(rows(88, 0), batch, shuffle=True), DataLoader(rows(24, 1), batch)
+    train, validation = (
+        DataLoader(rows(88, 0), batch, shuffle=True),
+        DataLoader(rows(20, 1), batch),
+    )  # the last one is short
     trainer.fit(module, train, validation, ckpt_path=resume)
     found = {
         "train": losses.train,
