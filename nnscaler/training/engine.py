@@ -281,7 +281,8 @@ class Engine:
         """Return the program for this batch, with the buffers as they are now, and the rows that it takes."""
         named = self._named(batch)
         local = [(entry.name, tuple(named[entry.name].shape)) for entry in self.manifest.inputs]
-        shapes, rows = agreed(local, self.communicator, self._carried, self.data_part.index)
+        whole = {name: tensor for name, tensor in named.items() if name not in self._carried}
+        shapes, rows = agreed(local, self.communicator, self._carried, self.data_part.index, whole)
         size = self.size = SizeClass(shapes, training or not self._has_modes)
         running = self._running.get(size)
         if running is None:
