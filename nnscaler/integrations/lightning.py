@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
-from nnscaler.integrations.lightning_checks import check_module, check_same_rows, with_tensors_of
-from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, Options, StepModule
+from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, check_same_rows, with_tensors_of
+from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, WEIGHT, Options, StepModule, beside_tensors
 from nnscaler.planning.policies import parse_spec
 from nnscaler.runtime.communication.process_group import ProcessPlace
 from nnscaler.runtime.training.batch import DataPart
@@ -40,6 +40,7 @@ from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.compile_once import compile_once
 from nnscaler.training.engine import Engine, start
 from nnscaler.training.run_folder import RunFolder
+from nnscaler.training.sizes import SizeClass
 from nnscaler.training.weights import as_user_error
 from nnscaler.transform.plan import Plan
 
@@ -63,12 +64,13 @@ class NnscalerStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**others)
         self._plan, self._options, self._seed = plan, dict(options or {}), seed
+        self._path: Path | None = None  # of the folder that was opened last
+        self._end = _TrainingEnds(self)
         self._engine: Engine | None = None
         self._part = DataPart(0, 1)
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
         self._accumulating = False
-        self._logs: dict[bool, Options] = {}
-        self._numbers: dict[bool, list[int | float]] = {}  # that are no tensors in a batch
+        self._logs: dict[SizeClass, Options] = {}  # of the program for batches of a size
 
     @property
     def engine(self) -> Engine:
@@ -94,9 +96,12 @@ class NnscalerStrategy(DDPStrategy):
         _sync_module_states(module)  # as DDP begins: with the values of rank 0
         self.model = module
         self._steps = StepModule(module, self.precision_plugin.forward_context)
+        self._switches = Switches(module)
         count = parse_spec(self._plan, self.world_size) if isinstance(self._plan, str) else None
         parts = self._plan.data_parts if isinstance(self._plan, Plan) else (count or {}).get("dp", 1)
-        batch = (_repeated(self._first_batch(trainer, module), parts),)
+        first = self._first_batch(trainer, module)
+        self._fixed: Fixed = self.broadcast(Fixed.of(first, self._steps))
+        batch = (_repeated(first, parts),)
         described = {"name": type(module).__name__}
         options = {"micro_batches": None, **self._options}
         program = compile_once(
@@ -107,15 +112,18 @@ class NnscalerStrategy(DDPStrategy):
         place = ProcessPlace(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         self._engine = start(program, place=place, device=self.root_device.type, seed=self._seed)
         self._part = self._engine.data_part
-        self._logs, self._numbers = {}, {}
+        self._logs = {self._engine.size: self._traced_logs(training=True)}
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        trainer.callbacks.insert(0, self._end)  # type: ignore[attr-defined]
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
 
     def _first_batch(self, trainer: Trainer, module: LightningModule) -> Any:
         """Return a batch as `training_step` gets it; the loaders that follow draw as if it had not been read."""
         with torch.random.fork_rng(devices=[]):
-            batch = next(iter(trainer.fit_loop._data_source.dataloader()), None)
+            loaders = trainer.fit_loop._data_source.dataloader()  # one, or several in a dict or list
+            loaders = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+            batch, *_ = next(iter(loaders), (None,))
         if batch is None:
             raise NnscalerError("bad_data", "the training data has no batch")
         batch = self.precision_plugin.convert_input(batch)
@@ -147,9 +155,10 @@ class NnscalerStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward; `backward` hands the gradients over, in the place where Lightning expects them."""
         engine = self.engine
+        self._switches.check()
         before = {parameter: parameter.grad for parameter in engine.parameters.values()}
         engine.zero_grad()
-        found = engine.step_outputs(self._named(args, kwargs, training=True), last=not self._accumulating)
+        found = engine.step_outputs(self._named(args, kwargs), last=not self._accumulating)
         self._gradients = {parameter: parameter.grad for parameter in before}
         for parameter, gradient in before.items():
             parameter.grad = gradient
@@ -185,16 +194,15 @@ class NnscalerStrategy(DDPStrategy):
             return super().validation_step(*args, **kwargs)
         if len(args) + len(kwargs) > 2:
             raise NnscalerError("bad_settings", "several loaders for validation", help="one, or trainer.validate")
-        found = self._engine.predict(self._named(args, kwargs, training=False))
+        named = self._named(args, kwargs)
+        with self._fixed.explained(named):
+            found = self._engine.predict(named)
         self._log(found[LOGGED], training=False)
         return found.get(REST)
 
-    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> dict[str, Tensor]:
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         batch = args[0] if args else next(iter(kwargs.values()))
-        numbers = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, int | float)]
-        if self._numbers.setdefault(training, numbers) != numbers:
-            message = f"the batch has the numbers {numbers}, and the step was compiled with {self._numbers[training]}"
-            raise NnscalerError("batch_differs", message, help="let the collate function make tensors of them")
+        self._fixed.check(batch)
         named = dict(flatten_inputs(self._steps, (batch,)).tensors)
         if self._part.count < self.world_size:
             check_same_rows(named, self.engine)
@@ -202,16 +210,25 @@ class NnscalerStrategy(DDPStrategy):
 
     def _log(self, logged: Mapping[str, Tensor], *, training: bool) -> None:
         """Log the values of the global batch as the step did, which ran as it was traced on rank 0."""
-        if training not in self._logs:
-            self._logs[training] = self.broadcast(self._steps.logs.by_mode.get(training, {}))
+        size = self.engine.size
+        if size not in self._logs:  # it was compiled for this batch
+            self._logs[size] = self._traced_logs(training=training)
         module = self.lightning_module
         assert module is not None
-        for name, options in self._logs[training].items():
+        for name, options in self._logs[size].items():
             value = logged[name] if name in logged else options["value"]
             kept = {key: item for key, item in options.items() if key != "value"}
+            if WEIGHT + name in logged:
+                kept["batch_size"] = logged[WEIGHT + name].item()
             with warnings.catch_warnings():  # every rank has the global value already
                 warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
                 module.log(name, value, **{**kept, "sync_dist": False})
+
+    def _traced_logs(self, *, training: bool) -> Options:
+        """Return the options of the step that was compiled last, from rank 0. Every rank calls this."""
+        self._steps.logs.tell()
+        found: Options = self.broadcast(self._steps.logs.by_mode.get(training, {}))
+        return found
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.engine.clip_grad_norm_(clip_val)
@@ -224,8 +241,10 @@ class NnscalerStrategy(DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing during `fit`: the engine writes the weights."""
-        return {} if self._engine is not None else super().lightning_module_state_dict()
+        """Return what is no tensor of the engine during `fit`: that writes the weights."""
+        module = self.lightning_module
+        assert module is not None
+        return beside_tensors(module) if self._engine is not None else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return nothing during `fit`: the engine writes the optimizer's state."""
@@ -245,14 +264,14 @@ class NnscalerStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return what Lightning saved; the weights follow in `load_model_state_dict`."""
         path = Path(checkpoint_path)
-        if not path.is_dir():
+        self._path = path if path.is_dir() else None
+        if self._path is None:
             if self._engine is None:
                 return super().load_checkpoint(checkpoint_path, *args, **kwargs)
             if not path.exists():
                 raise NnscalerError("no_checkpoint", f"the checkpoint {path} does not exist")
             help = "load its weights into the module before fit: module.load_state_dict(torch.load(...)['state_dict'])"
             raise NnscalerError("cannot_read", f"{path} is no checkpoint that this strategy wrote", help=help)
-        self._path = path
         saved = _Saved({})
         with as_user_error("cannot_read"):
             if not RunFolder(path).steps():
@@ -266,13 +285,15 @@ class NnscalerStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         if self._engine is None:
-            if not checkpoint["state_dict"]:
-                state = load_checkpoint(RunFolder(self._path).at(0)).state
-                checkpoint = {**checkpoint, "state_dict": _without_prefix(state, module)}
+            if self._path is not None:
+                state = _without_prefix(load_checkpoint(RunFolder(self._path).at(0)).state, module)
+                checkpoint = {**checkpoint, "state_dict": {**state, **checkpoint["state_dict"]}}
             super().load_model_state_dict(checkpoint, strict)
             return
         optimizer = self._optimizer if "optimizer_states" in checkpoint else None
+        assert self._path is not None, "another file is refused when it is opened"
         Checkpoints(self._path).load(self._engine, optimizer, step=0)
+        self.copy_to_module(checkpoint["state_dict"])  # a later run, and hooks, begin from there
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing during `fit`: the optimizer's state came with the weights."""
@@ -281,22 +302,34 @@ class NnscalerStrategy(DDPStrategy):
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def copy_to_module(self) -> None:
-        """Give the LightningModule the weights as they are now, whole, on every rank. Every rank calls it."""
+    def copy_to_module(self, beside: Mapping[str, Any] | None = None) -> None:
+        """Give the LightningModule the weights as they are now, whole, on every rank. Every rank calls it.
+
+        `beside`: what its state dict has besides tensors, where that is not to stay.
+        """
         module = self.lightning_module
         assert module is not None
-        module.load_state_dict(_without_prefix(self.engine.state_dict(), module))
-
-    def on_train_end(self) -> None:
-        """Give the module its weights back."""
-        self.copy_to_module()
+        weights = _without_prefix(self.engine.state_dict(), module)
+        module.load_state_dict({**beside_tensors(module), **(beside or {}), **weights})
 
     def teardown(self) -> None:
         """Let the engine go."""
         if self._engine is not None:
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+            callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
+            callbacks[:] = [callback for callback in callbacks if callback is not self._end]
         self._engine, self._gradients = None, {}
         super().teardown()
+
+
+class _TrainingEnds(Callback):
+    """Gives the module its weights back, before other callbacks and the module are told that training ends."""
+
+    def __init__(self, strategy: NnscalerStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._strategy.copy_to_module()
 
 
 class _Saved:

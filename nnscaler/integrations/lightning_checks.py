@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch.callbacks
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_steps import StepModule
+from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.engine import Engine
 from nnscaler.training.optimizers import check_update
 from nnscaler.training.replicas import checksum
+
+# Callbacks that read or change the module's weights, or unfreeze them: class, what it does, what to do instead.
+_OF_THE_MODULE = (
+    ("StochasticWeightAveraging", "averages the module's weights, which the engine has", "average checkpoints"),
+    ("WeightAveraging", "averages the module's weights, which the engine has", "average checkpoints"),
+    ("ModelPruning", "prunes the module's weights, which the engine has", "prune the module after fit"),
+    ("BaseFinetuning", "unfreezes parameters, and the compiled step has no gradients of frozen ones", "fit twice"),
+)
+_OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")  # hooks
 
 
 def check_module(module: LightningModule, trainer: Trainer, precision: Any) -> None:
     """Raise NnscalerError for what a compiled step would leave out in silence."""
     name = type(module).__name__
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     refused: list[tuple[bool, str, str]] = [
         (
             not module.automatic_optimization,
@@ -41,15 +54,102 @@ def check_module(module: LightningModule, trainer: Trainer, precision: Any) -> N
             f"precision {trainer.precision} scales the loss",
             'precision="bf16-mixed"',
         ),
-        (
-            any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks),
-            "StochasticWeightAveraging averages the module's weights, which the engine has during fit",
-            "leave it out, and average checkpoints",
-        ),
+        *_refused_callbacks(trainer),
     ]
     for holds, message, help in refused:
         if holds:
             raise NnscalerError("bad_settings", message, help=help)
+    for owner, parent in ((module, LightningModule), *((c, Callback) for c in _callbacks_of(trainer))):
+        hook = next((hook for hook in _OF_GRADIENTS if is_overridden(hook, owner, parent)), None)
+        if hook is not None:
+            warnings.warn(
+                f"{type(owner).__name__}.{hook}: gradients are those of the parameters in the optimizer's groups, as "
+                "they lie on this rank; `.grad` of the module's own parameters is None during fit",
+                stacklevel=2,
+            )
+
+
+def _callbacks_of(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]
+
+
+def _refused_callbacks(trainer: Trainer) -> Iterator[tuple[bool, str, str]]:
+    for name, does, instead in _OF_THE_MODULE:
+        refused = getattr(lightning.pytorch.callbacks, name, ())  # some are newer than others
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, refused):
+                yield True, f"{type(callback).__name__} {does} during fit", f"leave it out, and {instead}"
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What a step was compiled with besides values of tensors: numbers and texts in a batch, names of its tensors."""
+
+    numbers: Sequence[int | float]
+    texts: Sequence[str | bytes]
+    names: frozenset[str]
+
+    @staticmethod
+    def of(batch: Any, steps: StepModule) -> Fixed:
+        return Fixed(*_numbers_and_texts(batch), frozenset(flatten_inputs(steps, (batch,)).tensors))
+
+    def check(self, batch: Any) -> None:
+        """Raise NnscalerError("batch_differs") for a batch with other numbers; warn of other texts."""
+        numbers, texts = _numbers_and_texts(batch)
+        if numbers != self.numbers:
+            message = f"the batch has the numbers {numbers}, and the step was compiled with {self.numbers}"
+            raise NnscalerError("batch_differs", message, help="let the collate function make tensors of them")
+        if texts != self.texts:
+            warnings.warn(
+                "batches have texts in them: what the compiled step makes of a text is what it made of the first "
+                "batch's; in hooks such as on_train_batch_end they are the batch's own",
+                stacklevel=2,
+            )
+
+    @contextmanager
+    def explained(self, named: Mapping[str, Tensor]) -> Iterator[None]:
+        """Say of an error that the batch has other tensors than those of training, where it has."""
+        try:
+            yield
+        except NnscalerError as error:
+            if named.keys() == self.names:
+                raise
+            message = (
+                f"the batch of validation has the tensors {sorted(named)}, and that of training {sorted(self.names)}"
+            )
+            help = "let both have the same, or leave validation out, and call trainer.validate after fit"
+            raise NnscalerError("batch_differs", f"{message}: {error.message}", help=help) from error
+
+
+def _numbers_and_texts(batch: Any) -> tuple[list[int | float], list[str | bytes]]:
+    leaves = tree_leaves(batch)
+    return [x for x in leaves if isinstance(x, int | float)], [x for x in leaves if isinstance(x, str | bytes)]
+
+
+class Switches:
+    """Which modules are in training mode and which parameters require gradients, as a step was compiled with it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules, self._parameters = dict(module.named_modules()), dict(module.named_parameters())
+        self._were = self._now()
+
+    def _now(self) -> list[bool]:
+        modes = [module.training for module in self._modules.values()]
+        return modes + [parameter.requires_grad for parameter in self._parameters.values()]
+
+    def check(self) -> None:
+        """Raise NnscalerError("bad_settings") where one has changed since."""
+        now = self._now()
+        if now == self._were:
+            return
+        names = [*self._modules, *self._parameters]
+        place = next(place for place, (is_, was) in enumerate(zip(now, self._were, strict=True)) if is_ != was)
+        states = ("in evaluation mode", "in training mode") if place < len(self._modules) else ("frozen", "trained")
+        was, now_is = states[self._were[place]], states[now[place]]
+        message = f"`{names[place] or 'the module'}` is {now_is}, and was {was} when the step was compiled"
+        raise NnscalerError(
+            "bad_settings", message, help="change it in __init__ or setup(), before the step is compiled, or fit twice"
+        )
 
 
 def with_tensors_of(optimizer: Optimizer, steps: StepModule, engine: Engine) -> Optimizer:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 
 LOSS, LOGGED, REST = "loss", "logged", "rest"
+WEIGHT = "batch_size of "  # before the name under which a step logs with a batch size that is a tensor
 
 
 Options = dict[str, dict[str, Any]]  # of `self.log`, by name; a number that was logged has its `value` there
@@ -24,6 +25,18 @@ class LogOptions:
 
     def __init__(self) -> None:
         self.by_mode: dict[bool, Options] = {}
+        self._notes: dict[str, bool] = {}  # text -> whether it was told
+
+    def note(self, text: str) -> None:
+        """Keep what is to be told of the step: a warning while it is traced would not be shown."""
+        self._notes.setdefault(text, False)
+
+    def tell(self) -> None:
+        """Warn of what was not told before."""
+        for text, told in self._notes.items():
+            self._notes[text] = True
+            if not told:
+                warnings.warn(text, stacklevel=2)
 
 
 class StepModule(nn.Module):
@@ -49,7 +62,7 @@ class StepModule(nn.Module):
             raise _refused(f"{step.__name__}(dataloader_iter) reads the data itself", "take a batch")
         logged: dict[str, Tensor] = {}
         options = self.logs.by_mode[self.training] = {}
-        with self._around(), _recording(self.module, logged, options):
+        with self._around(), _recording(self.module, logged, self.logs, options):
             found = step(*(batch, 0, 0)[: max(1, min(len(names), 3))])
         returned: dict[str, Any] = {LOGGED: logged}
         if not self.training:
@@ -62,20 +75,28 @@ class StepModule(nn.Module):
         return {LOSS: loss, **returned, REST: rest}
 
 
+def beside_tensors(module: nn.Module) -> dict[str, Any]:
+    """Return what a module's state dict has besides parameters and buffers (`get_extra_state`)."""
+    tensors = set(dict(module.named_parameters(remove_duplicate=False)))
+    tensors |= dict(module.named_buffers(remove_duplicate=False)).keys()
+    return {name: value for name, value in module.state_dict().items() if name not in tensors}
+
+
 @contextmanager
-def _recording(module: nn.Module, logged: dict[str, Tensor], options: Options) -> Iterator[None]:
-    """Let `module.log` take down what it is given."""
+def _recording(module: nn.Module, logged: dict[str, Tensor], logs: LogOptions, options: Options) -> Iterator[None]:
+    """Let `module.log` take down what it is given, and refuse or tell of what else a step asks the run."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(LightningModule.log).bind(module, name, value, *args, **kwargs).arguments
         kept = {key: item for key, item in given.items() if key not in ("self", "name", "value", "enable_graph")}
         if isinstance(value, Tensor):
             logged[name] = value.detach()
+            if isinstance(kept.get("batch_size"), Tensor):
+                logged[WEIGHT + name] = kept.pop("batch_size").detach()
         elif isinstance(value, int | float):
-            warnings.warn(
+            logs.note(
                 f"`self.log({name!r}, {value!r})` logs a number that Python computed: the compiled step logs it as it "
-                "was when the step was compiled; log a tensor, or log it in a hook such as on_train_batch_end",
-                stacklevel=2,
+                "was when the step was compiled; log a tensor, or log it in a hook such as on_train_batch_end"
             )
             kept["value"] = value
         else:
@@ -83,11 +104,42 @@ def _recording(module: nn.Module, logged: dict[str, Tensor], options: Options) -
             raise _refused(message, "log the tensor that it is computed from")
         options[name] = kept
 
-    vars(module)["log"] = log
+    def gathers(*_args: Any, **_kwargs: Any) -> None:
+        message = "the step calls self.all_gather, and it is compiled for the global batch"
+        raise _refused(message, "use the tensor itself: it has the rows of all ranks already")
+
+    def optimizers(*_args: Any, **_kwargs: Any) -> None:
+        message = "the step asks for optimizers or schedules, which a compiled step has no part of"
+        raise _refused(message, "LearningRateMonitor logs the rate; or read it in a hook such as on_train_batch_end")
+
+    own = {"log": log, "all_gather": gathers, "optimizers": optimizers, "lr_schedulers": optimizers}
+    watched = [m for m in module.modules() if isinstance(m, LightningModule) and m._trainer is not None]
+    vars(module).update(own)
+    for part in watched:
+        vars(part)["_trainer"] = _Watched(part._trainer, logs)
     try:
         yield
     finally:
-        del vars(module)["log"]
+        for part in watched:
+            vars(part)["_trainer"] = part._trainer._watched  # type: ignore[union-attr]
+        for name in own:
+            del vars(module)[name]
+
+
+class _Watched:
+    """A trainer, which tells when a step reads a count."""
+
+    def __init__(self, trainer: Any, logs: LogOptions) -> None:
+        self._watched, self._logs = trainer, logs
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._watched, name)
+        if name in ("current_epoch", "global_step"):
+            self._logs.note(
+                f"the step reads {name}, which stays {found} in the compiled step; a schedule belongs into the "
+                "optimizer's, and what else changes, as a tensor, into the batch"
+            )
+        return found
 
 
 def _refused(message: str, help: str) -> NnscalerError:

@@ -83,6 +83,7 @@ class Engine:
     parameters   name in the model -> this rank's trainable tensor between steps, which an optimizer updates
     data_part    the rows of a global batch that this rank is given
     loss_scale   from which backward starts: see LossScaler
+    size         of the last global batch
     compilations what was compiled for batches of other sizes, in words
     """
 
@@ -101,7 +102,7 @@ class Engine:
         self.compilations: list[str] = []
         self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
         self._program = program
-        self._first_size = SizeClass(_shapes(program.manifest), True)
+        self._first_size = self.size = SizeClass(_shapes(program.manifest), True)
         self._carried = _carried(program)
         self._has_modes = _has_modes(program)
         self._running: dict[SizeClass, Running] = {}
@@ -298,8 +299,9 @@ class Engine:
         """Return the program for this batch, with the buffers as they are now, and the rows that it takes."""
         named = self._named(batch)
         local = [(entry.name, tuple(named[entry.name].shape)) for entry in self.manifest.inputs]
-        shapes, rows = agreed(local, self.communicator, self._carried, self.data_part.index)
-        size = SizeClass(shapes, training or not self._has_modes)
+        whole = {name: tensor for name, tensor in named.items() if name not in self._carried}
+        shapes, rows = agreed(local, self.communicator, self._carried, self.data_part.index, whole)
+        size = self.size = SizeClass(shapes, training or not self._has_modes)
         running = self._running.get(size)
         if running is None:
             running = self._compiled(size, named)

@@ -18,6 +18,7 @@ from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.training.replicas import checksum
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a global batch, by input
 Vouch = Callable[[Program], None]
@@ -156,15 +157,21 @@ def _written(folder: Path, sources: Mapping[str, str]) -> Path:
 
 
 def agreed(
-    local: Sequence[tuple[str, tuple[int, ...]]], communicator: Communicator, carried: frozenset[str], part: int
+    local: Sequence[tuple[str, tuple[int, ...]]],
+    communicator: Communicator,
+    carried: frozenset[str],
+    part: int,
+    whole: Mapping[str, Tensor],
 ) -> tuple[Shapes, tuple[int, ...]]:
     """Return the shapes of the global batch, and the rows of each data part. Every rank calls it.
 
-    `local`: shapes of this rank's rows; `carried`: inputs whose dim 0 is the batch; `part`: this rank's data part.
-    Raises NnscalerError("batch_differs") where ranks of one part have other rows, or other inputs other shapes.
+    `local`: shapes of this rank's rows; `carried`: inputs whose dim 0 is the batch; `part`: this rank's data part;
+    `whole`: the other inputs, which every part has whole. Raises NnscalerError("batch_differs") where ranks of one part
+    have other rows, or other inputs other shapes or values.
     """
     numbers = torch.tensor([part, *(size for _, shape in local for size in shape)])
-    gathered = communicator.all_gather(numbers, tuple(range(communicator.world_size)))
+    sums = [checksum(tensor) for tensor in whole.values()] if communicator.world_size > 1 else []
+    gathered = communicator.all_gather(torch.cat([numbers, *sums]), tuple(range(communicator.world_size)))
     found = [tuple(row) for row in torch.stack(gathered).tolist()]
     parts: dict[int, int] = {}  # data part -> rows
     shapes: list[tuple[str, tuple[int, ...]]] = []
@@ -181,6 +188,15 @@ def agreed(
         if other is not None:
             raise _differ(name, other, each[other], f"on rank 0 {list(each[0])}: pad to one length on all ranks")
         shapes.append((name, tuple(shape)))
+    for name, _ in zip(whole, sums, strict=False):
+        other = next(
+            (r for r, row in enumerate(found) if row[position : position + 2] != found[0][position:][:2]), None
+        )
+        position += 2
+        if other is not None:
+            message = f"input {name!r} has other values on rank {other} than on rank 0, and its dim 0 is not the batch"
+            help = "give every rank the same, or make it rows of the batch: as many as the first input has"
+            raise NnscalerError("batch_differs", message, help=help)
     return tuple(shapes), tuple(parts[index] for index in sorted(parts))
 
 

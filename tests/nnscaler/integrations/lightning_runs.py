@@ -14,6 +14,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +24,7 @@ from nnscaler.integrations.lightning import NnscalerStrategy
 class Classifier(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
+        self.rate = 1e-2
         self.layers = nn.Sequential(nn.Linear(7, 12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 4))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -35,14 +37,17 @@ class Classifier(lightning.LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         inputs, labels = batch
-        self.log("val_loss", nn.functional.cross_entropy(self.layers(inputs), labels), sync_dist=True)
+        loss = nn.functional.cross_entropy(self.layers(inputs), labels)
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("val_by_rows", loss, sync_dist=True, batch_size=len(inputs))
+        self.log("val_by_count", loss, sync_dist=True, batch_size=torch.ones_like(labels).sum())
 
     def configure_optimizers(self) -> Any:
         groups = [
             {"params": [p for p in self.parameters() if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in self.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        optimizer = torch.optim.AdamW(groups, lr=self.rate)
         return [optimizer], [
             {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), "interval": "step"}
         ]
@@ -59,7 +64,65 @@ class Losses(Callback):
         self.shapes.append(len(outputs["outputs"]))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.validation.append(float(trainer.callback_metrics["val_loss"]))
+        found = trainer.callback_metrics
+        self.validation += [float(found[name]) for name in ("val_loss", "val_by_rows", "val_by_count")]
+
+
+class Version(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1
+
+    def get_extra_state(self) -> Any:
+        return {"number": self.number}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.number = state["number"]
+
+
+class Other(Classifier):
+    """Batches of two loaders, a state that is no tensor, and a hook at the end of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = Version()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = (super(Other, self).training_step(batch[name], batch_idx)["loss"] for name in ("a", "b"))
+        return first + second
+
+    def on_train_start(self) -> None:
+        self.version.number = 2
+
+    def on_train_end(self) -> None:
+        self.at_end = {name: tensor.clone() for name, tensor in self.layers.state_dict().items()}
+
+
+def run_other(strategy: Any, folder: Path) -> dict[str, Any]:
+    """Search a learning rate, train, and read the checkpoint in a plain module."""
+    lightning.seed_everything(1, verbose=False)
+    module = Other()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=1,
+        callbacks=[ModelCheckpoint(folder)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loaders = {"a": DataLoader(rows(40, 0), 4), "b": DataLoader(rows(16, 1), 4)}
+    Tuner(trainer).lr_find(module, loaders, num_training=5, update_attr=False, attr_name="rate")
+    trainer.fit(module, loaders)
+    state = module.layers.state_dict()
+    assert all(torch.equal(module.at_end[name], tensor) for name, tensor in state.items())
+    plain = Other().double()
+    trainer.validate(plain, DataLoader(rows(20, 1), 4), ckpt_path="best", verbose=False)
+    assert module.version.number == plain.version.number == 2
+    assert all(torch.equal(plain.layers.state_dict()[name], tensor) for name, tensor in state.items())
+    return {"state": {name: tensor.tolist() for name, tensor in state.items()}}
 
 
 def rows(count: int, seed: int) -> TensorDataset:
@@ -91,7 +154,10 @@ def run(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    train, validation = DataLoader(rows(88, 0), batch, shuffle=True), DataLoader(rows(24, 1), batch)
+    train, validation = (
+        DataLoader(rows(88, 0), batch, shuffle=True),
+        DataLoader(rows(20, 1), batch),
+    )  # the last one is short
     trainer.fit(module, train, validation, ckpt_path=resume)
     found = {
         "train": losses.train,
@@ -117,6 +183,8 @@ def main(out: Path) -> None:
         "dp=2, 3 batches a step": run(NnscalerStrategy("dp=2,zero=2"), 4, 7, 3),
         "first half": run(NnscalerStrategy("dp=2,zero=1"), 4, 11, folder=out / "first"),
         "second half": run(NnscalerStrategy("dp=2,zero=1"), 4, 20, resume=out / "first" / "last.ckpt"),
+        "ddp, others": run_other("ddp", out / "ddp"),
+        "dp=2, others": run_other(NnscalerStrategy("dp=2,zero=1"), out / "dp"),
         "under another plan": run(NnscalerStrategy("tp=2"), 8, 20, resume=out / "first" / "last.ckpt"),
     }
     if torch.distributed.get_rank() == 0:

@@ -6,18 +6,19 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning import NnscalerStrategy
-from nnscaler.integrations.lightning_checks import check_module
+from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module
 from nnscaler.integrations.lightning_steps import StepModule
 
 TOLERANCE = 1e-12
@@ -50,9 +51,10 @@ def test_steps_equal_those_of_ddp_under_each_plan_and_a_checkpoint_goes_on_under
     several = found["dp=2, 3 batches a step"], found["ddp, 3 batches a step"]
     assert state_distance(*several) <= TOLERANCE
     assert len(several[0]["train"]) == len(several[1]["train"])
+    assert state_distance(found["dp=2, others"], found["ddp, others"]) <= TOLERANCE
     first = found["first half"]
     assert first["train"] == found["dp=2,zero=1"]["train"][:11]
-    assert first["test"] == pytest.approx(first["validation"][1], abs=TOLERANCE)  # read whole by a plain module
+    assert first["test"] == pytest.approx(first["validation"][3], abs=TOLERANCE)  # read whole by a plain module
     assert found["second half"]["state"] == found["dp=2,zero=1"]["state"]
     assert found["second half"]["train"] == found["dp=2,zero=1"]["train"][11:]
     assert state_distance(found["under another plan"], ddp) <= TOLERANCE
@@ -95,12 +97,39 @@ class LogsNumber(Module):
         return super().training_step(batch)
 
 
+class Gathers(Module):
+    def training_step(self, batch: Tensor) -> Any:
+        return self.layer(self.all_gather(batch)).square().mean()
+
+
+class ReadsRate(Module):
+    def training_step(self, batch: Tensor) -> Any:
+        self.log("rate", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        return super().training_step(batch)
+
+
+class ReadsEpoch(Module):
+    def training_step(self, batch: Tensor) -> Any:
+        return super().training_step(batch) * (self.current_epoch + 1)
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layer)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.layer, optimizer)
+
+
 @pytest.mark.parametrize(
     ("module", "options", "said"),
     [
         (ByHand, {}, "ByHand optimizes by hand"),
         (OwnBackward, {}, "OwnBackward has a `backward` of its own"),
         (Module, {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging averages"),
+        (Module, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging averages the module's weights"),
+        (Module, {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]}, "ModelPruning prunes"),
+        (Module, {"callbacks": [Unfreezes()]}, "Unfreezes unfreezes parameters"),
     ],
 )
 def test_what_a_compiled_step_would_leave_out_is_refused(
@@ -117,12 +146,61 @@ def test_a_step_without_a_loss_and_a_logged_object_are_refused_and_a_logged_numb
 
     with pytest.raises(NnscalerError, match="training_step of NoLoss returns dict, and no loss"):
         steps(NoLoss())(torch.ones(2, 3))
-    with pytest.raises(NnscalerError, match="'layer', \\.\\.\\.\\) of a Linear"):
-        steps(LogsMetric())(torch.ones(2, 3))
+    for module, said in (
+        (LogsMetric(), "'layer', \\.\\.\\.\\) of a Linear"),
+        (Gathers(), "calls self.all_gather"),
+        (ReadsRate(), "asks for optimizers"),
+    ):
+        with pytest.raises(NnscalerError, match=said):
+            steps(module)(torch.ones(2, 3))
     made = steps(LogsNumber())
+    assert made(torch.ones(2, 3))["logged"] == {}
     with pytest.warns(UserWarning, match="logs a number that Python computed"):
-        assert made(torch.ones(2, 3))["logged"] == {}
+        made.logs.tell()
     assert made.logs.by_mode[True] == {"rows": {"value": 2, "prog_bar": True}}
+
+
+def test_a_count_that_a_step_reads_is_told() -> None:
+    module = ReadsEpoch()
+    module.trainer = trainer = lightning.Trainer(accelerator="cpu", logger=False)
+    steps = StepModule(module, trainer.precision_plugin.forward_context)
+    steps(torch.ones(2, 3))
+    with pytest.warns(UserWarning, match="the step reads current_epoch, which stays 0"):
+        steps.logs.tell()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was told, and is not again
+        steps.logs.tell()
+    assert module.current_epoch == 0 and "log" not in vars(module)
+
+
+def test_a_module_that_changes_its_mode_or_a_parameter_that_is_unfrozen_is_refused() -> None:
+    module = Module()
+    module.layer.bias.requires_grad_(False)
+    switches = Switches(module)
+    switches.check()
+    module.layer.eval()
+    with pytest.raises(NnscalerError, match="`layer` is in evaluation mode, and was in training mode"):
+        switches.check()
+    module.layer.train()
+    module.layer.bias.requires_grad_(True)
+    with pytest.raises(NnscalerError, match=r"`layer.bias` is trained, and was frozen"):
+        switches.check()
+
+
+def test_numbers_and_texts_and_tensors_of_a_batch_that_differ_are_told() -> None:
+    steps = StepModule(Module(), lightning.Trainer(accelerator="cpu", logger=False).precision_plugin.forward_context)
+    fixed = Fixed.of({"x": torch.ones(2), "n": 3, "of": "a"}, steps)
+    with pytest.raises(NnscalerError, match=r"the numbers \[4\], and the step was compiled with \[3\]"):
+        fixed.check({"x": torch.ones(2), "n": 4, "of": "a"})
+    with pytest.warns(UserWarning, match="batches have texts in them"):
+        fixed.check({"x": torch.ones(2), "n": 3, "of": "b"})
+    with (
+        pytest.raises(
+            NnscalerError, match=r"validation has the tensors \['y'\], and that of training \['batch_x'\]: no"
+        ),
+        fixed.explained({"y": torch.ones(2)}),
+    ):
+        raise NnscalerError("usage", "no")
 
 
 def test_the_engine_is_there_during_fit_alone() -> None:

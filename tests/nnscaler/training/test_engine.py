@@ -156,6 +156,28 @@ def test_evaluation_is_that_of_the_model_in_evaluation_mode(plan: str, ranks: in
         assert got[2] == 1
 
 
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return self.layer(x).square().mean() + self.layer(shift).square().mean()
+
+
+def test_an_input_that_is_no_rows_of_the_batch_has_the_same_values_on_all_ranks() -> None:
+    values = batch(12)["x"]
+    program = nnscaler.parallelize(Shifted(), {"x": values, "shift": values[:1]}, ranks=2, plan="dp=2")
+
+    def work(engine: Engine, other: bool) -> float:
+        rows = {"x": values[:6] if engine.rank == 0 else values[6:], "shift": values[engine.rank * other, None]}
+        return engine.step(rows).item()
+
+    assert len(set(on_ranks(program, lambda engine: work(engine, False)))) == 1
+    with pytest.raises(NnscalerError, match="'shift' has other values on rank 1 than on rank 0"):
+        on_ranks(program, lambda engine: work(engine, True))
+
+
 def test_programs_for_other_sizes_are_vouched_for() -> None:
     """What is compiled on the way is typed before it runs; a text that is not the model's stops every rank."""
     program = compiled(model(), "dp=2,zero=1", 2)
