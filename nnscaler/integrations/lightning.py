@@ -42,7 +42,7 @@ from nnscaler.training.engine import Engine, start
 from nnscaler.training.run_folder import RunFolder
 from nnscaler.training.sizes import SizeClass
 from nnscaler.training.weights import as_user_error
-from nnscaler.transform.plan import Plan
+from nnscaler.transform.plan import DP, SHARD, Plan
 
 PREFIX = "module."  # of the module's names in the program
 _PARTS = "lightning"  # under which a checkpoint has what Lightning saves
@@ -97,8 +97,11 @@ class NnscalerStrategy(DDPStrategy):
         self.model = module
         self._steps = StepModule(module, self.precision_plugin.forward_context)
         self._switches = Switches(module)
-        count = parse_spec(self._plan, self.world_size) if isinstance(self._plan, str) else None
-        parts = self._plan.data_parts if isinstance(self._plan, Plan) else (count or {}).get("dp", 1)
+        if isinstance(self._plan, Plan):
+            parts = self._plan.data_parts
+        else:
+            sizes = parse_spec(self._plan, self.world_size)
+            parts = sizes.get(DP, 1) * sizes.get(SHARD, 1)
         first = self._first_batch(trainer, module)
         self._fixed: Fixed = self.broadcast(Fixed.of(first, self._steps))
         batch = (_repeated(first, parts),)

@@ -171,12 +171,14 @@ def with_tensors_of(optimizer: Optimizer, steps: StepModule, engine: Engine) -> 
             raise NnscalerError("no_such_parameter", message)
         wanted = [name for p in group["params"] if (name := names[id(p)]) in here]
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        check_update(
+        split = check_update(
             type(optimizer),
             {key: value for key, value in settings.items() if key in taken},
             [held[name] for name in wanted],
             complete=here.keys() >= trainable,
         )
+        if not split.elementwise:  # of a parameter that another rank owns, this one has nothing to update
+            wanted = [name for name in wanted if here[name].numel()]
         group["params"] = [here[name] for name in wanted]
         if "param_names" in group:
             group["param_names"] = wanted

@@ -22,8 +22,9 @@ from nnscaler.integrations.lightning import NnscalerStrategy
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         super().__init__()
+        self.optimizer = optimizer
         self.rate = 1e-2
         self.layers = nn.Sequential(nn.Linear(7, 12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 4))
 
@@ -47,7 +48,7 @@ class Classifier(lightning.LightningModule):
             {"params": [p for p in self.parameters() if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in self.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.rate)
+        optimizer = self.optimizer(groups, lr=self.rate)  # type: ignore[call-arg]
         return [optimizer], [
             {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), "interval": "step"}
         ]
@@ -132,11 +133,17 @@ def rows(count: int, seed: int) -> TensorDataset:
 
 
 def run(
-    strategy: Any, batch: int, steps: int = 20, accumulate: int = 1, folder: Path | None = None, resume: Any = None
+    strategy: Any,
+    batch: int,
+    steps: int = 20,
+    accumulate: int = 1,
+    folder: Path | None = None,
+    resume: Any = None,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> dict[str, Any]:
     """Train from one beginning. `batch`: of a data part."""
     lightning.seed_everything(1, verbose=False)
-    module, losses = Classifier(), Losses()
+    module, losses = Classifier(optimizer), Losses()
     callbacks: list[Callback] = [losses]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, save_last=True, every_n_train_steps=11))
@@ -177,10 +184,13 @@ def main(out: Path) -> None:
         "ddp": run("ddp", 4),
         "dp=2,zero=1": run(NnscalerStrategy("dp=2,zero=1"), 4),
         "dp=2,zero=3": run(NnscalerStrategy("dp=2,zero=3"), 4),
+        "dp=1,shard=2,zero=3": run(NnscalerStrategy("dp=1,shard=2,zero=3"), 4),
         "tp=2": run(NnscalerStrategy("tp=2"), 8),
         "pp=2": run(NnscalerStrategy("pp=2"), 8),
         "ddp, 3 batches a step": run("ddp", 4, 7, 3),
         "dp=2, 3 batches a step": run(NnscalerStrategy("dp=2,zero=2"), 4, 7, 3),
+        "ddp, whole matrices": run("ddp", 4, optimizer=torch.optim.Adafactor),
+        "dp=2, whole matrices": run(NnscalerStrategy("dp=2,zero=1,owned=1"), 4, optimizer=torch.optim.Adafactor),
         "first half": run(NnscalerStrategy("dp=2,zero=1"), 4, 11, folder=out / "first"),
         "second half": run(NnscalerStrategy("dp=2,zero=1"), 4, 20, resume=out / "first" / "last.ckpt"),
         "ddp, others": run_other("ddp", out / "ddp"),

@@ -42,7 +42,7 @@ def run_script(folder: Path) -> dict[str, Any]:
 def test_steps_equal_those_of_ddp_under_each_plan_and_a_checkpoint_goes_on_under_another(tmp_path: Path) -> None:
     found = run_script(tmp_path)
     ddp = found["ddp"]
-    for plan in ("dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2"):
+    for plan in ("dp=2,zero=1", "dp=2,zero=3", "dp=1,shard=2,zero=3", "tp=2", "pp=2"):
         assert len(found[plan]["train"]) == 20
         assert state_distance(found[plan], ddp) <= TOLERANCE, plan
         assert found[plan]["validation"] == pytest.approx(ddp["validation"], abs=TOLERANCE), plan
@@ -51,6 +51,7 @@ def test_steps_equal_those_of_ddp_under_each_plan_and_a_checkpoint_goes_on_under
     several = found["dp=2, 3 batches a step"], found["ddp, 3 batches a step"]
     assert state_distance(*several) <= TOLERANCE
     assert len(several[0]["train"]) == len(several[1]["train"])
+    assert state_distance(found["dp=2, whole matrices"], found["ddp, whole matrices"]) <= TOLERANCE
     assert state_distance(found["dp=2, others"], found["ddp, others"]) <= TOLERANCE
     first = found["first half"]
     assert first["train"] == found["dp=2,zero=1"]["train"][:11]
