@@ -1,0 +1,1 @@
+"""Verify parallel programs that this compiler did not write, against the plain eager model."""

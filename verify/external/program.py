@@ -1,0 +1,83 @@
+"""What is verified: a parallel program of somebody else, and the plain model that it must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from op_registry.spec import SourceLocation
+
+Batch = Any  # a tensor, or a tuple, list or dict (nested) of tensors and other values
+Step = Callable[[Any, Batch], Tensor | None]
+
+
+def default_step(model: Any, batch: Batch) -> Tensor:
+    """Call the model on the batch and return its loss: what it returns, its `loss`, or the first of what it returns.
+
+    Raises TypeError for a model that returns no scalar.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, tuple | list):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    found = output
+    if isinstance(output, Mapping) and "loss" in output:
+        found = output["loss"]
+    elif getattr(output, "loss", None) is not None:
+        found = output.loss
+    elif isinstance(output, tuple | list) and output:
+        found = output[0]
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise TypeError(f"the model returns no scalar loss, but {kind}: define `step(model, batch)`, which returns one")
+    return found
+
+
+@dataclass(frozen=True)
+class ExternalProgram:
+    """A parallel program, in the words of its author, and its oracle.
+
+    name            for messages: "check.py"
+    model           make the plain eager module: the oracle, and what is handed to `parallelize`
+    batch           make the batch of one step, whole: dim 0 of its tensors are the rows
+    parallelize     the author's function of (module, DeviceMesh), unmodified. What it returns is what `step` gets: a
+                    module, a pipeline schedule, or anything else; None: it changed the module in place
+    mesh            (axis, size), outermost first; the product of the sizes is the number of ranks
+    data_axes       axes over which the rows of the batch are divided before a rank's `step` sees them
+    step            the loss of (model, batch). Where it runs the backward pass by itself (pipelines), it returns a loss
+                    without gradient, or None on ranks that have none
+    reference_step  the same for the plain model; None: `step`
+    optimizer       make the optimizer of what `parallelize` returned, and of the plain model; None: SGD
+    max_norm        clip gradients to this norm by `torch.nn.utils.clip_grad_norm_` before each step; None: do not
+    clip            clip the gradients of (model, max_norm) in the program's own way, and return the norm; None: torch's
+    names           name of a parameter or buffer in the program -> its name in the plain model, where they differ
+    reference       "whole": the loss of the whole batch; "parts": the mean over the data parts, each by itself
+    where           place of `parallelize`
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    parallelize: Callable[[nn.Module, torch.distributed.device_mesh.DeviceMesh], Any]
+    mesh: tuple[tuple[str, int], ...]
+    data_axes: tuple[str, ...] = ()
+    step: Step = default_step
+    reference_step: Step | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    max_norm: float | None = None
+    clip: Callable[[Any, float], Any] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    reference: str = "whole"
+    where: SourceLocation | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return prod(size for _, size in self.mesh)
