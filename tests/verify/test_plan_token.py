@@ -20,9 +20,10 @@ from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import SEARCH
 from nnscaler.transform.plan import Plan
 from verify.programs.request import PlanRequest
-from verify.programs.token import LONGEST, PlanToken, Source, decode, encode, make_token, request_of
-from verify.results.packed_word import Damaged, pack, unpack
+from verify.programs.token import PlanToken, decode, encode, make_token, request_of
+from verify.results.packed_word import LONGEST, Damaged, pack, unpack
 from verify.results.report import environment
+from verify.results.source import Source
 
 MODEL = """
 import torch

@@ -6,8 +6,6 @@ whole, the options, and the versions of nnscaler and torch.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,13 +16,11 @@ from nnscaler.errors import NnscalerError
 from nnscaler.model_file import find_target
 from nnscaler.plan_source import is_words, plan_text
 from verify.programs.request import PlanRequest
-from verify.results.packed_word import Damaged, pack, unpack
+from verify.results.packed_word import LONGEST, WordKind
 from verify.results.report import environment
+from verify.results.source import Source, changes, read_source
 
-PREFIX = "nns2:"
-LONGEST = 60_000  # characters of a word that still fits into a command line
-_LARGEST = 1 << 24  # bytes of JSON: a word that unpacks to more is not ours
-_HELP = "a finding of `nnscaler verify-plan` ends with the line `reproduce: nnscaler reproduce nns2:...`"
+_WORDS = WordKind("nns2:", "verify-plan", 1 << 24, "which may compile another program")
 Option = str | int | float | bool | None | list[str]
 # the fields of a request that are options of a token; its depth is two flags there, and the rest has a field of its own
 _OPTIONS = (
@@ -32,25 +28,6 @@ _OPTIONS = (
     "dtype", "timeout", "own_weights", "level", "train", "train_steps", "optimizer", "train_backend", "optimizer_bytes",
 )  # fmt: skip
 _APART = ("model", "plan", "plan_document", "program", "depth")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A file, or a folder with a program; `path` is relative to the directory of the run where it lies inside."""
-
-    path: str
-    sha256: str
-
-    @staticmethod
-    def of(path: str | Path) -> Source:
-        """Return the file as it is now. Raises NnscalerError `no_such_file`."""
-        absolute = os.path.abspath(path)
-        inside = Path(absolute).is_relative_to(Path.cwd())
-        return Source(Path(os.path.relpath(absolute)).as_posix() if inside else absolute, digest(Path(absolute)))
-
-    def changed(self) -> bool:
-        """Return whether the file's content has changed. Raises NnscalerError `no_such_file` where the file is gone."""
-        return digest(Path(self.path)) != self.sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +56,7 @@ class PlanToken:
 
         Raises NnscalerError where a file is gone.
         """
-        sources = [source for source in (self.model, self.policy, self.program) if source is not None]
-        told = [f"{source.path} was changed since the token was made" for source in sources if source.changed()]
-        here = environment()["torch"]
-        return told + ([f"found under torch {self.torch}, replayed under {here}"] if self.torch != here else [])
+        return changes((self.model, self.policy, self.program), self.torch)
 
 
 def reproduce_line(request: PlanRequest, command: Sequence[str]) -> str:
@@ -141,66 +115,35 @@ def request_of(token: PlanToken) -> PlanRequest:
 
 def encode(token: PlanToken) -> str | None:
     """Return the word; None where it would be too long for a command line."""
-    word = pack(PREFIX, {"tool": "verify-plan", **asdict(token)})
+    word = _WORDS.pack(asdict(token))
     return word if len(word) <= LONGEST else None
 
 
 def decode(text: str) -> PlanToken:
     """Raises NnscalerError `bad_token` for what is no token, or is one of another version of nnscaler."""
-    word = "".join(text.split())
-    if not word.startswith(PREFIX):
-        raise NnscalerError("bad_token", f"{word[:20]!r} is no token: one starts with {PREFIX!r}", help=_HELP)
-    here = environment()["nnscaler"]
-    try:
-        document = unpack(PREFIX, word, _LARGEST)
-        found = str(document["nnscaler"])
-        if found == here:
-            return _token(document)
-        model, ranks = document["model"]["path"], document["options"]["ranks"]
-    except (Damaged, KeyError, TypeError, ValueError, AttributeError):
-        raise NnscalerError("bad_token", "the token is damaged: it must be copied whole", help=_HELP) from None
-    message = f"the token is of nnscaler {found}, and this is nnscaler {here}, which may compile another program"
-    again = f"nnscaler verify-plan {quote(model)} --ranks {ranks} ..."
-    raise NnscalerError("bad_token", message, help=f"verify again: {again}")
+    return _WORDS.read(text, _token, _again)
 
 
-def digest(path: Path) -> str:
-    """Digest a file's bytes, or all files of a folder. Raises NnscalerError `no_such_file`."""
-    whole = hashlib.sha256()
-    try:
-        if not path.is_dir():
-            return hashlib.sha256(path.read_bytes()).hexdigest()
-        for file in sorted(path.rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts:
-                whole.update(f"{file.relative_to(path).as_posix()}\0{digest(file)}\n".encode())
-    except OSError as error:
-        help = "run it in the directory in which it was found: the token names files relative to that"
-        raise NnscalerError("no_such_file", f"cannot read {path}: {error.strerror}", help=help) from None
-    return whole.hexdigest()
+def _again(document: Mapping[str, Any]) -> str:
+    return f"nnscaler verify-plan {quote(document['model']['path'])} --ranks {document['options']['ranks']} ..."
 
 
 def _token(document: Mapping[str, Any]) -> PlanToken:
-    if document["tool"] != "verify-plan":
-        raise ValueError("of another tool")
     texts = [document[name] for name in ("plan", "document")]
     options = document["options"]
     if any(text is not None and not isinstance(text, str) for text in texts) or not isinstance(options, dict):
         raise TypeError("plan")
-    model = _source(document["model"])
+    model = read_source(document["model"])
     if model is None:
         raise TypeError("model")
     return PlanToken(
         model,
         str(document["factory"]),
         document["plan"],
-        _source(document["policy"]),
+        read_source(document["policy"]),
         document["document"],
-        _source(document["program"]),
+        read_source(document["program"]),
         options,
         str(document["nnscaler"]),
         str(document["torch"]),
     )
-
-
-def _source(document: Any) -> Source | None:
-    return None if document is None else Source(str(document["path"]), str(document["sha256"]))

@@ -11,15 +11,13 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import Any, get_args
 
-from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.cases import Case, Inputs
 from verify.evidence.options import Kind
-from verify.results.packed_word import Damaged, pack, unpack
-from verify.results.report import environment
+from verify.results.packed_word import WordKind
 
 PREFIX = "nns1:"
-_LARGEST = 1 << 16  # bytes of JSON: a word that unpacks to more is not ours
+_WORDS = WordKind(PREFIX, "verify-op", 1 << 16, "which may mean something else by its cases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,6 @@ class Token:
 def encode(token: Token) -> str:
     """Return the word."""
     document = {
-        "tool": "verify-op",
         "target": token.address,
         "annotation": token.annotation,
         "samples": token.samples,
@@ -55,27 +52,12 @@ def encode(token: Token) -> str:
         "torch": token.torch,
         "modules": list(token.modules),
     }
-    return pack(PREFIX, document)
+    return _WORDS.pack(document)
 
 
 def decode(text: str) -> Token:
     """Raises NnscalerError `bad_token` for what is no token, or is one of another version of nnscaler."""
-    text = "".join(text.split())
-    if not text.startswith(PREFIX):
-        raise NnscalerError("bad_token", f"{text[:20]!r} is no token: one starts with {PREFIX!r}", help=_HELP)
-    try:
-        document = unpack(PREFIX, text, _LARGEST)
-        found = str(document["nnscaler"])
-        if found == environment()["nnscaler"]:
-            return _token(document)
-    except (Damaged, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise NnscalerError("bad_token", "the token is damaged: it must be copied whole", help=_HELP) from None
-    here = environment()["nnscaler"]
-    message = f"the token is of nnscaler {found}, and this is nnscaler {here}: its cases may mean something else"
-    raise NnscalerError("bad_token", message, help=f"verify the operator again: {_again(document)}")
-
-
-_HELP = "a finding of `nnscaler verify-op` ends with the line `reproduce: nnscaler reproduce nns1:...`"
+    return _WORDS.read(text, _token, _again)
 
 
 def _again(document: Mapping[str, Any]) -> str:
@@ -83,8 +65,6 @@ def _again(document: Mapping[str, Any]) -> str:
 
 
 def _token(document: Mapping[str, Any]) -> Token:
-    if document["tool"] != "verify-op":
-        raise ValueError("of another tool")
     annotation, samples, case = document["annotation"], document["samples"], document["case"]
     if any(text is not None and not isinstance(text, str) for text in (annotation, samples)):
         raise TypeError("annotation")
