@@ -1,0 +1,270 @@
+"""The plain model's state as one address space, and which of its elements a rank's tensors hold.
+
+Every element of every parameter and buffer of the plain model has one address: tensors lie one after the other, tied
+ones once. A rank's tensor is then a tensor of addresses, whatever was done to it: sharded by DTensor, cut by hand,
+permuted, packed with others, renamed. The addresses come
+
+    by layout    from the name (wrappers' parts left out) and DTensor's placements, where the values agree
+    by value     else from the values at the start: parameters are disturbed at random before, so that in float64 no two
+                 elements are equal, and a value says whose it is
+
+A worked example: `qkv.weight` on tensor-parallel rank 1 of 2 is the plain model's rows 2:4 of `q`, `k` and `v` of four
+rows each. No name fits and no placement says so; its 6 rows are found as addresses 8:16, 24:32 and 40:48 (4 columns).
+
+A tensor with values of its own (made afresh by the program) is given the model's where its layout is known, and noted;
+what has neither is unmatched, and nothing is decided about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+Kind = Literal["parameter", "buffer"]
+Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened
+_WRAPPERS = frozenset(
+    ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_flat_param", "parametrizations")
+)
+_REARRANGED = 0.5  # of a tensor's elements: more of them in the model's are no accident
+
+
+@dataclass(frozen=True)
+class StateMap:
+    """Where each tensor of the plain model lies in its address space.
+
+    starts   name -> first address; tied names have the same
+    shapes   name -> shape
+    kinds    name -> parameter or buffer
+    size     addresses in all
+    names    one name of each tensor, in the order of addresses
+    """
+
+    starts: Mapping[str, int]
+    shapes: Mapping[str, torch.Size]
+    kinds: Mapping[str, Kind]
+    size: int
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(module: nn.Module) -> StateMap:
+        """Lay out the parameters and buffers of the plain model."""
+        starts: dict[str, int] = {}
+        shapes: dict[str, torch.Size] = {}
+        kinds: dict[str, Kind] = {}
+        seen: dict[int, int] = {}
+        names: list[str] = []
+        size = 0
+        for name, tensor, kind in state_of(module):
+            if id(tensor) not in seen:
+                seen[id(tensor)] = size
+                names.append(name)
+                size += tensor.numel()
+            starts[name], shapes[name], kinds[name] = seen[id(tensor)], tensor.shape, kind
+        return StateMap(starts, shapes, kinds, size, tuple(names))
+
+    def flat(self, values: Mapping[str, Tensor | None]) -> Tensor:
+        """Return the values as one float64 tensor over all addresses; NaN where there is none."""
+        whole = torch.full((self.size,), torch.nan, dtype=torch.float64)
+        for name in self.names:
+            value = values.get(name)
+            if value is not None and value.numel():
+                start = self.starts[name]
+                whole[start : start + value.numel()] = value.detach().reshape(-1).to("cpu", torch.float64)
+        return whole
+
+    def whole(self, name: str) -> range:
+        """Return the addresses of a tensor of the plain model."""
+        return range(self.starts[name], self.starts[name] + self.shapes[name].numel())
+
+    def names_at(self, addresses: Addresses) -> tuple[str, ...]:
+        """Return the tensors of which these are elements, in the order of addresses."""
+        if isinstance(addresses, range):
+            low, high = addresses.start, addresses.stop - 1
+            inside = [n for n in self.names if self.starts[n] <= high and self.whole(n).stop > low]
+            return tuple(inside)
+        bounds = torch.tensor([self.whole(n).stop for n in self.names])
+        found = torch.unique(torch.bucketize(addresses, bounds, right=True))
+        return tuple(self.names[int(i)] for i in found)
+
+    @cached_property
+    def tied(self) -> Mapping[str, tuple[str, ...]]:
+        """Return, by one name of each tied parameter, all its names."""
+        groups: dict[int, list[str]] = {}
+        for name, start in self.starts.items():
+            if self.shapes[name].numel():
+                groups.setdefault(start, []).append(name)
+        return {names[0]: tuple(names) for names in groups.values() if len(names) > 1}
+
+
+def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Kind]]:
+    """Yield every parameter, then every buffer, by each of its names."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield name, parameter, "parameter"
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield name, buffer, "buffer"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the program on one rank, and which elements of the plain model it holds.
+
+    local       its name in the program
+    kind        parameter or buffer
+    shape       of the local tensor
+    names       the tensors of the plain model that it has elements of; empty where it is unmatched
+    addresses   of its elements; None where it is unmatched
+    found       "layout" or "value"; "given": by layout, and its values were replaced by the model's
+    layout      DTensor's placements by mesh axis, in words; "plain" for other tensors
+    trained     it requires a gradient
+    started     a sum of its values before anything was replaced, to compare replicas of
+    """
+
+    local: str
+    kind: Kind
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    addresses: Addresses | None
+    found: str
+    layout: str
+    trained: bool
+    started: float
+
+    @property
+    def name(self) -> str:
+        """Its name in the plain model, or in the program where it has none there."""
+        return "+".join(self.names) if self.names else self.local
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return this piece of a tensor over all addresses, in the local shape."""
+        assert self.addresses is not None
+        return taken(whole, self.addresses).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The plain model's values at the start, sorted, so that a value leads to its address."""
+
+    space: StateMap
+    start: Tensor  # [addresses] float64
+    ordered: Tensor  # [parameter addresses] float64, ascending
+    order: Tensor  # [parameter addresses] the address of each
+
+    @staticmethod
+    def of(space: StateMap, values: Mapping[str, Tensor]) -> Lookup:
+        """Sort the parameters' values."""
+        flat = space.flat(values)
+        inside = torch.zeros(space.size, dtype=torch.bool)
+        for name in space.names:
+            if space.kinds[name] == "parameter":
+                whole = space.whole(name)
+                inside[whole.start : whole.stop] = True
+        candidates = inside.nonzero().flatten()
+        ordered, order = torch.sort(flat[candidates], stable=True)
+        return Lookup(space, flat, ordered, candidates[order])
+
+    def by_value(self, values: Tensor) -> tuple[Tensor, float]:
+        """Return an address for each value, and the share of them that the model has; others get address 0."""
+        wanted = values.detach().reshape(-1).double()
+        if not len(self.ordered) or not len(wanted):
+            return torch.zeros(len(wanted), dtype=torch.long), 0.0
+        places = torch.searchsorted(self.ordered, wanted).clamp_max(len(self.ordered) - 1)
+        right = self.ordered[places] == wanted
+        return torch.where(right, self.order[places], 0), float(right.double().mean())
+
+
+def clean_name(name: str) -> str:
+    """Drop the parts that wrappers add: `module.`, `_orig_mod.`, ..."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def local_value(tensor: Any) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    value = tensor.detach()
+    value = value.to_local() if isinstance(value, DTensor) else value
+    # functional collectives of torch hand out tensors that wait when they are read
+    return value.wait() if type(value).__name__ == "AsyncCollectiveTensor" else value
+
+
+def layout_words(tensor: Tensor) -> str:
+    """Describe where a tensor lies: `dp=Shard(0) tp=Replicate`."""
+    if not isinstance(tensor, DTensor):
+        return "plain"
+    axes = tensor.device_mesh.mesh_dim_names or tuple(map(str, range(tensor.device_mesh.ndim)))
+    words = [f"{axis}={placement!r}" for axis, placement in zip(axes, tensor.placements, strict=True)]
+    return " ".join(words)
+
+
+def claimed(tensor: Tensor, name: str, space: StateMap) -> Addresses | None:
+    """Return the addresses that a tensor's name and layout say; None where they say nothing that fits."""
+    whole = space.whole(name)
+    if isinstance(tensor, DTensor):
+        if tensor.shape != space.shapes[name] or any(p.is_partial() for p in tensor.placements):
+            return None
+        if all(p.is_replicate() for p in tensor.placements):
+            return whole
+        numbers = torch.arange(whole.start, whole.stop).view(tensor.shape)
+        shard = distribute_tensor(numbers, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        local = shard.to_local()
+        return local.reshape(-1) if local.shape == tensor.to_local().shape else None
+    return whole if tensor.shape == space.shapes[name] else None
+
+
+def match(
+    tensors: Sequence[tuple[str, Tensor, Kind]], lookup: Lookup, renamed: Mapping[str, str], known: Sequence[Piece] = ()
+) -> tuple[Piece, ...]:
+    """Find the addresses of a rank's tensors, and give the model's values to those that have their own.
+
+    `renamed`: the program's name -> the model's. `known`: pieces that an earlier run in float64 found by value, for in
+    narrower dtypes values are no longer unique.
+    """
+    before = {piece.local: piece for piece in known}
+    return tuple(_piece(*entry, lookup, renamed, before.get(entry[0])) for entry in tensors)
+
+
+def _piece(
+    local: str, tensor: Tensor, kind: Kind, lookup: Lookup, renamed: Mapping[str, str], known: Piece | None
+) -> Piece:
+    space, value = lookup.space, local_value(tensor)
+    clean = clean_name(local)
+    name = renamed.get(local, renamed.get(clean, clean))
+    addresses, found = None, ""
+    if name in space.starts:
+        addresses = claimed(tensor, name, space)
+        found = "layout" if addresses is not None and _agrees(value, addresses, lookup) else ""
+    if not found and known is not None and known.found == "value" and known.shape == tuple(value.shape):
+        addresses, found = known.addresses, "value"
+    if not found and kind == "parameter" and value.is_floating_point() and value.numel():
+        looked_up, share = lookup.by_value(value)
+        if share == 1.0:
+            addresses, found = looked_up, "value"
+        elif share > _REARRANGED:
+            addresses = None  # made of the model's values and of others: nobody can say what it is
+    started = float(value.double().sum()) if not value.is_meta else 0.0
+    if not found and addresses is not None:
+        found = "given" if kind == "parameter" else "layout"
+        if kind == "parameter":
+            _give(tensor, addresses, lookup)
+    names = () if addresses is None else space.names_at(addresses)
+    shape = tuple(value.shape)
+    return Piece(local, kind, shape, names, addresses, found, layout_words(tensor), tensor.requires_grad, started)
+
+
+def taken(whole: Tensor, addresses: Addresses) -> Tensor:
+    """Return the elements of a tensor over all addresses, flat."""
+    return whole[addresses.start : addresses.stop] if isinstance(addresses, range) else whole[addresses]
+
+
+def _agrees(value: Tensor, addresses: Addresses, lookup: Lookup) -> bool:
+    return torch.equal(value.reshape(-1), taken(lookup.start, addresses).to(value.dtype))
+
+
+def _give(tensor: Tensor, addresses: Addresses, lookup: Lookup) -> None:
+    with torch.no_grad():
+        target = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        target.copy_(taken(lookup.start, addresses).to(target.dtype).view(target.shape))

@@ -1,0 +1,261 @@
+"""The oracle: the plain model, eager and untraced, on the whole batch and on each data part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing.export.locations import location_of_exception
+from nnscaler.tracing.precision import exact, run_backward, without_dropout
+from verify.external.addresses import Lookup, StateMap, state_of
+from verify.external.program import Batch, ExternalProgram
+from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
+
+Part = tuple[int, ...]  # a rank's index on each data axis
+
+
+def initial_model(program: ExternalProgram, seed: int) -> nn.Module:
+    """Make the plain model, with every parameter disturbed at random. Raises NnscalerError for what is no module."""
+    torch.manual_seed(seed)
+    model = program.model()
+    if not isinstance(model, nn.Module):
+        message = f"`model()` of {program.name} returns {type(model).__name__}, which is no torch.nn.Module"
+        raise NnscalerError("usage", message, program.where, help="return the plain eager module")
+    randomise_parameters(model, seed)
+    return model
+
+
+@contextmanager
+def computing_in(model: nn.Module | None, dtype: torch.dtype) -> Iterator[None]:
+    """While open, nothing is dropped, and the model computes in `dtype`; in float64 everything does."""
+    with ExitStack() as stack:
+        if dtype == torch.float64:
+            stack.enter_context(exact(model))
+        else:
+            if model is not None:
+                model.to(dtype)
+            stack.enter_context(without_dropout(model))
+        yield
+
+
+# The batch: its rows are dim 0 of most of its tensors.
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch in the order in which they stand."""
+    found: list[Tensor] = []
+    map_batch(batch, found.append)
+    return found
+
+
+def map_batch(batch: Batch, function: Callable[[Tensor], Any]) -> Batch:
+    """Return the batch with `function` of each tensor in its place."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_batch(value, function) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_batch(value, function) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_batch(value, function) for value in batch)
+    return batch
+
+
+def row_count(batch: Batch) -> int:
+    """Return the rows of a batch: the size of dim 0 that most of its tensors have."""
+    sizes = [len(t) for t in tensors_of(batch) if t.dim()]
+    return max(set(sizes), key=lambda size: (sizes.count(size), size)) if sizes else 0
+
+
+def batch_of_step(batch: Batch, step: int, parts: int) -> Batch:
+    """Return the batch of a step: its rows in another order, so that data parts see other rows in each step."""
+    rows = row_count(batch)
+    shift = step if parts > 1 else 0
+    return map_batch(batch, lambda t: t.roll(shift, 0) if shift and t.dim() and len(t) == rows else t)
+
+
+def part_of(batch: Batch, index: int, parts: int) -> Batch:
+    """Return the rows of one data part; tensors that have no rows go to all."""
+    if parts == 1:
+        return batch
+    rows = row_count(batch)
+    size = rows // parts
+    return map_batch(batch, lambda t: t[index * size : (index + 1) * size] if t.dim() and len(t) == rows else t)
+
+
+def copied(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Return a copy in which floating-point tensors have the dtype of the run."""
+    return map_batch(batch, lambda t: t.to(dtype, copy=True) if t.is_floating_point() else t.clone())
+
+
+def data_part(program: ExternalProgram, coordinate: Mapping[str, int]) -> tuple[int, int]:
+    """Return the number of a rank's data part, and how many parts there are."""
+    sizes = dict(program.mesh)
+    index, parts = 0, 1
+    for axis in program.data_axes:
+        index, parts = index * sizes[axis] + coordinate[axis], parts * sizes[axis]
+    return index, parts
+
+
+def coordinates(program: ExternalProgram) -> list[dict[str, int]]:
+    """Return the coordinate of each rank on the mesh."""
+    axes = [axis for axis, _ in program.mesh]
+    return [dict(zip(axes, c, strict=True)) for c in product(*(range(size) for _, size in program.mesh))]
+
+
+def check_rows(program: ExternalProgram, batch: Batch) -> None:
+    """Check that the rows of the batch divide. Raises NnscalerError `usage`."""
+    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+    rows = row_count(batch)
+    if parts > 1 and (rows == 0 or rows % parts):
+        message = f"the {rows} rows of `batch()` in {program.name} do not divide into {parts} data parts"
+        axes = ", ".join(program.data_axes)
+        raise NnscalerError("usage", message, program.where, help=f"data_axes is {axes}: return a multiple of {parts}")
+
+
+# What the plain model computes.
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """One step of the plain model, before and after the optimizer's update. Tensors over all addresses are float64.
+
+    loss        of the whole batch
+    part_losses of each data part by itself
+    gradients   [addresses] before clipping; NaN where the loss does not depend on the parameter
+    parameters  [addresses] after the update, buffers among them
+    norm        of the gradients, where they were clipped
+    """
+
+    loss: Tensor
+    part_losses: tuple[Tensor, ...]
+    gradients: Tensor
+    parameters: Tensor
+    norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A few steps of the plain model.
+
+    space          its address space
+    start          its parameters and buffers at the start, by name
+    steps          one for each step
+    learning_rate  of SGD, where the program brings no optimizer
+    dtype          that it computed in
+    batch          of the first step, whole
+    """
+
+    space: StateMap
+    start: Mapping[str, Tensor]
+    steps: tuple[ReferenceStep, ...]
+    learning_rate: float
+    dtype: torch.dtype
+    batch: Batch
+
+    def lookup(self) -> Lookup:
+        """Return the lookup from values to addresses."""
+        return Lookup.of(self.space, self.start)
+
+
+def run_reference(
+    program: ExternalProgram,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    steps: int,
+    dtype: torch.dtype,
+    learning_rate: float | None = None,
+) -> Reference:
+    """Train a copy of the plain model on the whole batch. Raises NnscalerError `model_raised`, `no_gradient`."""
+    model = copy.deepcopy(model)
+    step_of = program.reference_step or program.step
+    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+    rows: list[ReferenceStep] = []
+    with torch.random.fork_rng(devices=[]), computing_in(model, dtype):
+        space, start = StateMap.of(model), logical_state(model)
+        optimizer = None if program.optimizer is None else program.optimizer(model)
+        for number in range(steps):
+            whole = batch_of_step(batch, number, parts)
+            losses = [_part_loss(step_of, model, part_of(whole, i, parts), dtype) for i in range(parts)]
+            model.zero_grad(set_to_none=True)
+            loss = _backward(program, step_of, model, whole, dtype, parts)
+            gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
+            if optimizer is None:
+                learning_rate = learning_rate or choose_learning_rate(model)
+                optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+            norm = None
+            if program.max_norm is not None:
+                norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), program.max_norm).detach().clone()
+            optimizer.step()
+            state = {name: tensor for name, tensor, _ in state_of(model)}
+            rows.append(ReferenceStep(loss, tuple(losses), gradients, space.flat(state), norm))
+    return Reference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch)
+
+
+def _part_loss(step_of: Any, model: nn.Module, part: Batch, dtype: torch.dtype) -> Tensor:
+    """Return the loss of one data part, with buffers as they were before."""
+    buffers = [b.clone() for b in model.buffers()]
+    with _told():  # gradients are on, for a step may run the backward pass by itself
+        loss = _scalar(step_of(model, copied(part, dtype)))
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    model.zero_grad(set_to_none=True)
+    return loss
+
+
+def _backward(
+    program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype, parts: int
+) -> Tensor:
+    """Run forward and backward on the whole batch, or on its parts one after the other; return the loss."""
+    pieces = [part_of(batch, i, parts) for i in range(parts)] if program.reference == "parts" else [batch]
+    losses = []
+    for piece in pieces:
+        with _told():
+            loss = step_of(model, copied(piece, dtype))
+            if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(model, len(losses)):
+                run_backward(loss, torch.full_like(loss, 1.0 / len(pieces)))
+        losses.append(_scalar(loss))
+    if all(p.grad is None for p in model.parameters()):
+        message = f"the loss of {program.name} depends on no parameter of the plain model that is trained"
+        raise NnscalerError("no_gradient", message, program.where)
+    return torch.stack(losses).mean(0)
+
+
+def _no_gradient_yet(model: nn.Module, losses: int) -> bool:
+    """Return whether the step left the backward pass to its caller."""
+    return losses > 0 or all(p.grad is None for p in model.parameters())
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        message = f"`step(model, batch)` returns {found} for the plain model, and no scalar loss"
+        raise NnscalerError("usage", message, help="return the loss, or define `reference_step(model, batch)`")
+    return loss.detach().reshape(()).clone()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except NnscalerError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        message = f"the plain model itself raises on `batch()`: {type(error).__name__}: {first[:300]}"
+        raise NnscalerError("model_raised", message, location_of_exception(error)) from error
+
+
+def mean_of(parts: Sequence[Tensor]) -> Tensor:
+    """Return the mean of scalar losses in float64."""
+    return torch.stack([loss.double() for loss in parts]).mean()
