@@ -75,8 +75,13 @@ class Key:
     required: bool = False
 
 
-_SUBTABLES = ("verify-op", "verify-plan", "gate")
-SHARED = (Key("seed", "integer"), Key("cache", "text"), *(Key(name, "table") for name in _SUBTABLES))  # [tool.nnscaler]
+_SUBTABLES = ("verify-op", "verify-plan", "verify-external", "gate")
+SHARED = (  # [tool.nnscaler]
+    Key("seed", "integer"),
+    Key("cache", "text"),
+    *(Key(name, "table") for name in _SUBTABLES),
+    Key("external", "tables"),
+)
 
 
 def cache_folder(start: Path | None = None) -> Path | None:

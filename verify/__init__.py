@@ -1,7 +1,8 @@
 """Verify that a program equals its model, and that an annotation is true of its operator.
 
 `verify_plan` runs the compiled program and compares it with the original model; `verify_op` compares an operator's
-shards with the whole operator. Both return a `Report`.
+shards with the whole operator; `verify_external` compares a parallel program that nnScaler did not write (a check file,
+or an `ExternalProgram`) with the plain model. All return a `Report`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,36 @@ from verify.results.report import Check, Report
 from verify.results.verdict import Verdict, merge
 
 if TYPE_CHECKING:
+    from verify.external.entry_point import verify_external
+    from verify.external.program import ExternalProgram
     from verify.operators.run.many import verify_op
     from verify.programs.verify_plan import verify_plan
     from verify.programs.vouch import vouch
 
-__all__ = ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan", "vouch"]
+__all__ = [
+    "Check",
+    "ExternalProgram",
+    "Finding",
+    "Report",
+    "Verdict",
+    "merge",
+    "verify_external",
+    "verify_op",
+    "verify_plan",
+    "vouch",
+]
 
 
 def __getattr__(name: str) -> Any:
     # torch is imported only when something is verified: `nnscaler --help` and error paths stay fast
+    if name == "ExternalProgram":
+        from verify.external.program import ExternalProgram
+
+        return ExternalProgram
+    if name == "verify_external":
+        from verify.external.entry_point import verify_external
+
+        return verify_external
     if name == "verify_op":
         from verify.operators.run.many import verify_op
 

@@ -29,6 +29,7 @@ EPILOG = f"""examples:
   torchrun --nproc-per-node 4 -m nnscaler.runtime.launch program/
   nnscaler train examples/gpt.toml --ranks=2                    train on data, with checkpoints
   nnscaler verify-op my_ops.py::my_op                           is the annotation true?
+  nnscaler verify-external check.py --ranks 4                   does your own FSDP2 or DTensor code equal the model?
   nnscaler gate                                                 all that pyproject.toml lists
   nnscaler reproduce nns1:...                                   replay a finding
   nnscaler explain gradient_differs                             what a finding's code means, and what to do
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.ArgumentParser:
     """Build the parser with all its commands. `options.command` is the function that runs the chosen one.
 
-    `defaults`: of verify-op and verify-plan, as the project sets them; each takes those that it has.
+    `defaults`: of the commands of `COMMANDS`, as the project sets them; each takes those that it has.
     """
     from nnscaler.cli.commands import (
         checkpoint,
@@ -93,9 +94,11 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         reproduce,
         self_test,
         train,
+        verify_external,
         verify_op,
         verify_plan,
     )
+    from nnscaler.cli.options import COMMANDS
 
     parser = argparse.ArgumentParser(
         prog="nnscaler",
@@ -114,6 +117,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         profile,
         checkpoint,
         verify_op,
+        verify_external,
         gate,
         explain,
         reproduce,
@@ -121,7 +125,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         list_things,
     ):
         command.add_parser(commands, EXIT_CODES)
-    for name in ("verify-op", "verify-plan"):
+    for name in COMMANDS:
         commands.choices[name].set_defaults(**(defaults or {}))
     return parser
 

@@ -11,9 +11,11 @@ from typing import Any
 
 from nnscaler.config import SHARED, Document, Key, find_pyproject, read_document, read_table, value_of_variable
 from nnscaler.plan_source import CompileRequest
+from verify.external.request import EXECUTORS
 from verify.programs.request import BACKENDS
 
-# Defaults of `verify-op` and `verify-plan` that a project sets: `[tool.nnscaler]` in the nearest pyproject.toml.
+# Defaults of `verify-op`, `verify-plan` and `verify-external` that a project sets: `[tool.nnscaler]` in the nearest
+# pyproject.toml.
 # [tool.nnscaler] seed = 7 # of both, and of the gate [tool.nnscaler.verify-op] timeout = "90s"
 # [tool.nnscaler.verify-plan] ranks = 8
 # The command line goes before NNSCALER_SEED and the like, those before the file, and that before the default.
@@ -28,6 +30,7 @@ COMMANDS: Mapping[str, tuple[Key, ...]] = MappingProxyType(
             Key("ranks", "count"),
             Key("backend", "text", choices=BACKENDS),
         ),
+        "verify-external": (_SEED, _TIMEOUT, Key("executor", "text", choices=EXECUTORS)),
     }
 )
 TARGETS = (Key("modules", "texts"), Key("files", "texts"))  # of verify-op: `verify.operators.run.targets` reads them

@@ -20,14 +20,15 @@ from verify.results.verdict import Verdict, merge
 def environment() -> dict[str, str]:
     """Return the versions of nnscaler, torch and Python, and the platform."""
     return {
-        "nnscaler": _version("nnscaler"),
-        "torch": _version("torch"),
+        "nnscaler": version_of("nnscaler"),
+        "torch": version_of("torch"),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -61,7 +62,7 @@ class Check:
 class Report:
     """The result of one verification: what was verified, how, and with which outcome.
 
-    tool         "verify-plan" or "verify-op"
+    tool         "verify-plan", "verify-op" or "verify-external"
     subject      what was verified, short: "gpt.py"
     setting      how: "on 8 ranks (dp=2 tp=2 pp=2, 1F1B, 4 micro-batches)"; may be empty
     notes        what the reader must know: dropout was off, an operator was replicated
@@ -178,7 +179,7 @@ class Totals:
     checks        comparisons made; `refuted` of them failed
     seconds       the time that all took together
     seed          the seed, or the seeds where they differ: "0, 7"; "none" without reports
-    noun          what a report is about: operators, plans or reports
+    noun          what a report is about: operators, plans, programs or reports
     """
 
     tool: str
@@ -214,7 +215,7 @@ def totals(reports: Sequence[Report], seconds: float = 0.0) -> Totals:
 
 
 def _noun(tools: Sequence[str], number: int) -> str:
-    noun = {"verify-op": "operator", "verify-plan": "plan"}.get("".join(tools), "report")
+    noun = {"verify-op": "operator", "verify-plan": "plan", "verify-external": "program"}.get("".join(tools), "report")
     return noun + "s" * (number != 1)
 
 

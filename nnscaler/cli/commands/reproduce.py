@@ -14,16 +14,18 @@ from nnscaler.files import check_temporary
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
 
-PLAN_PREFIX = "nns2:"
+PLAN_PREFIX, EXTERNAL_PREFIX = "nns2:", "nns3:"
 EPILOG = """examples:
   nnscaler reproduce nns1:eNo1jkEOwiAQRe8...           run exactly what a finding of verify-op ran
   nnscaler reproduce nns1:eNo1jkEOwiAQRe8... --emit-test test_it.py
   nnscaler reproduce nns2:eNpVkMtuwyAQRfd8... --html it.html    verify a plan again as verify-plan did
+  nnscaler reproduce nns3:eNpNj8FqwzAQRH9F...           verify a program again as verify-external did
 
 a token of verify-op (nns1:) names the operator, its annotation, the inputs and the split; one of verify-plan (nns2:)
-the model's file and its digest, the plan, and every option that decides what is run. Both name the version of nnscaler
-that made them, and another version refuses them. Run it in the folder in which it was found: files are named relative
-to that. A file that was changed since is replayed as it is now, with a warning.
+the model's file and its digest, the plan, and every option that decides what is run; one of verify-external (nns3:) the
+check file, script or model and its digest, and those options. All name the version of nnscaler that made them, and
+another version refuses them. Run it in the folder in which it was found: files are named relative to that. A file that
+was changed since is replayed as it is now, with a warning.
 """
 
 
@@ -37,8 +39,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("token", metavar="TOKEN", help="the word that starts with nns1: or nns2: in a finding")
-    parser.add_argument("--timeout", type=seconds, metavar="S", help="seconds (default: 60, for a plan as before)")
+    parser.add_argument("token", metavar="TOKEN", help="the word that starts with nns1:, nns2: or nns3: in a finding")
+    parser.add_argument(
+        "--timeout", type=seconds, metavar="S", help="seconds (default: 60 for an operator, else as before)"
+    )
     parser.add_argument("--emit-test", type=Path, metavar="FILE", help="write the case of an operator as a pytest test")
     add_report_options(parser)
     parser.set_defaults(command=run)
@@ -51,10 +55,14 @@ def run(options: argparse.Namespace) -> int:
 
     console: Console = options.console
     check_temporary()
-    if options.token.strip().startswith(PLAN_PREFIX):
-        if options.emit_test is not None:
-            raise NnscalerError("usage", "--emit-test writes tests of operators: this token is of a plan")
-        return _replay_plan(options)
+    for prefix, kind, replay_it in (
+        (PLAN_PREFIX, "plan", _replay_plan),
+        (EXTERNAL_PREFIX, "program", _replay_external),
+    ):
+        if options.token.strip().startswith(prefix):
+            if options.emit_test is not None:
+                raise NnscalerError("usage", f"--emit-test writes tests of operators: this token is of a {kind}")
+            return replay_it(options)
     timeout = options.timeout or 60.0
     token = decode(options.token)
     from verify.evidence.options import OpOptions
@@ -91,3 +99,18 @@ def _replay_plan(options: argparse.Namespace) -> int:
     report = verify_plan.verify(request, console)
     print_report(report, options.output_format, console)
     return report.exit_code
+
+
+def _replay_external(options: argparse.Namespace) -> int:
+    """Verify what a token of verify-external says, as `_replay_plan` does that of a plan."""
+    from nnscaler.cli.commands import verify_external
+    from verify.external.token import decode, request_of
+
+    console: Console = options.console
+    token = decode(options.token)
+    for change in token.changes():
+        console.warning(change)
+    request = request_of(token)
+    if options.timeout is not None:
+        request = replace(request, timeout=options.timeout)
+    return verify_external.show(verify_external.verify(request, console), options)

@@ -1,0 +1,192 @@
+"""`nnscaler verify-external`: does a parallel program that nnScaler did not write equal the plain model?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.options import add_report_options, positive, seconds
+
+if TYPE_CHECKING:
+    from nnscaler.cli.output.console import Console
+    from verify.external.request import ExternalRequest
+    from verify.results.report import Report
+
+EPILOG = """examples:
+  nnscaler verify-external check.py --ranks 4                    your parallelize() against your plain model
+  nnscaler verify-external check.py::parallelize_tp --mesh tp=2  another function of the file, another mesh
+  nnscaler verify-external check.py --mesh dp=2,tp=2 --dtype float64 bfloat16 --checkpoint
+  nnscaler verify-external check.py --ranks 2 --executor both    threads, then processes: they must agree
+  nnscaler verify-external hf:llama --tp 2 4 --set attention_bias=true   a plan of transformers, on random weights
+  nnscaler verify-external hf:all --tp 2 --output-format jsonl   every model with a plan
+  nnscaler verify-external --torchrun 'train.py --steps 2' --ranks 2     a script, against the same script on one rank
+
+a check file has nothing of nnscaler in it (docs/verify-external.md):
+  def model(): ...                    the plain eager module: what the program must equal
+  def batch(): ...                    the batch of one step, whole: dim 0 of its tensors are the rows
+  def parallelize(model, mesh): ...   yours, as it is: DTensor, FSDP2, DDP, a pipeline schedule
+  mesh = ("dp",)                      or {"dp": 2, "tp": 2}, or a function of the number of ranks
+and, where needed: step(model, batch) -> loss, reference_step, optimizer(model), max_norm, clip(model, max_norm),
+data_axes, names, reference.
+
+what is compared with the plain model: the loss, every gradient on every rank, the norm of gradients, parameters and
+buffers after the optimizer's steps, and copies; in float64, or in the dtypes that are asked for. Parameters are
+disturbed at random first. Nothing is downloaded, and no GPU is needed.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "verify-external",
+        help="run a parallel program of your own (FSDP2, DTensor, pipelines), and compare it with the plain model",
+        description="Run a parallel program that nnScaler did not write, and say whether it equals the plain model.",
+        epilog=f"{EPILOG}\n{exit_codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "target",
+        nargs="?",
+        default="",
+        metavar="TARGET",
+        help="check.py, check.py::parallelize, package.module:parallelize; hf:TYPE, a model_type of the installed "
+        "transformers or a folder with a configuration; hf:all",
+    )
+    parser.add_argument(
+        "--torchrun",
+        dest="script",
+        metavar="WORDS",
+        help="instead of TARGET: start this script once per rank, as torchrun does; what it must equal is the same "
+        "script on one rank",
+    )
+    _add_program(parser.add_argument_group("program"))
+    _add_library(parser.add_argument_group("plans of transformers (hf:TYPE)"))
+    _add_run(parser.add_argument_group("run"))
+    add_report_options(parser)
+    parser.set_defaults(command=run)
+
+
+def _add_program(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--ranks", type=positive, metavar="N", help="how many ranks (default: what the mesh says, else 2)"
+    )
+    group.add_argument(
+        "--mesh", metavar="AXES", help="axes and sizes, outermost first, instead of the file's: dp=2,tp=2"
+    )
+
+
+def _add_library(group: argparse._ArgumentGroup) -> None:
+    for name, of in (("tp", "tensor"), ("ep", "expert"), ("fsdp", "fully sharded data"), ("pp", "pipeline")):
+        help = f"ranks of {of} parallelism; several: one run for each"
+        group.add_argument(f"--{name}", type=positive, nargs="+", action="extend", default=[], metavar="N", help=help)
+    group.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the configuration, such as attention_bias=true; may be given several times",
+    )
+    group.add_argument(
+        "--sweep-flags",
+        action="store_true",
+        help="also with each flag of the configuration that adds or removes parameters, or takes another path",
+    )
+    group.add_argument(
+        "--emit-script", metavar="PATH", help="write a short script that shows the first difference without nnscaler"
+    )
+
+
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    from verify.external.request import EXECUTORS, TIMEOUT
+    from verify.programs.request import DTYPES
+
+    group.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default="simulator",
+        help="simulator (default): a thread per rank in one process; gloo: real processes, for programs that keep "
+        "groups in globals; both: they must agree",
+    )
+    group.add_argument("--steps", type=positive, default=2, metavar="K", help="steps of the optimizer (default: 2)")
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and batch (default: 0)")
+    group.add_argument(
+        "--dtype",
+        dest="dtypes",
+        nargs="+",
+        action="extend",
+        choices=DTYPES,
+        default=[],
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)}; several: one run in each (default: float64, which compares up to rounding; the "
+        "others up to the model's own rounding noise)",
+    )
+    group.add_argument(
+        "--checkpoint",
+        action="store_true",
+        help="also save by torch.distributed.checkpoint, load under another mesh, and compare",
+    )
+    group.add_argument(
+        "--level",
+        choices=("all", "static", "run"),
+        default="all",
+        help="static: trace and prove, run nothing; run: the other way round (default: all)",
+    )
+    help = f"seconds that one program may run (default: {TIMEOUT:g})"
+    group.add_argument("--timeout", type=seconds, default=TIMEOUT, metavar="S", help=help)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verify, print the reports, and return the exit code of the worst."""
+    return show(verify(external_request(options), options.console), options)
+
+
+def external_request(options: argparse.Namespace) -> ExternalRequest:
+    """Return what the options say is to be verified."""
+    from verify.external.request import ExternalRequest
+
+    return ExternalRequest(
+        target=options.target,
+        script=options.script,
+        ranks=options.ranks,
+        mesh=options.mesh,
+        executor=options.executor,
+        seed=options.seed,
+        steps=options.steps,
+        dtypes=tuple(options.dtypes) or ("float64",),
+        checkpoint=options.checkpoint,
+        level=options.level,
+        timeout=options.timeout,
+        tp=tuple(options.tp),
+        ep=tuple(options.ep),
+        fsdp=tuple(options.fsdp),
+        pp=tuple(options.pp),
+        settings=tuple(options.settings),
+        sweep_flags=options.sweep_flags,
+        emit_script=options.emit_script,
+    )
+
+
+def verify(request: ExternalRequest, console: Console) -> list[Report]:
+    """Verify what the request says, and tell the console. Raises NnscalerError for what could not be run."""
+    from verify.external.entry_point import verify_external_request
+    from verify.programs.subject import RunContext
+
+    context = RunContext(
+        progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
+        detail=console.detail,
+        say=console.progress,
+        command=("nnscaler", *sys.argv[1:]),
+    )
+    return verify_external_request(request, context)
+
+
+def show(reports: list[Report], options: argparse.Namespace) -> int:
+    """Print the reports as asked, and return the exit code of the worst."""
+    from nnscaler.cli.output.show import print_reports
+    from verify.results.verdict import merge
+
+    print_reports(reports, options.output_format, options.console)
+    return merge(report.verdict for report in reports).exit_code

@@ -1,0 +1,171 @@
+"""A request to verify programs of others, as plain values.
+
+The command line, the settings of a gate, a `reproduce` token and Python each make an `ExternalRequest` and hand it to
+`verify.external.entry_point.verify_external_request`. What its target leads to is an `ExternalProgram`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nnscaler.errors import NnscalerError
+from verify.programs.request import DTYPES, Level
+
+EXECUTORS = ("simulator", "gloo", "both")
+EXAMPLE = "nnscaler verify-external path/to/check.py"
+LIBRARY = "hf:"  # begins a target that is a model of the installed transformers
+DEFAULT_RANKS = 2
+TIMEOUT = 120.0  # seconds
+SIZES = ("tp", "ep", "fsdp", "pp")  # of plans of a library's models
+_OF_THE_LIBRARY = (*SIZES, "settings", "sweep_flags", "emit_script")
+_NOT_OF_A_SCRIPT = ("mesh", "dtypes", "checkpoint", *_OF_THE_LIBRARY)
+_NOT_OF_THE_LIBRARY = ("ranks", "mesh")
+Kind = Literal["file", "library", "script"]
+
+
+@dataclass(frozen=True)
+class ExternalRequest:
+    """Name programs and what is verified of them, by paths and values; `dataclasses.asdict` gives what JSON can hold.
+
+    target       `check.py`, `check.py::parallelize`, `package.module:parallelize`, `hf:TYPE` or `hf:all`; empty where
+                 `script` is given
+    script       the words of a script that is started once per rank, as torchrun does: "train.py --size 4"
+    ranks        how many; None: what the mesh says, else 2. Plans of a library have sizes instead
+    mesh         axes with their sizes, outermost first: "dp=2,tp=2"; None: what the file says
+    executor     simulator (threads), gloo (processes), or both
+    seed         of parameters and batches
+    steps        of the optimizer, at least 1
+    dtypes       of the runs; float64 compares up to rounding, the others up to the model's own noise in them
+    checkpoint   save, load under another mesh, and compare
+    level        static: prove the traced program, run nothing; run: the other way round
+    timeout      seconds of the run of one program
+    tp, ep, fsdp, pp
+                 sizes of a library's plan; several: each of them by itself. Empty: 1
+    settings     "key=value" of the configuration
+    sweep_flags  also each flag of the configuration that adds or removes parameters
+    emit_script  a file for the minimal script of what is refuted, without any of our code
+    """
+
+    target: str = ""
+    script: str | None = None
+    ranks: int | None = None
+    mesh: str | None = None
+    executor: str = "simulator"
+    seed: int = 0
+    steps: int = 2
+    dtypes: tuple[str, ...] = ("float64",)
+    checkpoint: bool = False
+    level: Level = "all"
+    timeout: float = TIMEOUT
+    tp: tuple[int, ...] = ()
+    ep: tuple[int, ...] = ()
+    fsdp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    settings: tuple[str, ...] = ()
+    sweep_flags: bool = False
+    emit_script: str | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """Return what is named: a check file, a model of the library, or a script."""
+        if self.script is not None:
+            return "script"
+        return "library" if self.target.startswith(LIBRARY) else "file"
+
+    @property
+    def name(self) -> str:
+        """Return what is verified, in short: the target, or the script's words."""
+        return self.target if self.script is None else self.script
+
+
+def check_values(request: ExternalRequest) -> None:
+    """Check what can be said of the values without any file. Raises NnscalerError `usage`, and `bad_mesh`."""
+    if request.script is None and not request.target:
+        help = "nnscaler verify-external check.py, or hf:llama, or --torchrun 'train.py'"
+        raise NnscalerError("usage", "nothing is named that could be verified", help=help)
+    if request.script is not None and request.target:
+        message = f"both {request.target!r} and the script {request.script!r} are named"
+        raise NnscalerError("usage", message, help="leave one of them away")
+    _check_choices(request)
+    others = {"file": _OF_THE_LIBRARY, "library": _NOT_OF_THE_LIBRARY, "script": _NOT_OF_A_SCRIPT}[request.kind]
+    plain = ExternalRequest()
+    for name in others:
+        if getattr(request, name) != getattr(plain, name):
+            raise NnscalerError("usage", f"{option(name)} is not for {_KINDS[request.kind]}", help=_HELP[request.kind])
+    if request.mesh is not None:
+        read_mesh(request.mesh)
+    for text in request.settings:
+        if not text.partition("=")[0] or "=" not in text:
+            raise NnscalerError("usage", f"--set {text!r} is no key=value", help="--set attention_bias=true")
+
+
+_KINDS = {"file": "a check file", "library": "a model of transformers", "script": "a script"}
+_HELP = {
+    "file": "it goes with hf:TYPE, a model of transformers",
+    "library": "--tp, --ep, --fsdp and --pp say how many ranks there are: --tp 2 --fsdp 2",
+    "script": "a script lays out its ranks, chooses its dtypes and saves its state itself",
+}
+
+
+def option(name: str) -> str:
+    """Return the option of the command line for a field."""
+    return {"settings": "--set", "dtypes": "--dtype"}.get(name, f"--{name.replace('_', '-')}")
+
+
+def _check_choices(request: ExternalRequest) -> None:
+    if request.executor not in EXECUTORS:
+        raise NnscalerError("usage", f"executor {request.executor!r} is none of {', '.join(EXECUTORS)}")
+    wrong = [dtype for dtype in request.dtypes if dtype not in DTYPES]
+    if wrong or not request.dtypes:
+        raise NnscalerError("usage", f"dtype {wrong[0] if wrong else 'none'} is none of {', '.join(DTYPES)}")
+    if len(set(request.dtypes)) < len(request.dtypes):
+        raise NnscalerError("usage", f"a dtype is named twice: {', '.join(request.dtypes)}")
+    if request.steps < 1 or (request.ranks is not None and request.ranks < 1):
+        raise NnscalerError("usage", "at least one step and one rank are needed")
+    if any(size < 1 for name in SIZES for size in getattr(request, name)):
+        raise NnscalerError("usage", "--tp, --ep, --fsdp and --pp are at least 1")
+    if request.level == "static" and (request.checkpoint or request.dtypes != ("float64",)):
+        given = "--checkpoint" if request.checkpoint else f"--dtype {' '.join(request.dtypes)}"
+        raise NnscalerError("usage", f"{given} is about a run, and --level static runs nothing", help="--level all")
+
+
+def read_mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """Return the axes of "dp=2,tp=2"; a size of -1 stands for the ranks that are left. Raises NnscalerError
+    `bad_mesh`."""
+    found: list[tuple[str, int]] = []
+    for part in text.split(","):
+        name, equals, size = (word.strip() for word in part.partition("="))
+        number = int(size) if size.lstrip("-").isdecimal() else 0
+        if not name or not equals or (number < 1 and number != -1):
+            message = f"{part.strip()!r} of the mesh {text!r} is no axis with a size"
+            raise NnscalerError("bad_mesh", message, help="--mesh dp=2,tp=2, outermost first")
+        found.append((name, number))
+    return sized(found, None, f"the mesh {text!r}") if all(size > 0 for _, size in found) else tuple(found)
+
+
+def sized(axes: list[tuple[str, int]], ranks: int | None, what: str) -> tuple[tuple[str, int], ...]:
+    """Return the axes with the one size of -1 filled in. `ranks`: what the product must be; None: any.
+
+    Raises NnscalerError `bad_mesh` where it is another one, or cannot be.
+    """
+    names = [name for name, _ in axes]
+    if len(set(names)) < len(names):
+        raise NnscalerError("bad_mesh", f"{what} names an axis twice: {', '.join(names)}")
+    open_axes = [name for name, size in axes if size == -1]
+    if len(open_axes) > 1:
+        raise NnscalerError("bad_mesh", f"{what} leaves the sizes of several axes open: {', '.join(open_axes)}")
+    product = 1
+    for _, size in axes:
+        product *= abs(size)
+    if open_axes:
+        assert ranks is not None, "an open size takes the ranks that are left"
+        if ranks % product:
+            message = f"{what} leaves {open_axes[0]} open, and its other sizes ({product}) do not divide {ranks} ranks"
+            raise NnscalerError("bad_mesh", message, help=f"--ranks {product * max(1, ranks // product)}, for one")
+        return tuple((name, ranks // product if size == -1 else size) for name, size in axes)
+    if ranks is not None and product != ranks:
+        told = " x ".join(f"{name}={size}" for name, size in axes)
+        message = f"{what} is for {product} ranks ({told}), and there are {ranks}"
+        raise NnscalerError("bad_mesh", message, help=f"--ranks {product}, or another --mesh")
+    return tuple(axes)
