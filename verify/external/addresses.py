@@ -188,7 +188,8 @@ def local_value(tensor: Any) -> Tensor:
     value = tensor.detach()
     value = value.to_local() if isinstance(value, DTensor) else value
     # functional collectives of torch hand out tensors that wait when they are read
-    return value.wait() if type(value).__name__ == "AsyncCollectiveTensor" else value
+    waits: Any = value
+    return waits.wait() if type(value).__name__ == "AsyncCollectiveTensor" else value
 
 
 def layout_words(tensor: Tensor) -> str:
@@ -231,7 +232,7 @@ def _piece(
     local: str, tensor: Tensor, kind: Kind, lookup: Lookup, renamed: Mapping[str, str], known: Piece | None
 ) -> Piece:
     space, value = lookup.space, local_value(tensor)
-    clean = clean_name(local)
+    clean = clean_name(local.partition(" of module ")[0])
     name = renamed.get(local, renamed.get(clean, clean))
     addresses, found = None, ""
     if name in space.starts:

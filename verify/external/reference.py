@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -218,7 +219,7 @@ def _backward(
 ) -> Tensor:
     """Run forward and backward on the whole batch, or on its parts one after the other; return the loss."""
     pieces = [part_of(batch, i, parts) for i in range(parts)] if program.reference == "parts" else [batch]
-    losses = []
+    losses: list[Tensor] = []
     for piece in pieces:
         with _told():
             loss = step_of(model, copied(piece, dtype))
@@ -254,6 +255,30 @@ def _told() -> Iterator[None]:
         first = (str(error).strip().splitlines() or [""])[0]
         message = f"the plain model itself raises on `batch()`: {type(error).__name__}: {first[:300]}"
         raise NnscalerError("model_raised", message, location_of_exception(error)) from error
+
+
+def part_gradients(program: ExternalProgram, model: nn.Module, reference: Reference) -> Callable[[int, int], Tensor]:
+    """Return the function of (step, data part) that makes the gradients of that part alone, over all addresses."""
+    step_of = program.reference_step or program.step
+    space = reference.space
+    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+
+    @cache
+    def gradients(number: int, part: int) -> Tensor:
+        before = reference.steps[number - 1].parameters if number else space.flat(reference.start)
+        mine = copy.deepcopy(model)
+        with torch.random.fork_rng(devices=[]), computing_in(mine, reference.dtype):
+            with torch.no_grad():
+                for name, tensor, _ in state_of(mine):
+                    whole = space.whole(name)
+                    tensor.copy_(before[whole.start : whole.stop].view(tensor.shape).to(tensor.dtype))
+            rows = part_of(batch_of_step(reference.batch, number, parts), part, parts)
+            loss = step_of(mine, copied(rows, reference.dtype))
+            if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(mine, 0):
+                run_backward(loss, torch.ones_like(loss))
+            return space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
+
+    return gradients
 
 
 def mean_of(parts: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,413 @@
+"""Compare what the ranks recorded with the plain model, tensor by tensor, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from verify.external.addresses import Piece, taken
+from verify.external.cause import Cause, Wrong, cause_of
+from verify.external.noise import Noise
+from verify.external.observe import ObservedStep, RankRecord
+from verify.external.program import ExternalProgram
+from verify.external.reference import Reference, data_part, mean_of
+from verify.results.report import Check
+from verify.results.tolerance import difference, largest
+from verify.results.verdict import Verdict, merge
+
+PartGradients = Callable[[int, int], Tensor]  # step and data part -> gradients over all addresses
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a program in one dtype, and its oracle.
+
+    tolerance       what agrees
+    part_gradients  make the gradients of one data part by itself
+    """
+
+    program: ExternalProgram
+    reference: Reference
+    records: tuple[RankRecord, ...]
+    tolerance: Noise
+    part_gradients: PartGradients
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of each mesh axis."""
+        return dict(self.program.mesh)
+
+    @cached_property
+    def at(self) -> Mapping[int, Mapping[str, int]]:
+        """Return the coordinate of each rank."""
+        return {record.rank: record.coordinate for record in self.records}
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype of the run, as torch names it."""
+        return str(self.reference.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value of one rank that is not the model's.
+
+    code      of the finding
+    name      in the plain model
+    relative  difference
+    verdict   INCONCLUSIVE where rounding may explain it
+    cause     by arithmetic
+    """
+
+    code: str
+    name: str
+    rank: int
+    step: int
+    verdict: Verdict
+    relative: float = 0.0
+    expected: str = ""
+    actual: str = ""
+    cause: Cause = field(default_factory=lambda: Cause("differs", ""))
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The result of one kind of comparison."""
+
+    name: str
+    count: int
+    differences: tuple[Difference, ...]
+    worst: float = 0.0
+
+    def check(self, level: Verdict) -> Check:
+        """Return the row of the report."""
+        bad = [d.verdict for d in self.differences]
+        verdict = merge([level, *bad]) if self.count or bad else Verdict.INCONCLUSIVE
+        refuted = sum(v is Verdict.REFUTED for v in bad)
+        detail = f"worst relative difference {self.worst:.2g}" if self.count else "nothing to compare"
+        return Check(self.name, verdict, self.count, refuted, detail=detail)
+
+
+def compare(run: Run) -> tuple[Compared, ...]:
+    """Compare everything. What follows from an earlier difference alone is left out."""
+    gradients, norms = _gradients(run), _norms(run)
+    losses = _until(_losses(run), gradients)
+    after = () if _refuted(losses) or _refuted(gradients) or _refuted(norms) else (_states(run, "parameter"),)
+    buffers = _states(run, "buffer")
+    return (_held(run), losses, gradients, norms, *after, *((buffers,) if buffers.count else ()))
+
+
+def _until(compared: Compared, earlier: Compared) -> Compared:
+    """Leave out the differences in steps after the first one in which something earlier was wrong."""
+    last = min((d.step for d in earlier.differences), default=None)
+    kept = tuple(d for d in compared.differences if last is None or d.step <= last)
+    return replace(compared, differences=kept)
+
+
+def _refuted(compared: Compared) -> bool:
+    return any(d.verdict is Verdict.REFUTED for d in compared.differences)
+
+
+# Which elements the ranks hold.
+
+
+def _held(run: Run) -> Compared:
+    """Check that every parameter is held by some rank, that nothing is unmatched, and that replicas start equal."""
+    space = run.reference.space
+    held = torch.zeros(space.size, dtype=torch.bool)
+    found: list[Difference] = []
+    unmatched = False
+    starts: dict[tuple[str, str, int], tuple[int, float]] = {}
+    for record in run.records:
+        for piece in record.pieces:
+            if piece.addresses is None:
+                if piece.kind == "parameter" and piece.trained:
+                    unmatched = True
+                    found.append(Difference("parameter_unmatched", piece.name, record.rank, 0, Verdict.INCONCLUSIVE))
+                continue
+            if isinstance(piece.addresses, range):
+                held[piece.addresses.start : piece.addresses.stop] = True
+            else:
+                held[piece.addresses] = True
+            if piece.found == "given" and isinstance(piece.addresses, range) and piece.layout == "plain":
+                first = starts.setdefault(
+                    (piece.local, piece.name, piece.addresses.start), (record.rank, piece.started)
+                )
+                if first[1] != piece.started:
+                    cause = Cause(
+                        "not_synchronised", f"rank {first[0]} starts from other values than rank {record.rank}"
+                    )
+                    found.append(
+                        Difference("replicas_differ", piece.name, record.rank, -1, Verdict.REFUTED, cause=cause)
+                    )
+    parameters = [name for name in space.names if space.kinds[name] == "parameter"]
+    for name in parameters:
+        whole = space.whole(name)
+        missing = int((~held[whole.start : whole.stop]).sum())
+        if missing:
+            verdict = Verdict.INCONCLUSIVE if unmatched else Verdict.REFUTED
+            text = f"{missing} of {len(whole)} elements"
+            found.append(Difference("parameter_not_held", name, -1, 0, verdict, actual=text))
+    return Compared("parameters are held", len(parameters), tuple(found))
+
+
+MEAN_OF_MEANS = Cause(
+    "mean_of_means",
+    "it is the mean over the data parts, each by itself, and that is not the loss of the whole batch: the parts have "
+    'unequal numbers of terms, or couple their rows; if it is meant, say `reference = "parts"`',
+)
+
+
+# Losses.
+
+
+def _losses(run: Run) -> Compared:
+    """Compare each rank's loss: it may be that of the whole batch, that of the rank's rows, or a part of the mean."""
+    found: list[Difference] = []
+    count, worst = 0, 0.0
+    for number, step in enumerate(run.reference.steps):
+        own = {record.rank: record.steps[number].loss for record in run.records}
+        values = {rank: loss.double() for rank, loss in own.items() if loss is not None}
+        if not values:
+            found.append(Difference("loss_missing", "loss", -1, number, Verdict.INCONCLUSIVE))
+            continue
+        expected = _expected_losses(run, number)
+        for rank, value in sorted(values.items()):
+            count += 1
+            gap = min(difference(value, right).relative for right in expected[rank])
+            mean = _agreeing_mean(run, rank, values, step.loss.double())
+            gap = min(gap, mean)
+            worst = max(worst, gap)
+            verdict = run.tolerance.judge(("loss", number, ""), gap)
+            if not verdict.passes:
+                cause = _cause_of_loss(run, number, rank, values, expected[rank][0])
+                numbers = (f"{float(expected[rank][0]):.10g}", f"{float(value):.10g}")
+                found.append(Difference("loss_differs", "loss", rank, number, verdict, gap, *numbers, cause))
+    return Compared("losses", count, tuple(found), worst)
+
+
+def _expected_losses(run: Run, number: int) -> Mapping[int, tuple[Tensor, ...]]:
+    """Return, by rank, the losses that are right: of the whole batch, and of its own rows."""
+    step = run.reference.steps[number]
+    parts = [data_part(run.program, coordinate) for coordinate in run.at.values()]
+    losses = step.part_losses
+    # a mean over unequal parts is another number than the loss of the whole batch
+    right = [step.loss.double()]
+    return {
+        rank: (*right, *([losses[index].double()] if count > 1 and index < len(losses) else []))
+        for rank, (index, count) in zip(run.at, parts, strict=True)
+    }
+
+
+def _agreeing_mean(run: Run, rank: int, values: Mapping[int, Tensor], whole: Tensor) -> float:
+    """Return how far the mean over the ranks of some axis is from the whole loss: each may have a part of the mean."""
+    best, here = float("inf"), run.at[rank]
+    for axis, size in run.sizes.items():
+        group = [r for r, c in run.at.items() if all(c[a] == here[a] for a in run.sizes if a != axis)]
+        if size > 1 and all(r in values for r in group):
+            best = min(best, difference(mean_of([values[r] for r in group]), whole).relative)
+    return best
+
+
+def _cause_of_loss(run: Run, number: int, rank: int, values: Mapping[int, Tensor], expected: Tensor) -> Cause:
+    losses = run.reference.steps[number].part_losses
+    mean = mean_of(losses) if losses else expected
+    if len(losses) > 1 and run.tolerance.judge(("loss", number, ""), difference(values[rank], mean).relative).passes:
+        return MEAN_OF_MEANS
+    before = run.reference.steps[number - 1].loss.double() if number else None
+    wrong = Wrong("loss", values[rank], expected, rank, run.sizes, values, run.at, before=before)
+    return cause_of(wrong)
+
+
+# Gradients.
+
+
+def _gradients(run: Run) -> Compared:
+    """Compare every gradient on every rank, in every step until one is wrong."""
+    found: list[Difference] = []
+    count, worst = 0, 0.0
+    for number, step in enumerate(run.reference.steps):
+        scale = _largest_finite(step.gradients)
+        for record in run.records:
+            for piece in _compared(record, "parameter"):
+                count += 1
+                value = record.steps[number].gradients.get(piece.local)
+                one, gap = _gradient(run, number, record, piece, value, scale)
+                worst = max(worst, gap)
+                if one is not None:
+                    found.append(one)
+        if found:
+            break
+    return Compared("gradients", count, tuple(found), worst)
+
+
+def _compared(record: RankRecord, kind: str) -> Iterator[Piece]:
+    return (p for p in record.pieces if p.kind == kind and p.addresses is not None and p.shape is not None)
+
+
+def _gradient(
+    run: Run, number: int, record: RankRecord, piece: Piece, value: Tensor | None, scale: float
+) -> tuple[Difference | None, float]:
+    expected = piece.take(run.reference.steps[number].gradients)
+    key = (piece.name, record.rank, number)
+    if expected.numel() == 0:
+        return None, 0.0
+    if bool(expected.isnan().all()):
+        if value is None or largest(value) == 0:
+            return None, 0.0
+        return Difference("gradient_extra", *key, Verdict.REFUTED, layout=piece.layout), 0.0
+    expected = expected.nan_to_num(0.0)
+    if value is None:
+        if largest(expected) <= run.tolerance.bound * scale:
+            return None, 0.0
+        cause = Cause("zero", "the parameter has no gradient on this rank")
+        return Difference("gradient_missing", *key, Verdict.REFUTED, cause=cause, layout=piece.layout), 0.0
+    gap = difference(value.double(), expected, scale)
+    verdict = _judge(run, ("gradient", number), piece, gap.relative)
+    if verdict.passes:
+        return None, gap.relative
+    code = "not_finite" if gap.problem and "NaN" in gap.problem else "gradient_differs"
+    cause = (
+        _explain(run, number, record, piece, value, "gradient") if not gap.problem else Cause("differs", gap.problem)
+    )
+    numbers = (f"{gap.expected:.10g}", f"{gap.actual:.10g}")
+    return Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout), gap.relative
+
+
+def _judge(run: Run, kind: tuple[str, int], piece: Piece, relative: float) -> Verdict:
+    """Judge a difference by the noise of the noisiest tensor that the piece has elements of."""
+    keys = [(*kind, name) for name in piece.names]
+    verdicts = [run.tolerance.judge(key, relative) for key in keys]
+    passing = [v for v in verdicts if v.passes]
+    return passing[0] if passing else (Verdict.INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else Verdict.REFUTED)
+
+
+def _explain(run: Run, number: int, record: RankRecord, piece: Piece, value: Tensor, noun: str) -> Cause:
+    steps = run.reference.steps
+    whole = steps[number].gradients
+    names = piece.names[0] if piece.names else piece.name
+    index, parts = data_part(run.program, record.coordinate)
+
+    def own() -> Tensor:
+        return piece.take(run.part_gradients(number, index)).nan_to_num(0.0)
+
+    if parts > 1:
+        each = [piece.take(run.part_gradients(number, part)).nan_to_num(0.0) for part in range(parts)]
+        mean = torch.stack(each).mean(0)
+        if _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes:
+            return MEAN_OF_MEANS
+    return cause_of(
+        Wrong(
+            noun,
+            value.double(),
+            piece.take(whole).nan_to_num(0.0),
+            record.rank,
+            run.sizes,
+            _same_elements(run, piece, lambda step: step.gradients, number),
+            run.at,
+            own if parts > 1 else None,
+            piece.take(steps[number - 1].gradients).nan_to_num(0.0) if number else None,
+            taken(whole, run.reference.space.whole(names)) if piece.names else None,
+        )
+    )
+
+
+def _same_elements(
+    run: Run, piece: Piece, values_of: Callable[[ObservedStep], Mapping[str, Tensor | None]], number: int
+) -> dict[int, Tensor]:
+    """Return the values of all ranks that hold the very same elements, by rank."""
+    found = {}
+    for record in run.records:
+        for other in _compared(record, piece.kind):
+            value = values_of(record.steps[number]).get(other.local)
+            if value is not None and value.shape == piece.shape and _same(other, piece):
+                found[record.rank] = value.double()
+                break
+    return found
+
+
+def _same(one: Piece, other: Piece) -> bool:
+    a, b = one.addresses, other.addresses
+    if isinstance(a, range) or isinstance(b, range):
+        return isinstance(a, range) and isinstance(b, range) and a == b
+    return a is not None and b is not None and torch.equal(a, b)
+
+
+def _largest_finite(tensor: Tensor) -> float:
+    finite = tensor[torch.isfinite(tensor)]
+    return largest(finite)
+
+
+# Norms, parameters and buffers.
+
+
+def _norms(run: Run) -> Compared:
+    found: list[Difference] = []
+    count, worst = 0, 0.0
+    for number, step in enumerate(run.reference.steps):
+        if step.norm is None:
+            continue
+        norms = {record.rank: n for record in run.records if (n := record.steps[number].norm) is not None}
+        values = {rank: norm.double() for rank, norm in norms.items()}
+        for rank, value in values.items():
+            count += 1
+            gap = difference(value, step.norm.double()).relative
+            worst = max(worst, gap)
+            verdict = run.tolerance.judge(("norm", number, ""), gap)
+            if not verdict.passes:
+                squares = {r: v.square() for r, v in values.items()}
+                wrong = Wrong("square", squares[rank], step.norm.double().square(), rank, run.sizes, squares, run.at)
+                numbers = (f"{float(step.norm):.10g}", f"{float(value):.10g}")
+                cause = cause_of(wrong)
+                found.append(Difference("gradient_norm_differs", "norm", rank, number, verdict, gap, *numbers, cause))
+        if found:
+            break
+    return Compared("gradient norm", count, tuple(found), worst)
+
+
+def _states(run: Run, kind: str) -> Compared:
+    """Compare parameters or buffers after every step until one is wrong."""
+    found: list[Difference] = []
+    count, worst = 0, 0.0
+    code = f"{kind}_differs"
+    for number, step in enumerate(run.reference.steps):
+        scale = _largest_finite(step.parameters) if kind == "parameter" else 0.0
+        for record in run.records:
+            for piece in _compared(record, kind):
+                value = record.steps[number].state.get(piece.local)
+                expected = piece.take(step.parameters)
+                if value is None or not expected.numel():
+                    continue
+                count += 1
+                gap = difference(value.double(), expected, scale)
+                worst = max(worst, gap.relative)
+                verdict = _judge(run, (kind, number), piece, gap.relative)
+                if not verdict.passes:
+                    cause = _explain_state(run, number, record, piece, value, expected)
+                    numbers = (f"{gap.expected:.10g}", f"{gap.actual:.10g}")
+                    key = (piece.name, record.rank, number)
+                    found.append(Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout))
+        if found:
+            break
+    return Compared(f"{kind}s after steps", count, tuple(found), worst)
+
+
+def _explain_state(run: Run, number: int, record: RankRecord, piece: Piece, value: Tensor, expected: Tensor) -> Cause:
+    """Name the cause in the update rather than in the value: what was added is what is wrong."""
+    before = (
+        piece.take(run.reference.steps[number - 1].parameters)
+        if number
+        else piece.take(run.reference.space.flat(run.reference.start))
+    )
+    others = _same_elements(run, piece, lambda step: step.state, number)
+    updates = {rank: other - before for rank, other in others.items()}
+    noun = "update" if piece.kind == "parameter" else "buffer"
+    wrong = Wrong(noun, value.double() - before, expected - before, record.rank, run.sizes, updates, run.at)
+    if largest(wrong.value) == 0 and largest(wrong.expected) > 0:
+        return Cause("not_updated", f"the {piece.kind} did not change")
+    return cause_of(wrong)

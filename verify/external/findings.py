@@ -1,0 +1,95 @@
+"""Turn differences into findings: one for each code and cause, with all parameters that are alike together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from verify.external.cause import common
+from verify.external.compare import Compared, Difference, Run
+from verify.results.finding import Finding
+from verify.results.verdict import Verdict
+
+_SHOWN = 4  # names in one sentence
+
+
+def findings(run: Run, compared: Sequence[Compared]) -> tuple[Finding, ...]:
+    """Return one finding for each group of differences that are alike."""
+    groups: dict[tuple[str, str, str, str], list[Difference]] = {}
+    for result in compared:
+        for one in result.differences:
+            factor = f"{one.cause.factor:.3g}"
+            groups.setdefault((one.code, one.cause.kind, one.cause.axis, factor), []).append(one)
+    return tuple(_finding(run, group) for group in groups.values())
+
+
+_SENTENCES: Mapping[str, str] = {
+    "loss_differs": "the loss is not the model's",
+    "loss_missing": "no rank returns a loss, so that none can be compared",
+    "gradient_differs": "the gradient of {name} is not the model's",
+    "gradient_missing": "the model has a gradient for {name}, and the program has none",
+    "gradient_extra": "the program has a gradient for {name}, and the model has none",
+    "not_finite": "the gradient of {name} has NaN or infinity where the model's has not",
+    "gradient_norm_differs": "the norm of all gradients is not the model's",
+    "parameter_differs": "{name} is not the model's after step {step}, although gradients agree",
+    "buffer_differs": "the buffer {name} is not the model's after step {step}",
+    "parameter_not_held": "no rank holds {actual} of {name}",
+    "parameter_unmatched": "{name} of the program cannot be matched with a parameter of the model",
+    "replicas_differ": "ranks start from different values of {name}",
+}
+
+
+def _finding(run: Run, group: Sequence[Difference]) -> Finding:
+    undecided = [d for d in group if d.verdict is not Verdict.REFUTED]
+    worst = max(group, key=lambda d: (d.verdict is Verdict.REFUTED, d.relative))
+    names, ranks = sorted({d.name for d in group}), sorted({d.rank for d in group if d.rank >= 0})
+    cause = common([d.cause for d in group])
+    code = "near_threshold" if len(undecided) == len(group) and worst.relative else worst.code
+    sentence = _SENTENCES[worst.code].format(name=_listed(names), step=worst.step, actual=worst.actual)
+    if ranks:
+        sentence += f", on {'rank' if len(ranks) == 1 else 'ranks'} {_ranges(ranks)}"
+    sentence += f" ({run.dtype})"
+    example = {"step": str(worst.step), "rank": str(worst.rank)} if worst.rank >= 0 else {}
+    if worst.expected:
+        example |= {"expected": worst.expected, "actual": worst.actual}
+    if worst.relative:
+        example["relative difference"] = f"{worst.relative:.3g}"
+    example |= {"dtype": run.dtype}
+    if worst.layout:
+        example["layout"] = worst.layout
+    if cause.axis:
+        example["axis"] = cause.axis
+    if cause.factor:
+        example["factor"] = f"{cause.factor:.6g}"
+    example["cause"] = cause.kind
+    if len(names) > 1:
+        example["tensors"] = ", ".join(names)
+    help = _HELP.get(worst.code)
+    return Finding(code, sentence, run.program.where, example, cause.text or None, help)
+
+
+_HELP: Mapping[str, str] = {
+    "parameter_unmatched": "name it in `names`: {its name in the program: its name in the plain model}",
+    "loss_missing": "return the loss from `step` on the ranks that have it",
+}
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Name tensors, those of all layers together: `layers.*.norm.weight (4), head.bias and 3 more`."""
+    generic: dict[str, list[str]] = {}
+    for name in names:
+        generic.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    shown = [members[0] if len(members) == 1 else f"{kind} ({len(members)})" for kind, members in generic.items()]
+    rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + rest
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Write rank numbers: `0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,99 @@
+"""How far the plain model moves by rounding alone: what a right program's values may differ by.
+
+In float64 the bound of `verify.results.tolerance` decides, and noise is measured only where something exceeds it. In
+narrower dtypes the truth is the model in float64 from values of the dtype, and noise is the largest distance from it of
+some runs of the model in the dtype: as it is, with parameters moved by a unit in the last place, and with choices among
+nearly equal values made otherwise (`verify.programs.low_precision`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from verify.external.program import ExternalProgram
+from verify.external.reference import Reference, run_reference
+from verify.programs.low_precision.noise import NearTies, moved_model, rounded_model
+from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest
+from verify.results.verdict import Verdict
+
+DRAWS = 3  # runs with moved parameters
+AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much
+UNDECIDED = 64.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A tolerance for a narrower dtype, or for an ill-conditioned model.
+
+    noise  relative difference that rounding makes, by tensor
+    unit   of rounding of the dtype
+    exact  in float64: within `bound` everything agrees, and nothing else does
+    """
+
+    noise: Mapping[Key, float] = field(default_factory=dict)
+    unit: float = torch.finfo(torch.float64).eps
+    exact: bool = True
+
+    @property
+    def bound(self) -> float:
+        """Return the difference that agrees without a measurement."""
+        return FLOAT64_BOUND if self.exact else AGREES * self.unit
+
+    def judge(self, key: Key, relative: float) -> Verdict:
+        """Judge a difference: agrees, undecided or refuted."""
+        level = Verdict.TESTED_EXACT if self.exact else Verdict.TESTED_CALIBRATED
+        noise = self.noise.get(key, 0.0)
+        if relative <= self.bound or (not self.exact and relative <= AGREES * noise):
+            return level
+        return Verdict.INCONCLUSIVE if relative <= UNDECIDED * noise else Verdict.REFUTED
+
+
+def rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return the model with values of the dtype."""
+    return model if dtype == torch.float64 else rounded_model(model, dtype)
+
+
+def measure(program: ExternalProgram, model: nn.Module, truth: Reference, dtype: torch.dtype) -> Noise:
+    """Measure the noise of `dtype` around `truth`, which is float64 from the same values."""
+    exact = dtype == torch.float64
+    noise: dict[Key, float] = {}
+    for run in _draws(program, model, truth, dtype):
+        for key, value in _distances(run, truth):
+            noise[key] = max(noise.get(key, 0.0), value)
+    return Noise(noise, torch.finfo(dtype).eps, exact)
+
+
+def _draws(program: ExternalProgram, model: nn.Module, truth: Reference, dtype: torch.dtype) -> Iterator[Reference]:
+    generator = torch.Generator().manual_seed(0)
+    steps, rate = len(truth.steps), truth.learning_rate
+    for draw in range(DRAWS + 1):
+        mine = moved_model(model, dtype, generator) if draw else model
+        ties = NearTies(generator) if draw and dtype != torch.float64 else nullcontext()
+        with ties:
+            yield run_reference(program, mine, truth.batch, steps=steps, dtype=dtype, learning_rate=rate)
+
+
+def _distances(run: Reference, truth: Reference) -> Iterator[tuple[Key, float]]:
+    space = truth.space
+    for number, (found, right) in enumerate(zip(run.steps, truth.steps, strict=True)):
+        yield ("loss", number, ""), difference(found.loss.double(), right.loss.double()).relative
+        if found.norm is not None and right.norm is not None:
+            yield ("norm", number, ""), difference(found.norm.double(), right.norm.double()).relative
+        families = (("gradient", found.gradients, right.gradients), ("parameter", found.parameters, right.parameters))
+        for kind, a, b in families:
+            scale = largest(b[torch.isfinite(b)])
+            for name in space.names:
+                whole = space.whole(name)
+                if len(whole):
+                    one, two = _finite(a[whole.start : whole.stop]), _finite(b[whole.start : whole.stop])
+                    what = "buffer" if kind == "parameter" and space.kinds[name] == "buffer" else kind
+                    yield (what, number, name), difference(one, two, scale if what != "buffer" else 0.0).relative
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.nan_to_num(0.0)

@@ -1,0 +1,191 @@
+"""Run the program on one rank, and record what it holds and computes: the loss, every gradient, parameters and buffers
+after each step, by the addresses of the plain model's elements."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing.precision import run_backward
+from verify.external.addresses import Kind, Lookup, Piece, local_value, match, state_of
+from verify.external.program import Batch, ExternalProgram
+from verify.external.reference import (
+    Reference,
+    batch_of_step,
+    computing_in,
+    coordinates,
+    copied,
+    data_part,
+    part_of,
+)
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """One step on one rank. Tensors are local, by the program's names.
+
+    loss        that `step` returned; None on ranks that have none
+    gradients   before clipping, laid out as their parameters are; None where there is none
+    state       parameters and buffers after the optimizer's update
+    norm        of the gradients, where they were clipped
+    """
+
+    loss: Tensor | None
+    gradients: Mapping[str, Tensor | None]
+    state: Mapping[str, Tensor]
+    norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A run of the program on one rank.
+
+    coordinate  on the mesh
+    pieces      its parameters and buffers
+    steps       one for each step
+    """
+
+    rank: int
+    coordinate: Mapping[str, int]
+    pieces: tuple[Piece, ...]
+    steps: tuple[ObservedStep, ...]
+
+
+def observe(
+    program: ExternalProgram,
+    model: nn.Module,
+    reference: Reference,
+    lookup: Lookup,
+    rank: int,
+    known: Sequence[Piece] = (),
+) -> RankRecord:
+    """Parallelise a copy of the plain model on this rank, whose process group is up, and train a few steps.
+
+    `known`: this rank's pieces in float64, for runs in narrower dtypes. Raises what the program raises.
+    """
+    coordinate = coordinates(program)[rank]
+    index, parts = data_part(program, coordinate)
+    mine = copy.deepcopy(model)
+    torch.manual_seed(0)
+    with computing_in(mine, reference.dtype):
+        axes = tuple(axis for axis, _ in program.mesh)
+        mesh = init_device_mesh("cpu", tuple(size for _, size in program.mesh), mesh_dim_names=axes)
+        made = program.parallelize(mine, mesh)
+        made = mine if made is None else made
+        pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
+        optimizer = _optimizer(program, made, reference.learning_rate)
+        steps: list[ObservedStep] = []
+        for number in range(len(reference.steps)):
+            optimizer.zero_grad(set_to_none=True)
+            for part in modules_of(made):
+                part.zero_grad(set_to_none=True)
+            batch = part_of(batch_of_step(reference.batch, number, parts), index, parts)
+            steps.append(_step(program, made, optimizer, copied(batch, reference.dtype)))
+    return RankRecord(rank, coordinate, pieces, tuple(steps))
+
+
+def _step(program: ExternalProgram, made: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> ObservedStep:
+    loss = program.step(made, batch)
+    if isinstance(loss, Tensor) and loss.requires_grad and not _has_gradients(made):
+        run_backward(loss, torch.ones_like(loss))
+    named = list(tensors_of_program(made, program))
+    gradients = {name: _gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
+    norm = _clip(program, made) if program.max_norm is not None else None
+    optimizer.step()
+    state = {name: local_value(tensor).clone() for name, tensor, _ in tensors_of_program(made, program)}
+    return ObservedStep(_whole(loss), gradients, state, norm)
+
+
+def _has_gradients(made: Any) -> bool:
+    return any(p.grad is not None for part in modules_of(made) for p in part.parameters())
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """Return the local gradient, laid out as the parameter is: DTensor lets an operator choose another layout."""
+    gradient: Any = parameter.grad
+    if gradient is None:
+        return None
+    if isinstance(gradient, DTensor):
+        if not isinstance(parameter, DTensor):
+            gradient = gradient.full_tensor()
+        elif gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return local_value(gradient).clone()
+
+
+def _clip(program: ExternalProgram, made: Any) -> Tensor | None:
+    assert program.max_norm is not None
+    if program.clip is not None:
+        norm = program.clip(made, program.max_norm)
+    else:
+        parameters = [p for part in modules_of(made) for p in part.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, program.max_norm)
+    return _whole(torch.as_tensor(norm)) if norm is not None else None
+
+
+def _whole(value: Any) -> Tensor | None:
+    """Return a scalar as it is for the whole mesh; None where there is none."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return None
+    whole = value.detach()
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    return local_value(whole).reshape(()).clone()
+
+
+def _optimizer(program: ExternalProgram, made: Any, learning_rate: float) -> torch.optim.Optimizer:
+    if program.optimizer is not None:
+        return program.optimizer(made)
+    parameters = [p for part in modules_of(made) for p in part.parameters() if p.requires_grad]
+    if not parameters:  # a rank may hold nothing that is trained
+        return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=learning_rate)
+    # one by one: torch's grouped updates refuse a mix of DTensors and plain tensors
+    return torch.optim.SGD(parameters, lr=learning_rate, foreach=False)
+
+
+def modules_of(made: Any) -> tuple[nn.Module, ...]:
+    """Return the modules in what `parallelize` returned: itself, a pipeline schedule's stages, or those in a container
+    or object."""
+    return tuple(_modules(made, 2))
+
+
+def _modules(made: Any, depth: int) -> Iterator[nn.Module]:
+    if isinstance(made, nn.Module):
+        yield made
+    elif depth and isinstance(made, Mapping):
+        for value in made.values():
+            yield from _modules(value, depth - 1)
+    elif depth and isinstance(made, tuple | list):
+        for value in made:
+            yield from _modules(value, depth - 1)
+    elif depth and hasattr(made, "submod"):  # a stage of torch.distributed.pipelining
+        yield made.submod
+    elif depth and hasattr(made, "__dict__"):
+        stages = [v for k, v in vars(made).items() if k in ("_stages", "_stage")]
+        for value in stages or vars(made).values():
+            yield from _modules(value, depth if stages else depth - 1)
+
+
+def tensors_of_program(made: Any, program: ExternalProgram) -> Iterator[tuple[str, Tensor, Kind]]:
+    """Yield every parameter and buffer of the program on this rank by one name, each object once.
+
+    Raises NnscalerError `usage` where what `parallelize` returned has no module.
+    """
+    modules = modules_of(made)
+    if not modules:
+        message = f"`parallelize` of {program.name} returns {type(made).__name__}, in which there is no torch.nn.Module"
+        help = "return the parallel module, a pipeline schedule, or an object or list that holds the modules"
+        raise NnscalerError("usage", message, program.where, help=help)
+    seen: set[int] = set()
+    for number, module in enumerate(modules):
+        for name, tensor, kind in state_of(module):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (name if len(modules) == 1 else f"{name} of module {number}"), tensor, kind
