@@ -41,6 +41,13 @@ class Cause:
     factor: float = 0.0
 
 
+MEAN_OF_MEANS = Cause(
+    "mean_of_means",
+    "it is the mean over the data parts, each by itself, and that is not the loss of the whole batch: the parts have "
+    'unequal numbers of terms, or couple their rows; if it is meant, say `reference = "parts"`',
+)
+
+
 @dataclass(frozen=True)
 class Wrong:
     """A wrong value, and what it can be compared with. Tensors are float64 and of the local shape.

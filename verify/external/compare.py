@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from verify.external.addresses import Piece, taken
-from verify.external.cause import Cause, Wrong, cause_of
+from verify.external.cause import MEAN_OF_MEANS, Cause, Wrong, cause_of
 from verify.external.noise import Noise
 from verify.external.observe import ObservedStep, RankRecord
 from verify.external.program import ExternalProgram
@@ -96,17 +96,11 @@ class Compared:
 def compare(run: Run) -> tuple[Compared, ...]:
     """Compare everything. What follows from an earlier difference alone is left out."""
     gradients, norms = _gradients(run), _norms(run)
-    losses = _until(_losses(run), gradients)
+    wrong = min((d.step for d in gradients.differences), default=len(run.reference.steps))
+    losses = _losses(run, wrong)
     after = () if _refuted(losses) or _refuted(gradients) or _refuted(norms) else (_states(run, "parameter"),)
     buffers = _states(run, "buffer")
     return (_held(run), losses, gradients, norms, *after, *((buffers,) if buffers.count else ()))
-
-
-def _until(compared: Compared, earlier: Compared) -> Compared:
-    """Leave out the differences in steps after the first one in which something earlier was wrong."""
-    last = min((d.step for d in earlier.differences), default=None)
-    kept = tuple(d for d in compared.differences if last is None or d.step <= last)
-    return replace(compared, differences=kept)
 
 
 def _refuted(compared: Compared) -> bool:
@@ -156,21 +150,17 @@ def _held(run: Run) -> Compared:
     return Compared("parameters are held", len(parameters), tuple(found))
 
 
-MEAN_OF_MEANS = Cause(
-    "mean_of_means",
-    "it is the mean over the data parts, each by itself, and that is not the loss of the whole batch: the parts have "
-    'unequal numbers of terms, or couple their rows; if it is meant, say `reference = "parts"`',
-)
-
-
 # Losses.
 
 
-def _losses(run: Run) -> Compared:
-    """Compare each rank's loss: it may be that of the whole batch, that of the rank's rows, or a part of the mean."""
+def _losses(run: Run, last: int) -> Compared:
+    """Compare each rank's loss up to step `last`, the first one in which a gradient is wrong.
+
+    It may be that of the whole batch, that of the rank's rows, or a part of the mean.
+    """
     found: list[Difference] = []
     count, worst = 0, 0.0
-    for number, step in enumerate(run.reference.steps):
+    for number, step in enumerate(run.reference.steps[: last + 1]):
         own = {record.rank: record.steps[number].loss for record in run.records}
         values = {rank: loss.double() for rank, loss in own.items() if loss is not None}
         if not values:
