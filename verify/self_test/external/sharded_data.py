@@ -1,0 +1,129 @@
+"""Sharded data parallelism: `fully_shard` over one axis, over replicas of shards, and together with tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from verify.self_test.external.models import supervised
+
+First = Callable[[nn.Module, DeviceMesh], Any]
+After = Callable[[Any, DeviceMesh], object]
+
+
+@dataclass(frozen=True)
+class FullyShard:
+    """`fully_shard` of each module of a pattern, then of the root.
+
+    groups       patterns of module names, each a group of its own
+    axes         of the mesh: one, or (replicas, shards)
+    reshard      `reshard_after_forward`
+    policy       dtypes
+    dim          of a parameter that is divided
+    before       what is done to the model before: tensor parallelism, checkpointing
+    after        what is set on the root afterwards
+    root         shard the root too
+    """
+
+    groups: tuple[str, ...] = ("layers.*",)
+    axes: tuple[str, ...] = ("dp",)
+    reshard: bool | int | None = None
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    dim: int = 0
+    before: tuple[First, ...] = ()
+    after: tuple[After, ...] = ()
+    root: bool = True
+
+    def __call__(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for step in self.before:
+            step(model, mesh)
+        where = mesh[self.axes] if len(self.axes) > 1 else mesh[self.axes[0]]
+        choices: dict[str, Any] = {"mesh": where, "reshard_after_forward": self.reshard, "mp_policy": self.policy}
+        if self.dim:
+            choices["shard_placement_fn"] = self.placement
+        for pattern in self.groups:
+            for name, module in model.named_modules():
+                if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
+                    fully_shard(module, **choices)
+        if self.root:
+            fully_shard(model, **choices)
+        for step in self.after:
+            step(model, mesh)
+        return model
+
+    def placement(self, parameter: nn.Parameter) -> Shard | None:
+        """Divide a matrix along the chosen dim, and a vector along its one."""
+        return Shard(self.dim) if parameter.dim() > self.dim else None
+
+
+def checkpoint_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Recompute each block in the backward pass."""
+    blocks = {id(m) for name, m in model.named_modules() if fnmatchcase(name, "*s.*") and name.count(".") == 1}
+    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in blocks)
+
+
+def prefetch(model: Any, mesh: DeviceMesh) -> None:
+    """Gather the next layer while one computes, forward and backward."""
+    layers = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    for before, after in zip(layers, layers[1:], strict=False):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+
+
+def sum_of_parts(model: Any, mesh: DeviceMesh) -> None:
+    """Sum gradients instead of averaging them, in every group: the loss is divided by its author."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """A step over several micro-batches of a rank's rows, whose gradients are reduced once, at the end.
+
+    count     micro-batches
+    divide    each loss, so that gradients are those of the mean
+    deferred  reduce after the last one only
+    kept      leave the parameters gathered until the last one is done
+    """
+
+    count: int = 2
+    divide: bool = True
+    deferred: bool = True
+    kept: bool = False
+
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        losses = []
+        parts = list(zip(*(t.chunk(self.count) for t in batch), strict=True))
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            if isinstance(model, FSDPModule) and self.kept:
+                model.set_reshard_after_backward(last)  # type: ignore[no-untyped-call]
+            if isinstance(model, FSDPModule) and self.deferred:
+                model.set_requires_gradient_sync(last)  # type: ignore[no-untyped-call]
+                model.set_is_last_backward(last)  # type: ignore[no-untyped-call]
+            loss = supervised(model, part)
+            (loss / self.count if self.divide else loss).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+
+@dataclass(frozen=True)
+class SummedStep:
+    """The loss of a rank's rows, divided by the number of ranks, for gradients that are summed."""
+
+    parts: int
+
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        loss = supervised(model, batch)
+        (loss / self.parts).backward()
+        return loss.detach()
