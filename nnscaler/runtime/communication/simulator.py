@@ -111,7 +111,7 @@ class _Exchange:
             self.counts[group, rank] = number + 1
             meeting = self.meetings.setdefault((group, number), _Meeting())
             for other, other_call in meeting.calls.items():
-                if reason := _disagreement(call, other_call):
+                if reason := disagreement(call, other_call):
                     error = CommunicationError(f"{reason}:\n  rank {other}: {other_call}\n  rank {rank}: {call}")
                     self._fail(rank, error)
                     raise error
@@ -212,7 +212,7 @@ def _address(call: CommunicationCall) -> tuple[Group, tuple[object, ...]]:
     return call.ranks, call.key
 
 
-def _disagreement(call: CommunicationCall, other: CommunicationCall) -> str | None:
+def disagreement(call: CommunicationCall, other: CommunicationCall) -> str | None:
     """Describe how the calls of two ranks of one group differ; None if they make the same call."""
     if call.kind != other.kind:
         return "ranks of one group call different collectives"

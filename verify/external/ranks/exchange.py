@@ -1,0 +1,220 @@
+"""Where the threads of ranks meet: collectives, messages, and the keys of the store.
+
+The rank that arrives last at a collective computes it for all. A message is delivered when both its sender and its
+receiver have come; neither copies it before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
+from nnscaler.runtime.communication.simulator import disagreement
+from verify.external.ranks.answers import Part, answer
+from verify.external.ranks.records import RankCall, RanksFailed
+from verify.external.ranks.turns import RankStopped, Turns
+
+GroupKey = tuple[str, tuple[int, ...]]  # the name of a group, and its global ranks in its order
+
+_WHOLE = 4096  # elements: tensors up to this size are watched whole
+_SAMPLES = 64  # elements that are watched of a larger one
+
+
+@dataclass(eq=False)
+class Meeting:
+    """One collective of one group. `parts` and `watched` are by place in the group."""
+
+    parts: dict[int, Part] = field(default_factory=dict)
+    watched: dict[int, Watched] = field(default_factory=dict)
+    done: bool = False
+
+
+@dataclass(eq=False)
+class Message:
+    """One end of a message. `source` is a place in the group, -1 for a receiver that takes any."""
+
+    call: CommunicationCall
+    tensor: Tensor
+    source: int
+    watched: Watched | None = None
+    done: bool = False
+
+
+class Exchange:
+    """All that ranks tell each other. `turns.lock` guards it."""
+
+    def __init__(self, turns: Turns, ranks: int) -> None:
+        self.turns = turns
+        self.calls: list[list[RankCall]] = [[] for _ in range(ranks)]
+        self.store: dict[str, bytes] = {}
+        self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
+        self._counts: dict[tuple[GroupKey, int], int] = defaultdict(int)  # (group, place) -> collectives it began
+        self._sent: dict[tuple[GroupKey, int, int], deque[Message]] = defaultdict(deque)  # group, receiver, tag
+        self._awaited: dict[tuple[GroupKey, int, int], deque[Message]] = defaultdict(deque)
+        turns.describe_messages = self.undelivered
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def begin(self, key: GroupKey, place: int, part: Part, root: int) -> Meeting:
+        """Hand in one rank's part of a collective. Raises RankStopped when the ranks disagree."""
+        turns, size = self.turns, len(key[1])
+        with turns.lock:
+            self._note(part.call, [t for item in part.inputs for t in item])
+            number = self._counts[key, place]
+            self._counts[key, place] = number + 1
+            meeting = self._meetings.setdefault((key, number), Meeting())
+            for other_place, other in meeting.parts.items():
+                self._compare(number, key[1][other_place], other.call, part.call)
+            meeting.parts[place] = part
+            if len(meeting.parts) < size:
+                if part.watch:
+                    meeting.watched[place] = Watched([t for item in part.inputs for t in item])
+                return meeting
+            del self._meetings[key, number]
+        self._check_unchanged(meeting)
+        try:
+            answer([meeting.parts[at] for at in range(size)], root)
+        except CommunicationError as error:
+            self._mismatch(str(error), part.call)
+        with turns.lock:
+            meeting.done = True
+            meeting.parts.clear()
+            turns.poke()
+        return meeting
+
+    def _note(self, call: CommunicationCall, given: Sequence[Tensor]) -> None:
+        """Record a call of the current thread. Raises RankStopped when another rank has failed."""
+        turn = self.turns.turn()
+        if self.turns.failure is not None:
+            raise RankStopped(f"rank {turn.rank} stopped because another one failed")
+        turn.what = call
+        self.calls[turn.rank].append(RankCall.of(call, sum(t.numel() * t.element_size() for t in given)))
+
+    def _compare(self, number: int, rank: int, one: CommunicationCall, other: CommunicationCall) -> None:
+        reason = disagreement(_comparable(one), _comparable(other))
+        if reason is not None:
+            here = self.turns.turn().rank
+            text = f"{reason} (call {number} of the group):\n  rank {rank}: {one}\n  rank {here}: {other}"
+            self._fail_locked(text, other)
+
+    def _check_unchanged(self, meeting: Meeting) -> None:
+        for place, watched in meeting.watched.items():
+            if watched.has_changed():
+                call = meeting.parts[place].call
+                self._mismatch(_CHANGED.format(rank=call.ranks[place], call=call), call)
+
+    def _mismatch(self, message: str, call: CommunicationCall) -> None:
+        with self.turns.lock:
+            self._fail_locked(message, call)
+
+    def _fail_locked(self, message: str, call: CommunicationCall) -> None:
+        turns = self.turns
+        rank = turns.turn().rank
+        turns.fail(RanksFailed("communication_mismatch", message, rank=rank, place=call.place, by_rank=turns.by_rank()))
+        raise RankStopped(message)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def send(self, key: GroupKey, place: int, target: int, tag: int, message: Message) -> Message:
+        """Offer a message. It is done when a receiver has come for it, as in real ones: `send` waits for `recv`."""
+        with self.turns.lock:
+            self._note(message.call, [message.tensor])
+            waiting = self._awaited[key, target, tag]
+            receiver = next((r for r in waiting if r.source in (-1, place)), None)
+            if receiver is None:
+                message.watched = Watched([message.tensor])
+                self._sent[key, target, tag].append(message)
+            else:
+                waiting.remove(receiver)
+                self._deliver(message, receiver)
+        return message
+
+    def receive(self, key: GroupKey, place: int, tag: int, message: Message) -> Message:
+        """Ask for a message: the i-th of a sender answers the i-th request, in whatever order they are waited for."""
+        with self.turns.lock:
+            self._note(message.call, [])
+            offered = self._sent[key, place, tag]
+            sender = next((s for s in offered if message.source in (-1, s.source)), None)
+            if sender is None:
+                self._awaited[key, place, tag].append(message)
+            else:
+                offered.remove(sender)
+                self._deliver(sender, message)
+        return message
+
+    def _deliver(self, sender: Message, receiver: Message) -> None:
+        given, taken = sender.tensor, receiver.tensor
+        if given.numel() != taken.numel() or given.dtype != taken.dtype:
+            text = (
+                "a message differs from what its receiver expects:"
+                f"\n  rank {sender.call.ranks[0]}: {sender.call}\n  rank {receiver.call.ranks[1]}: {receiver.call}"
+            )
+            self._fail_locked(text, receiver.call)
+        if sender.watched is not None and sender.watched.has_changed():
+            self._fail_locked(_CHANGED.format(rank=sender.call.ranks[0], call=sender.call), sender.call)
+        with torch.no_grad():
+            taken.data.copy_(given if given.shape == taken.shape else given.reshape(taken.shape))
+        receiver.source = sender.source
+        sender.done = receiver.done = True
+        self.turns.poke()
+
+    def undelivered(self) -> list[str]:
+        """Say which messages nobody has received, the lock held."""
+        messages = [message for sent in self._sent.values() for message in sent]
+        return [f"  never received: {message.call}" for message in messages]
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def wait(self, call: CommunicationCall | str, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()`. Raises RankStopped when a rank has failed."""
+        with self.turns.lock:
+            self.turns.wait(call, ready)
+
+    def asked(self, call: CommunicationCall | str, ready: Callable[[], bool]) -> bool:
+        """Return `ready()`; where it is False let other ranks run first, for the program may ask until it is True."""
+        with self.turns.lock:
+            if not ready():
+                self.turns.let_others_run(call)
+            return ready()
+
+
+_CHANGED = (
+    "a tensor was changed between the start of an asynchronous call and its end: "
+    "the result depends on who is faster\n  rank {rank}: {call}"
+)
+
+
+class Watched:
+    """Notes what is in tensors, to see later whether it has changed: all of a small one, elements of a large one."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        self._before = [_sample(tensor).clone() for tensor in self._tensors]
+
+    def has_changed(self) -> bool:
+        """Tell whether what was noted is not there any more."""
+        now = [_sample(tensor) for tensor in self._tensors]
+        return any(not _same_bits(a, b) for a, b in zip(self._before, now, strict=True))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    value = tensor.detach()
+    if value.numel() <= _WHOLE or not value.is_contiguous():
+        return value
+    return value.view(-1)[:: value.numel() // _SAMPLES]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def _comparable(call: CommunicationCall) -> CommunicationCall:
+    """Return a call with what must agree: dims of size one do not matter, nor shapes where ranks may differ in them."""
+    if call.kind in ("all_to_all", "gather", "scatter"):
+        return replace(call, shapes=())
+    return replace(call, shapes=tuple(tuple(size for size in shape if size != 1) for shape in call.shapes))

@@ -1,0 +1,46 @@
+"""The line of the program from which torch was called."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from functools import cache
+from types import FrameType, TracebackType
+
+import torch
+
+_FOREIGN = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    "<",  # frozen modules, and code that was made at run time
+)
+_STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+_PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_WRAPPERS = frozenset({"typing_extensions.py"})  # decorators of torch's deprecated functions
+
+
+def place_of_call() -> str | None:
+    """Return "file:line" of the innermost frame outside of torch, the standard library and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def place_of_error(trace: TracebackType | None) -> str | None:
+    """Return "file:line" of the innermost frame of a traceback that is the program's; None without one."""
+    place = None
+    while trace is not None:
+        if _is_program(trace.tb_frame.f_code.co_filename):
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+@cache
+def _is_program(file: str) -> bool:
+    """Tell whether a file is the program's, or of a library that it uses, rather than torch's or ours."""
+    if file.startswith(_FOREIGN) or os.path.basename(file) in _WRAPPERS:
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_STANDARD)

@@ -1,0 +1,246 @@
+"""All that the executors use of torch and is not public, in one place; each is pinned by a test.
+
+Checked with torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+import torch.distributed.nn.functional  # its defaults hold the default group of whoever imports it first: nobody's
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules import module as torch_module
+
+BACKEND = "nnscaler_ranks"
+# classes of C++ that Python may subclass, though torch's stubs do not say so
+ProcessGroup: Any = dist.ProcessGroup
+Work: Any = c10d.Work
+Store: Any = c10d.Store
+_C10D: Any = c10d  # names that it does not export
+_C10D_CPP: Any = torch._C._distributed_c10d
+_MESH: Any = DeviceMesh
+_GLOBAL_HOOKS = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+)
+
+
+# -- a default group for each thread ----------------------------------------------------------------------------------
+
+
+class RankWorlds:
+    """Stands for `distributed_c10d._world`: every thread of a rank sees its rank's groups, other threads torch's own.
+
+    The class `_World` itself cannot be used for each rank: it keeps its state in globals of its module.
+    """
+
+    def __init__(self, original: Any) -> None:
+        object.__setattr__(self, "_original", original)
+        object.__setattr__(self, "_here", threading.local())
+
+    def enter(self, world: SimpleNamespace) -> None:
+        """Give the current thread the groups in `world`."""
+        self._here.world = world
+
+    def leave(self) -> None:
+        """Give the current thread torch's own groups again."""
+        del self._here.world
+
+    def current(self) -> SimpleNamespace | None:
+        """Return the world of the current thread; None where it is no rank's."""
+        return getattr(self._here, "world", None)
+
+    def __getattr__(self, name: str) -> Any:
+        world = self.current()
+        return getattr(self._original if world is None else world, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        world = self.current()
+        setattr(self._original if world is None else world, name, value)
+
+
+def new_world(**facts: Any) -> SimpleNamespace:
+    """Return the state of torch.distributed of a rank that has no groups yet; `facts` are ours."""
+    return SimpleNamespace(
+        default_pg=None,
+        pg_map={},
+        pg_names={},
+        pg_group_ranks={},
+        pg_backend_config={},
+        group_count=0,
+        tags_to_pg={},
+        pg_to_tag={},
+        pg_coalesce_state={},
+        comms=[],
+        pg_config_info=[],
+        **facts,
+    )
+
+
+def current_worlds() -> RankWorlds | None:
+    """Return what stands for torch's groups while ranks run as threads; None at other times."""
+    worlds = c10d._world
+    return worlds if isinstance(worlds, RankWorlds) else None
+
+
+@contextmanager
+def ranks_as_threads(create: Callable[[Any], dist.ProcessGroup]) -> Iterator[RankWorlds]:
+    """Let threads be ranks: each has groups of its own, whatever backend it asks for is `create(options)`.
+
+    `options` has `group_id`, `group_rank`, `group_size` and `global_ranks_in_group` (empty for the default group).
+    `get_backend` says what the program asked for, and "gloo" where it asked for none.
+    """
+    _register(BACKEND)
+    worlds = RankWorlds(_C10D._world)
+    make_group, meet, hook = _C10D._new_process_group_helper, _C10D.rendezvous, sys.excepthook
+    initialise_mesh = _MESH.__init__
+
+    def new_group(size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any) -> Any:
+        world = worlds.current()
+        if world is None:
+            return make_group(size, rank, members, backend, *rest, **options)
+        group, store = make_group(size, rank, members, _C10D.Backend(BACKEND), *rest, **options)
+        if group in world.pg_map:
+            asked = "gloo" if str(backend) in ("undefined", BACKEND) else backend
+            world.pg_map[group] = (asked, store)
+        return group, store
+
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        world = worlds.current()
+        if world is None:
+            yield from meet(url, rank, world_size, **options)
+        else:
+            yield world.store, world.rank, world.ranks
+
+    def new_mesh(self: Any, *arguments: Any, **options: Any) -> None:
+        initialise_mesh(self, *arguments, **options)
+        world = worlds.current()
+        if (
+            world is not None
+        ):  # meshes of two ranks, or of two runs, must not be equal: torch caches what it knows of them
+            self._thread_id, self._hash = world.identity, None
+
+    object.__setattr__(worlds, "create", create)
+    _C10D._world = worlds
+    _C10D._new_process_group_helper, _C10D.rendezvous = new_group, rendezvous
+    _MESH.__init__ = new_mesh
+    _C10D_CPP._set_thread_isolation_mode(True)
+    try:
+        yield worlds
+    finally:
+        _C10D_CPP._set_thread_isolation_mode(False)
+        _MESH.__init__ = initialise_mesh
+        _C10D._new_process_group_helper, _C10D.rendezvous = make_group, meet
+        _C10D._world = worlds._original
+        sys.excepthook = hook  # every init_process_group wraps it once more
+        forget_meshes()
+
+
+def _register(name: str) -> None:
+    """Make a backend of this name known to torch. Whoever runs as a rank is asked for its groups."""
+    if not hasattr(dist.Backend, name.upper()):
+
+        def create(options: Any, _: Any) -> dist.ProcessGroup:
+            worlds = current_worlds()
+            assert worlds is not None, "this backend is for ranks"
+            return cast(dist.ProcessGroup, worlds.create(options))
+
+        dist.Backend.register_backend(name, cast(Any, create), extended_api=True, devices=["cpu"])
+
+
+def forget_meshes() -> None:
+    """Empty the caches in which torch keeps what it knows of device meshes, which hold their groups."""
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribute is not None:
+        for name in ("_gen_transform_infos", "clear_redistribute_planner_cache"):
+            found = getattr(redistribute, name, None)
+            if found is not None:
+                getattr(found, "cache_clear", found)()
+
+
+def register_groups_here(world: SimpleNamespace) -> None:
+    """Let functional collectives of the current thread find the groups of its rank by their names."""
+    for group, name in world.pg_names.items():
+        torch._C._distributed_c10d._register_process_group(name, group)
+
+
+# -- facts of collectives ---------------------------------------------------------------------------------------------
+
+
+def premultiplier(operation: Any) -> float | Tensor:
+    """Return the factor of a PREMUL_SUM."""
+    return cast("float | Tensor", operation.__getstate__()[1])
+
+
+def unwaited_collectives() -> int:
+    """Return how many functional collectives of this process nobody has waited for."""
+    return int(torch._C._distributed_c10d._get_work_registry_size())
+
+
+# -- what torch keeps per process, and a rank must have for itself ----------------------------------------------------
+
+
+def rank_attributes() -> list[tuple[Any, str]]:
+    """Return the (owner, attribute) that one rank changes while others run, by value or by what is in it.
+
+    `loss_parallel` and `context_parallel` edit DTensor's handlers on entry and exit, `CommDebugMode` the hooks of all
+    modules, and `context_parallel` replaces the attention function.
+    """
+    found: list[tuple[Any, str]] = [(torch_module, name) for name in _GLOBAL_HOOKS]
+    found.append((torch.nn.functional, "scaled_dot_product_attention"))
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None:
+        found.append((tensor.DTensor._op_dispatcher, "_custom_op_handlers"))
+    for name in ("_context_parallel._attention", "_attention"):
+        attention = sys.modules.get(f"torch.distributed.tensor.experimental.{name}")
+        if attention is not None and tensor is not None:
+            names = ("_replaced_functions", "_dispatch_mode", "_cp_options")
+            found += [(attention, name) for name in names if hasattr(attention, name)]
+            found.append((tensor.DTensor._op_dispatcher.sharding_propagator, "op_strategy_funcs"))
+    return found
+
+
+# -- one rank of a world that is not there ----------------------------------------------------------------------------
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """Be one rank of `size`, with collectives that do nothing, until the end. Raises RuntimeError where groups exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers its backend when imported
+
+    if dist.is_initialized():
+        raise RuntimeError("process groups exist already")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        forget_meshes()
+        dist.destroy_process_group()
+
+
+def group_ranks(name: str) -> list[int]:
+    """Return the global ranks of the process group of this name."""
+    return list(dist.get_process_group_ranks(c10d._resolve_process_group(name)))
+
+
+def autograd_sequence_number() -> int:
+    """Return the number that the next autograd node of this thread will have."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def current_autograd_node() -> Any:
+    """Return the autograd node whose backward runs; None outside of a backward pass."""
+    return torch._C._current_autograd_node()
