@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from nnscaler.errors import NnscalerError, SourceLocation
 
-Kind = Literal["text", "texts", "integer", "count", "seconds", "flag", "table", "tables", "date"]
+Kind = Literal["text", "texts", "integer", "count", "counts", "seconds", "flag", "table", "tables", "date"]
 KeyPath = tuple[str | int, ...]  # of keys, and of positions in lists
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -28,6 +28,7 @@ _WANTED: Mapping[Kind, str] = {
     "texts": "a list of texts",
     "integer": "a whole number",
     "count": "a whole number of at least 1",
+    "counts": "a list of whole numbers of at least 1",
     "seconds": 'a time such as "120s", "2m" or "1h30m"',
     "flag": "true or false",
     "table": "a table",
@@ -222,6 +223,7 @@ _FITS: Mapping[Kind, Callable[[Any], bool]] = {
     "texts": _is_list(str),
     "integer": _is_integer,
     "count": lambda value: _is_integer(value) and value >= 1,
+    "counts": lambda value: isinstance(value, list) and all(_is_integer(item) and item >= 1 for item in value),
     "seconds": lambda value: seconds_of(value) is not None,
     "flag": lambda value: isinstance(value, bool),
     "table": lambda value: isinstance(value, dict),

@@ -1,4 +1,5 @@
-"""The pytest plugin: `verify_op` and `verify_plan` as fixtures, a marker for models, and the gate as test items.
+"""The pytest plugin: `verify_op`, `verify_plan` and `verify_external` as fixtures, a marker for models, and the gate as
+test items.
 
     def test_my_op(verify_op):
         verify_op("my_ops.py::my_op")
@@ -6,6 +7,9 @@
     @pytest.mark.nnscaler_plan(ranks=8, plan="dp=2,tp=2,pp=2")
     def test_model():
         return "model.py"            # or (module or factory, inputs)
+
+    def test_fsdp(verify_external):
+        verify_external("check.py", ranks=4)
 
     pytest --nnscaler-gate           # each item of [tool.nnscaler.gate] is a test
 
@@ -65,6 +69,16 @@ def verify_plan(request: pytest.FixtureRequest) -> Callable[..., Any]:
         return report
 
     return check
+
+
+@pytest.fixture
+def verify_external() -> Callable[..., Any]:
+    """Return a function that verifies a parallel program of the project and fails the test unless it passes.
+
+    Takes what `verify.verify_external` does: a check file and the options of `nnscaler verify-external`; returns the
+    report.
+    """
+    return lambda program, **options: _tool().check_external(program, **options)
 
 
 _VERIFIED: pytest.StashKey[bool] = pytest.StashKey()  # of an item in which verify_plan was called

@@ -15,7 +15,7 @@ import pytest
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import load_model_file
 from nnscaler.plan_source import read_plan
-from verify import verify_op, verify_plan
+from verify import verify_external, verify_op, verify_plan
 from verify.gate.baseline import KnownFinding, read_baseline
 from verify.gate.items import Item, check_names
 from verify.gate.last_run import State
@@ -69,6 +69,19 @@ def check_plan(model: Any, inputs: Any, *, dtype: Any = None, seed: int = 0, **o
     except NnscalerError as error:
         pytest.fail(f"could not be verified: {error}", pytrace=False)
     return _passing(report if name is None else replace(report, subject=name))
+
+
+def check_external(program: Any, **options: Any) -> Report:
+    """Verify a parallel program of the project: return the report if it passes, else fail the test.
+
+    `program`: a check file, `hf:TYPE`, or an `ExternalProgram`.
+    """
+    __tracebackhide__ = True
+    try:
+        report = verify_external(os.fspath(program) if isinstance(program, os.PathLike) else program, **options)
+    except NnscalerError as error:
+        pytest.fail(f"could not be verified: {error}", pytrace=False)
+    return _passing(report)
 
 
 def _passing(report: Report) -> Report:
@@ -146,7 +159,7 @@ def open_gate() -> Gate:
         settings = read_settings(None, {}, os.environ)
         file = settings.baseline
         entries = read_baseline(file)
-        preload()
+        preload(bool(settings.external))
         operators, failed = find_operators(settings.sources, settings.folder, Clock(time.perf_counter(), None))
         items = all_items(settings, operators)
         check_names(items)

@@ -264,7 +264,8 @@ def _data_axes(reader: _Reader, axes: tuple[tuple[str, int], ...], notes: list[s
     if unknown:
         close = get_close_matches(unknown[0], known, n=1)
         message = f"`data_axes` of {reader.path.name} names {unknown[0]!r}, and the mesh has {', '.join(known)}"
-        raise reader.error("bad_mesh", "data_axes", message, f"did you mean {close[0]!r}?" if close else None)
+        help = f"did you mean {close[0]!r}?" if close else "data_axes = () where each rank gets the whole batch"
+        raise reader.error("bad_mesh", "data_axes", message, help)
     return said
 
 
@@ -324,7 +325,8 @@ def _place_of(function: Callable[..., Any]) -> SourceLocation | None:
 def _described(value: Any) -> str:
     if isinstance(value, nn.Module):
         return f"a module ({type(value).__name__})"
-    return "None" if value is None else f"a {type(value).__name__}"
+    kind = type(value).__name__
+    return "None" if value is None else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _indented(text: str) -> str:

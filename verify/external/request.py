@@ -151,10 +151,12 @@ def sized(axes: list[tuple[str, int]], ranks: int | None, what: str) -> tuple[tu
     """
     names = [name for name, _ in axes]
     if len(set(names)) < len(names):
-        raise NnscalerError("bad_mesh", f"{what} names an axis twice: {', '.join(names)}")
+        message = f"{what} names an axis twice: {', '.join(names)}"
+        raise NnscalerError("bad_mesh", message, help="give each axis a name of its own")
     open_axes = [name for name, size in axes if size == -1]
     if len(open_axes) > 1:
-        raise NnscalerError("bad_mesh", f"{what} leaves the sizes of several axes open: {', '.join(open_axes)}")
+        message = f"{what} leaves the sizes of several axes open: {', '.join(open_axes)}"
+        raise NnscalerError("bad_mesh", message, help="-1 stands for the ranks that are left, on one axis")
     product = 1
     for _, size in axes:
         product *= abs(size)

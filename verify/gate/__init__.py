@@ -1,7 +1,7 @@
 """The gate: everything that a project wants verified before it is deployed, as one run with one exit code.
 
 settings   `[tool.nnscaler.gate]` of pyproject.toml
-items      what is verified: an operator, or a model under one plan
+items      what is verified: an operator, a model under one plan, or a program that is not nnScaler's
 baseline   findings that are known, with owner and expiry date
 state      what the last run gave, and how long each item took
 order      worst first

@@ -1,4 +1,5 @@
-"""The items of a gate: operators, and models under one plan. An item's name stays the same between runs."""
+"""The items of a gate: operators, models under one plan, and programs of others. An item's name stays the same between
+runs."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from difflib import get_close_matches
 from typing import Literal
 
 from nnscaler.errors import NnscalerError
+from verify.external.request import ExternalRequest
 from verify.programs.request import PlanRequest
 
-Option = str | int | bool | tuple[str, ...]
+Option = str | int | bool | tuple[str | int, ...]
 SourceKind = Literal["name", "file", "module", "user"]
 
 
@@ -24,6 +26,19 @@ class PlanItem:
 
     name: str
     request: PlanRequest
+    timeout: float = 300.0
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
+
+
+@dataclass(frozen=True)
+class ExternalItem:
+    """Programs that nnScaler did not write: those of one request; fields as of `PlanItem`."""
+
+    name: str
+    request: ExternalRequest
     timeout: float = 300.0
 
     @property
@@ -62,18 +77,18 @@ class OpSource:
         return "operators of the models" if self.kind == "user" else self.text
 
 
-Item = PlanItem | OpItem
+Item = PlanItem | ExternalItem | OpItem
 
 
-def plan_name(model: str, options: Mapping[str, Option]) -> str:
+def item_name(subject: str, options: Mapping[str, Option]) -> str:
     """`gpt.py ranks=4 plan=dp=2,tp=2`."""
-    return " ".join([model, *(f"{key}={_text(value)}" for key, value in options.items())])
+    return " ".join([subject, *(f"{key}={_text(value)}" for key, value in options.items())])
 
 
 def _text(value: Option) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def select(items: Sequence[Item], patterns: Sequence[str]) -> list[Item]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nnscaler.errors import NnscalerError
-from verify.gate.items import Item, OpItem, OpSource, PlanItem
+from verify.gate.items import ExternalItem, Item, OpItem, OpSource, PlanItem
 from verify.gate.last_run import Phase, State, Unit, batches, first_units, other_units
 from verify.gate.outcome import ItemResult
 from verify.gate.work import list_operators, without_repeats
@@ -29,6 +29,7 @@ GRACE = 5.0  # seconds that an item has beyond its own limit, to tell of it itse
 LEAST = 0.2  # seconds under which nothing is started
 # what every child would import by itself, in seconds each time
 _PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "verify.programs.run", "verify.operators.run.many")
+_PRELOAD_EXTERNAL = "verify.external.verify"  # and what only such an item would
 T = TypeVar("T")
 Perform = Callable[[Item, Phase, Note], tuple[Report, bool]]
 Runs = Generator[tuple[Unit, ItemResult], None, None]
@@ -50,10 +51,10 @@ class Clock:
         return time.perf_counter() - self.started
 
 
-def preload() -> None:
-    """Import once what each child needs."""
+def preload(external: bool = False) -> None:
+    """Import once what each child needs. `external`: some of them verify programs of others."""
     if why_not_fork() is None:
-        for name in _PRELOAD:
+        for name in (*_PRELOAD, *([_PRELOAD_EXTERNAL] if external else [])):
             importlib.import_module(name)
 
 
@@ -159,6 +160,8 @@ def _only_text(result: ItemResult) -> bool:
 
 def tool_of(item: Item) -> str:
     """Return the command that verifies such an item."""
+    if isinstance(item, ExternalItem):
+        return "verify-external"
     return "verify-plan" if isinstance(item, PlanItem) else "verify-op"
 
 

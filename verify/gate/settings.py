@@ -1,4 +1,4 @@
-"""`[tool.nnscaler.gate]`: what to verify, how long it may take, and which findings are known.
+"""`[tool.nnscaler.gate]` and `[[tool.nnscaler.external]]`: what to verify, how long it may take, and what is known.
 
 The command line goes before the environment, that before the file, and that before the default. Every setting knows
 where it came from.
@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import join, split
 from typing import Any
 
 from nnscaler.config import (
@@ -26,10 +27,12 @@ from nnscaler.config import (
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import find_target
 from nnscaler.planning.auto import parse_auto
-from verify.gate.items import Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, plan_name
+from verify.external.request import EXECUTORS, LIBRARY, SIZES, ExternalRequest, check_values
+from verify.gate.items import ExternalItem, Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, item_name
 from verify.programs.request import BACKENDS, DTYPES, PlanRequest
 
 TABLE: KeyPath = ("tool", "nnscaler", "gate")
+EXTERNAL: KeyPath = ("tool", "nnscaler", "external")
 EXAMPLE = """\
 [tool.nnscaler.gate]
 budget = "120s"
@@ -94,8 +97,26 @@ _OPS = (
     Key("seed", "integer"),
     Key("timeout", "seconds"),
 )
+_EXTERNAL = (
+    Key("target", "text"),
+    Key("torchrun", "text"),
+    Key("name", "text"),
+    Key("ranks", "count"),
+    Key("mesh", "text"),
+    Key("executor", "text", choices=EXECUTORS),
+    Key("steps", "count"),
+    Key("dtype", "texts"),
+    Key("checkpoint", "flag"),
+    Key("level", "text", choices=("all", "static", "run")),
+    *(Key(name, "counts") for name in SIZES),
+    Key("set", "texts"),
+    Key("sweep-flags", "flag"),
+    Key("seed", "integer"),
+    Key("timeout", "seconds"),
+)
 SHARE = 0.8  # of an item's time that the run of its program may take: what hangs is better told by the run itself
-_APART = ("name", "timeout", "seed")  # keys of a plan that are no options of verify-plan, or stand beside them
+_APART = ("name", "timeout", "seed")  # keys of an item that are no options of its command, or stand beside them
+_FIELDS = {"dtype": "dtypes", "set": "settings"}  # of an ExternalRequest, where they are not called as the key is
 _FILES = ("loss-fn", "constraints", "profile")
 _SOURCES: tuple[tuple[str, SourceKind], ...] = (("names", "name"), ("files", "file"), ("modules", "module"))
 
@@ -119,6 +140,7 @@ class GateSettings:
     file: Path
     values: Mapping[str, Setting]
     plans: tuple[PlanItem, ...] = ()
+    external: tuple[ExternalItem, ...] = ()
     sources: tuple[OpSource, ...] = ()
 
     @property
@@ -156,15 +178,16 @@ def read_settings(
     document = read_document(found)
     read_table(document, TABLE[:2], SHARED)
     table = read_table(document, TABLE, _GATE)
-    if document.value(TABLE) is None:
+    if document.value(TABLE) is None and document.value(EXTERNAL) is None:
         raise NnscalerError("nothing_named", f"{found} has no table [tool.nnscaler.gate]", help=_help())
     values = {name: _resolve(name, document, table, asked or {}, given) for name in DEFAULTS}
     plans = _plans(document, table, values)
+    external = _externals(document, values)
     sources = _sources(document, table, values, plans)
-    if not plans and not sources:
-        message = "[tool.nnscaler.gate] names neither models nor ops: the gate has nothing to verify"
-        raise document.error(TABLE, message, _help())
-    return GateSettings(found, values, plans, sources)
+    if not plans and not sources and not external:
+        message = "[tool.nnscaler.gate] names neither models nor ops, and there is no [[tool.nnscaler.external]]"
+        raise document.error(TABLE, f"{message}: the gate has nothing to verify", _help())
+    return GateSettings(found, values, plans, external, sources)
 
 
 def _help() -> str:
@@ -236,7 +259,47 @@ def _plan(
         timeout=max(1.0, SHARE * timeout),
         **fields,
     )
-    return PlanItem(entry.get("name") or plan_name(model["model"], told), request, timeout)
+    return PlanItem(entry.get("name") or item_name(model["model"], told), request, timeout)
+
+
+def _externals(document: Document, values: Mapping[str, Setting]) -> tuple[ExternalItem, ...]:
+    entries = document.value(EXTERNAL) or []
+    paths: list[KeyPath] = [(*EXTERNAL, number) for number in range(len(entries))]
+    return tuple(_external(document, path, read_table(document, path, _EXTERNAL), values) for path in paths)
+
+
+def _external(
+    document: Document, path: KeyPath, entry: Mapping[str, Any], values: Mapping[str, Setting]
+) -> ExternalItem:
+    folder = document.file.resolve().parent
+    options: dict[str, Option] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key not in _APART
+    }
+    target, script = str(options.pop("target", "")), options.pop("torchrun", None)
+    told = {**options, **({"seed": entry["seed"]} if "seed" in entry else {})}
+    timeout = entry.get("timeout") or values["plan-timeout"].value
+    fields: dict[str, Any] = {_FIELDS.get(key, key.replace("-", "_")): value for key, value in options.items()}
+    try:
+        request = ExternalRequest(
+            target=target if target.startswith(LIBRARY) or not target else _model(folder, target),
+            script=None if script is None else _script(folder, str(script)),
+            seed=entry.get("seed", values["seed"].value),
+            timeout=max(1.0, SHARE * timeout),
+            **fields,
+        )
+        check_values(request)
+    except NnscalerError as error:
+        raise document.error(path, f"{spelled(path)}: {error.message}", error.help) from None
+    return ExternalItem(entry.get("name") or item_name(target or str(script), told), request, timeout)
+
+
+def _script(folder: Path, text: str) -> str:
+    """Return a script's words; its file is relative to the settings."""
+    try:
+        words = split(text)
+    except ValueError as error:
+        raise NnscalerError("usage", f"torchrun {text!r} cannot be read: {error}") from None
+    return join([from_here(folder, words[0]), *words[1:]]) if words and words[0].endswith(".py") else text
 
 
 def _sources(
@@ -284,5 +347,5 @@ def from_here(folder: Path, text: str) -> str:
 
 
 def all_items(settings: GateSettings, operators: Sequence[OpItem]) -> list[Item]:
-    """Return plans and operators, in the order of the settings."""
-    return [*settings.plans, *operators]
+    """Return plans, programs of others and operators, in the order of the settings."""
+    return [*settings.plans, *settings.external, *operators]

@@ -15,7 +15,8 @@ from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.find_operator import matching, registered_in
 from verify.evidence.inputs.user_code import import_module, is_users
 from verify.evidence.options import OpOptions
-from verify.gate.items import Item, OpItem, OpSource, PlanItem
+from verify.external.entry_point import verify_external_request
+from verify.gate.items import ExternalItem, Item, OpItem, OpSource, PlanItem
 from verify.gate.last_run import Phase
 from verify.operators.run.cache import Cache
 from verify.operators.run.job import address_of, make_job
@@ -23,6 +24,7 @@ from verify.operators.run.many import Settings, run_many
 from verify.operators.run.targets import registered_by
 from verify.programs.entry_point import verify_request
 from verify.programs.subject import RunContext
+from verify.results.attachments import Attachments
 from verify.results.report import Report
 
 Note = Callable[[str], None]
@@ -35,6 +37,8 @@ def perform_item(folder: Path, cache: Cache | None) -> Callable[[Item, Phase, No
     def perform(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
         if isinstance(item, OpItem):
             return verify_operator(item, folder, cache, note)
+        if isinstance(item, ExternalItem):
+            return verify_external_item(item, note), False
         return verify_plan_item(item, phase, note), False
 
     return perform
@@ -43,12 +47,32 @@ def perform_item(folder: Path, cache: Cache | None) -> Callable[[Item, Phase, No
 def verify_plan_item(item: PlanItem, phase: Phase, note: Note) -> Report:
     """Verify a plan, and note each of its phases. Raises NnscalerError for one that cannot be run at all."""
     note(f"loading {item.request.model}")
-    context = RunContext(
+    return verify_request(replace(item.request, level=phase), context=_context(note))
+
+
+def verify_external_item(item: ExternalItem, note: Note) -> Report:
+    """Verify the programs of an item; what is said of several is one report. Raises NnscalerError as above."""
+    note(f"loading {item.request.name}")
+    reports = verify_external_request(item.request, _context(note))
+    if len(reports) == 1:
+        return reports[0]
+    return replace(
+        reports[0],
+        subject=item.name,
+        setting=f"{len(reports)} programs",
+        checks=tuple(replace(c, name=f"{r.subject} {r.setting}: {c.name}") for r in reports for c in r.checks),
+        findings=tuple(finding for report in reports for finding in report.findings),
+        notes=tuple(dict.fromkeys(note for report in reports for note in report.notes)),
+        attachments=Attachments(),
+    )
+
+
+def _context(note: Note) -> RunContext:
+    return RunContext(
         progress=lambda name, seconds, text: note(_words(f"{name} {seconds:.1f} s {text}")),
         say=lambda text: note(_words(text)),
         command=("nnscaler", *sys.argv[1:]),
     )
-    return verify_request(replace(item.request, level=phase), context=context)
 
 
 def _words(text: str) -> str:

@@ -44,6 +44,10 @@ in pyproject.toml:
   [tool.nnscaler.gate.ops]
   files = ["my_ops.py"]
 
+  [[tool.nnscaler.external]]                           as for verify-external
+  target = "check.py"
+  ranks = 4
+
 every item runs in a process of its own, worst first: what failed last time, then the texts of all programs, then what
 is quick. The summary on stdout is Markdown, for a review. Options go before NNSCALER_BUDGET, NNSCALER_BASELINE,
 NNSCALER_SEED, NNSCALER_OP_TIMEOUT, NNSCALER_PLAN_TIMEOUT, NNSCALER_JOBS, NNSCALER_CACHE and NNSCALER_CONFIG, and those
@@ -74,7 +78,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     )
     group.add_argument("--budget", type=duration, metavar="TIME", help="for all items together: 120, 120s, 2m, 1h30m")
     group.add_argument("--op-timeout", type=duration, metavar="TIME", help="for one operator (default: 60s)")
-    group.add_argument("--plan-timeout", type=duration, metavar="TIME", help="for one model and plan (default: 300s)")
+    group.add_argument(
+        "--plan-timeout",
+        type=duration,
+        metavar="TIME",
+        help="for one model and plan, or external program (default: 300s)",
+    )
     group.add_argument("--seed", type=int, metavar="S", help="of parameters, batches and inputs (default: 0)")
     group.add_argument("--jobs", type=positive, metavar="N", help="operators at a time (default: one per processor)")
     group.add_argument("--no-cache", action="store_true", help="run operators that passed and have not changed too")
@@ -119,10 +128,10 @@ def run(options: argparse.Namespace) -> int:
 
     clock = Clock(time.perf_counter(), settings.get("budget"))
     if settings.sources or not options.list:
-        preload()
+        preload(bool(settings.external))
     results: dict[str, ItemResult] = {}
     stopped: KeyboardInterrupt | None = None
-    every: list[Item] = list(settings.plans)
+    every: list[Item] = [*settings.plans, *settings.external]
     chosen: list[Item] = []
     try:
         operators, failed = find_operators(settings.sources, settings.folder, clock)
