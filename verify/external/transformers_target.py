@@ -1,0 +1,322 @@
+"""Turn `hf:TYPE` into a program that can be verified: a small model of the installed transformers with random weights,
+parallelised by the library's own plan, through the library's own code."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+from verify.external.program import Batch, ExternalProgram, Step, default_step
+from verify.external.request import LIBRARY
+from verify.external.transformers_config import Sizes, configuration, library, shrink, with_settings
+
+ROWS, LENGTH = 4, 16  # of a batch: sequences, and tokens of each
+_NOISE = 0.05  # standard deviation of what is added to every parameter: no unit norms, no zero biases
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class PlanSizes:
+    """How many ranks share what.
+
+    tp    tensor plan
+    ep    expert plan: among the ranks of tp where tp is above 1, else of fsdp; alone, it has ranks of its own
+    fsdp  fully sharded data parallel
+    pp    pipeline
+    """
+
+    tp: int = 1
+    ep: int = 1
+    fsdp: int = 1
+    pp: int = 1
+
+    @property
+    def experts_alone(self) -> bool:
+        """True where only the expert plan is applied."""
+        return self.ep > 1 and self.tp == 1 and self.fsdp == 1
+
+    @property
+    def shared(self) -> int:
+        """The number of ranks that see the same rows."""
+        return self.ep if self.experts_alone else self.tp
+
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Return the axes of the program, in the library's order; data parallel is outermost."""
+        axes = (("fsdp", self.fsdp), ("ep" if self.experts_alone else "tp", self.shared))
+        return tuple((name, size) for name, size in axes if size > 1) or (("tp", 1),)
+
+    def __str__(self) -> str:
+        named = (("tp", self.tp), ("ep", self.ep), ("fsdp", self.fsdp), ("pp", self.pp))
+        return " ".join(f"--{name} {size}" for name, size in named if size > 1)
+
+
+@dataclass(frozen=True)
+class PlanChanges:
+    """Rules that replace or join those of the model's own plans: generic name -> style."""
+
+    tp: Mapping[str, str] = field(default_factory=dict)
+    ep: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A small plain model.
+
+    config     that it was made of
+    model      on the CPU, in float32, with every parameter disturbed
+    batch      keyword arguments of its forward
+    is_scored  its forward returns a loss
+    """
+
+    config: Any
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    is_scored: bool
+
+    @property
+    def step(self) -> Step:
+        """Make a loss of the model and a batch: its own, or a fixed linear function of what it returns."""
+        return default_step if self.is_scored else linear_loss
+
+
+def transformers_program(
+    target: str,
+    sizes: PlanSizes | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    exact: bool = True,
+    changes: PlanChanges | None = None,
+) -> ExternalProgram:
+    """Make the program of `hf:TYPE` (a model type, or a local folder with a configuration).
+
+    settings  fields of the configuration that are changed, after it was shrunk
+    exact     it will run in float64, which the grouped kernel of experts does not know: experts run one by one
+    changes   rules that are added to the plans
+
+    Raises NnscalerError: `usage`, `no_plan` where the model has no such plan, `not_built` where no small model of that
+    type can be made and run.
+    """
+    sizes = sizes or PlanSizes(tp=2)
+    _check_sizes(sizes)
+    name = target.removeprefix(LIBRARY)
+    built = build(name, sizes, settings or {}, exact=exact)
+    _check_plans(built.model, sizes)
+    options = distributed_options(sizes, changes or PlanChanges())
+    return ExternalProgram(
+        name=f"{LIBRARY}{name} {sizes}".strip(),
+        model=lambda: copy.deepcopy(built.model),
+        batch=lambda: dict(built.batch),
+        parallelize=lambda model, mesh: parallelize(model, options),
+        mesh=sizes.mesh(),
+        data_axes=("fsdp",) if sizes.fsdp > 1 else (),
+        step=built.step,
+    )
+
+
+def parallelize(model: Any, options: Mapping[str, Any]) -> Any:
+    """Apply the library's own plans to a model, as `from_pretrained(distributed_config=...)` does between making a
+    model and reading its weights; then tie what is tied, as it does afterwards."""
+    distributed = importlib.import_module("transformers.distributed")
+    utilities = importlib.import_module("transformers.distributed.utils")
+    config = distributed.DistributedConfig(**copy.deepcopy(dict(options)))
+    _, manager = utilities.initialize_distributed_mesh(config)
+    made = type(model).maybe_distribute_model(model, config, manager)
+    made.tie_weights(recompute_mapping=False)
+    return made
+
+
+def distributed_options(sizes: PlanSizes, changes: PlanChanges) -> dict[str, Any]:
+    """Return the arguments of the library's DistributedConfig."""
+    options: dict[str, Any] = {"tp_size": sizes.shared, "fsdp_size": sizes.fsdp}
+    if sizes.experts_alone:
+        options["tp_plan"] = {}  # the library: no tensor rule, only its ranks
+    elif changes.tp:
+        options["tp_plan"] = dict(changes.tp)
+    if sizes.ep > 1:
+        options["ep_size"] = sizes.ep
+        if changes.ep:
+            options["ep_plan"] = dict(changes.ep)
+    return options
+
+
+def _check_sizes(sizes: PlanSizes) -> None:
+    if sizes.pp > 1:
+        message = "the pipeline of transformers returns logits and no loss, and nothing runs backward through it"
+        raise NnscalerError("usage", message, help="it cannot be trained: leave --pp away")
+    if sizes.tp * sizes.ep * sizes.fsdp == 1:
+        raise NnscalerError("usage", "one rank has no plan to verify", help="--tp 2, --ep 2 or --fsdp 2")
+    if not sizes.experts_alone and (sizes.ep % sizes.tp if sizes.ep > 1 else 0):
+        raise NnscalerError("usage", f"--ep {sizes.ep} is no multiple of --tp {sizes.tp}, as transformers wants it")
+    if not sizes.experts_alone and (sizes.fsdp * sizes.tp) % sizes.ep:
+        message = f"--ep {sizes.ep} does not divide the {sizes.fsdp * sizes.tp} ranks of --tp and --fsdp"
+        raise NnscalerError("usage", message, help="experts are spread over ranks that are there")
+
+
+def _check_plans(model: Any, sizes: PlanSizes) -> None:
+    wanted = {"tp": sizes.tp, "ep": sizes.ep, "fsdp": sizes.fsdp}
+    for kind, size in wanted.items():
+        if size > 1 and not getattr(model, f"{kind}_plan", None):
+            has = [other for other in wanted if getattr(model, f"{other}_plan", None)]
+            help = f"it has plans for {', '.join('--' + other for other in has)}" if has else None
+            raise NnscalerError("no_plan", f"{type(model).__name__} declares no {kind} plan", help=help)
+
+
+# The plain model.
+
+
+def build(name: str, sizes: PlanSizes, settings: Mapping[str, Any], *, exact: bool = True) -> BuiltModel:
+    """Make a small model of that type, and a batch that it takes. Raises NnscalerError `usage` and `not_built`."""
+    small = small_configuration(name, sizes, settings, exact=exact)
+    problems: list[str] = []
+    for cls in model_classes(small):
+        try:
+            model = _disturbed(cls, copy.deepcopy(small))
+            batch, is_scored = _accepted_batch(model, small, max(ROWS, sizes.fsdp))
+            return BuiltModel(small, model, batch, is_scored)
+        except NnscalerError as error:
+            problems.append(error.message)
+        except Exception as error:  # noqa: BLE001 - the library refuses its own configuration
+            problems.append(f"{cls.__name__}: {_in_short(error)}")
+    message = f"no small model of {name} can be made: {problems[0] if problems else 'the library has no class for it'}"
+    raise NnscalerError("not_built", message)
+
+
+def small_configuration(name: str, sizes: PlanSizes, settings: Mapping[str, Any], *, exact: bool = True) -> Any:
+    """Return the shrunk configuration of a model type or folder, with settings applied."""
+    heads = max(4, 2 * sizes.shared)
+    wanted = Sizes(heads=heads, kv_heads=max(2, sizes.shared), experts=max(4, 2 * sizes.ep))
+    try:
+        small = shrink(configuration(name), wanted)
+    except NnscalerError:
+        raise
+    except Exception as error:
+        raise NnscalerError("not_built", f"the configuration of {name} cannot be shrunk: {_in_short(error)}") from error
+    small = with_settings(small, settings) if settings else small
+    for part in (small, *(value for value in vars(small).values() if hasattr(value, "model_type"))):
+        part.use_cache = False
+        if exact and getattr(part, "_experts_implementation", None) is None:
+            part._experts_implementation = "eager"
+    return small
+
+
+def model_classes(config: Any) -> list[type]:
+    """Return the library's model classes for a configuration, those with a loss over tokens first."""
+    base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+    package = type(config).__module__.rpartition(".")[0]
+    found: list[type] = []
+    for file in sorted(Path(inspect.getfile(type(config))).parent.glob("modeling_*.py")):
+        module = importlib.import_module(f"{package}.{file.stem}")
+        for value in vars(module).values():
+            if not (inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__):
+                continue
+            configured: Any = value
+            if configured.config_class is type(config) and not value.__name__.endswith("PreTrainedModel"):
+                found.append(value)
+    return sorted((cls for cls in found if _preference(cls) < len(_KINDS)), key=_preference)
+
+
+_KINDS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "Model", "Encoder", "Decoder", "")
+
+
+def _preference(cls: type) -> int:
+    if "For" in cls.__name__ and not cls.__name__.endswith(_KINDS[:3]):
+        return len(_KINDS)
+    return next(number for number, kind in enumerate(_KINDS) if cls.__name__.endswith(kind))
+
+
+def _disturbed(cls: type, config: Any) -> Any:
+    """Make a model with random weights, and move every parameter and stored buffer by noise; reproducibly."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(_SEED)
+        model = cls(config)
+    model.float()
+    generator = torch.Generator().manual_seed(_SEED + 1)
+    stored = model.state_dict(keep_vars=True)
+    buffers = [tensor for name, tensor in model.named_buffers() if name in stored and tensor.is_floating_point()]
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *buffers):
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn(tensor.shape, generator=generator).mul_(_NOISE))
+    return model
+
+
+def _accepted_batch(model: Any, config: Any, rows: int) -> tuple[dict[str, Tensor], bool]:
+    """Return the first batch that the model takes, and whether it has a loss. Raises the first error of the model."""
+    first: Exception | None = None
+    for batch in _candidates(config, rows):
+        scored = {**batch, "labels": batch["input_ids"]} if _takes_labels(model) and "input_ids" in batch else batch
+        for given in (scored, batch) if "labels" in scored else (batch,):
+            try:
+                with torch.no_grad():
+                    output = model(**given)
+                if getattr(output, "loss", None) is not None:
+                    loss, is_scored = output.loss, True
+                else:
+                    loss, is_scored = linear_loss(lambda output=output, **_: output, given), False
+            except Exception as error:  # noqa: BLE001 - the next candidate may do
+                first = first or error
+                continue
+            if not torch.isfinite(loss):
+                raise NnscalerError("not_built", f"{type(model).__name__}: the loss of a small model is not finite")
+            return given, is_scored
+    assert first is not None, "there is at least one candidate"
+    raise first
+
+
+def _candidates(config: Any, rows: int) -> list[dict[str, Tensor]]:
+    text = config.get_text_config()
+    generator = torch.Generator().manual_seed(_SEED + 2)
+    tokens = torch.randint(3, max(4, getattr(text, "vocab_size", None) or 32), (rows, LENGTH), generator=generator)
+    hidden = torch.randn(rows, LENGTH, getattr(text, "hidden_size", None) or 64, generator=generator)
+    found: list[dict[str, Tensor]] = [
+        {"input_ids": tokens},
+        {"inputs_embeds": hidden},
+        {"input_ids": tokens, "encoder_hidden_states": hidden.roll(1, 1)},
+    ]
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        found.append({"pixel_values": torch.randn(rows, 3, size, size, generator=generator)})
+    return found
+
+
+def _takes_labels(model: Any) -> bool:
+    return "labels" in inspect.signature(type(model).forward).parameters
+
+
+def linear_loss(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Return the mean of the first output, each element times a fixed number that does not depend on its row.
+
+    The mean of the means over equal parts of the batch is the mean over the batch.
+    """
+    output = model(**batch)
+    value = getattr(output, "logits", None)
+    value = next(item for item in _items(output) if isinstance(item, Tensor)) if value is None else value
+    count = value[0].numel()
+    weights = torch.cos(torch.arange(1, count + 1, dtype=torch.float64) * 0.7).to(value.dtype)
+    return (value * weights.reshape(value.shape[1:])).mean()
+
+
+def _items(output: Any) -> list[Any]:
+    if isinstance(output, Tensor):
+        return [output]
+    return list(output.values()) if isinstance(output, Mapping) else list(output)
+
+
+def _in_short(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    text = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:240]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    return {"transformers": str(library().__version__), "torch": torch.__version__}
