@@ -48,7 +48,6 @@ def _finding(run: Run, group: Sequence[Difference]) -> Finding:
     sentence = _SENTENCES[worst.code].format(name=_listed(names), step=worst.step, actual=worst.actual)
     if ranks:
         sentence += f", on {'rank' if len(ranks) == 1 else 'ranks'} {_ranges(ranks)}"
-    sentence += f" ({run.dtype})"
     example = {"step": str(worst.step), "rank": str(worst.rank)} if worst.rank >= 0 else {}
     if worst.expected:
         example |= {"expected": worst.expected, "actual": worst.actual}

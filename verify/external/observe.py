@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,15 +72,7 @@ def observe(
 
     `known`: this rank's pieces in float64, for runs in narrower dtypes. Raises what the program raises.
     """
-    coordinate = coordinates(program)[rank]
-    index, parts = data_part(program, coordinate)
-    mine = copy.deepcopy(model)
-    torch.manual_seed(0)
-    with computing_in(mine, reference.dtype):
-        axes = tuple(axis for axis, _ in program.mesh)
-        mesh = init_device_mesh("cpu", tuple(size for _, size in program.mesh), mesh_dim_names=axes)
-        made = program.parallelize(mine, mesh)
-        made = mine if made is None else made
+    with parallelised(program, model, reference.dtype) as made:
         pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
         optimizer = _optimizer(program, made, reference.learning_rate)
         steps: list[ObservedStep] = []
@@ -87,15 +80,38 @@ def observe(
             optimizer.zero_grad(set_to_none=True)
             for part in modules_of(made):
                 part.zero_grad(set_to_none=True)
-            batch = part_of(batch_of_step(reference.batch, number, parts), index, parts)
-            steps.append(_step(program, made, optimizer, copied(batch, reference.dtype)))
-    return RankRecord(rank, coordinate, pieces, tuple(steps))
+            steps.append(_step(program, made, optimizer, rows_of(program, reference, rank, number)))
+    return RankRecord(rank, coordinates(program)[rank], pieces, tuple(steps))
 
 
-def _step(program: ExternalProgram, made: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> ObservedStep:
+@contextmanager
+def parallelised(program: ExternalProgram, model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
+    """Parallelise a copy of the plain model on this rank; while open, it computes in the dtype."""
+    mine = copy.deepcopy(model)
+    torch.manual_seed(0)
+    with computing_in(mine, dtype):
+        axes = tuple(axis for axis, _ in program.mesh)
+        mesh = init_device_mesh("cpu", tuple(size for _, size in program.mesh), mesh_dim_names=axes)
+        made = program.parallelize(mine, mesh)
+        yield mine if made is None else made
+
+
+def rows_of(program: ExternalProgram, reference: Reference, rank: int, number: int) -> Batch:
+    """Return this rank's rows of the batch of a step."""
+    index, parts = data_part(program, coordinates(program)[rank])
+    return copied(part_of(batch_of_step(reference.batch, number, parts), index, parts), reference.dtype)
+
+
+def run_step(program: ExternalProgram, made: Any, batch: Batch) -> Tensor | None:
+    """Run forward and backward, and return what `step` returned."""
     loss = program.step(made, batch)
     if isinstance(loss, Tensor) and loss.requires_grad and not _has_gradients(made):
         run_backward(loss, torch.ones_like(loss))
+    return loss
+
+
+def _step(program: ExternalProgram, made: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> ObservedStep:
+    loss = run_step(program, made, batch)
     named = list(tensors_of_program(made, program))
     gradients = {name: _gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
     norm = _clip(program, made) if program.max_norm is not None else None

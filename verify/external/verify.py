@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -12,13 +13,13 @@ from torch import nn
 from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
-from verify.external.addresses import Piece
 from verify.external.compare import Compared, Run, compare
 from verify.external.findings import findings
+from verify.external.localise import FirstDifference, first_differences, traced_model, traced_rank
 from verify.external.noise import Noise, measure, rounded
 from verify.external.observe import RankRecord, observe
 from verify.external.program import Batch, ExternalProgram
-from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
+from verify.external.ranks.run import RanksFailed, run_ranks, run_ranks_isolated
 from verify.external.reference import (
     Reference,
     check_rows,
@@ -28,12 +29,14 @@ from verify.external.reference import (
     part_gradients,
     run_reference,
 )
+from verify.external.repair import Repair, repair_of
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 Progress = Callable[[str], None]
 TOOL = "verify-external"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,26 @@ def verify_program(
             for name, outcome in zip(dtypes, outcomes, strict=True)
             for check in outcome.checks
         ),
-        findings=tuple(finding for outcome in outcomes for finding in outcome.findings),
+        findings=_merged(dtypes, outcomes),
         notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
         environment=environment() | {"executor": how.executor, "dtype": ", ".join(dtypes)},
         seconds=time.perf_counter() - started,
+    )
+
+
+def _merged(dtypes: Sequence[str], outcomes: Sequence[Outcome]) -> tuple[Finding, ...]:
+    """Return one finding for what is found in several dtypes; each names its dtypes."""
+    found: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
+    for name, outcome in zip(dtypes, outcomes, strict=True):
+        for finding in outcome.findings:
+            found.setdefault((finding.code, finding.message), (finding, []))[1].append(name)
+    return tuple(
+        replace(
+            finding,
+            message=f"{finding.message} ({' and '.join(names)})",
+            counter_example={**finding.counter_example, "dtype": " and ".join(names)},
+        )
+        for finding, names in found.values()
     )
 
 
@@ -119,45 +138,107 @@ def verify_in(
     mine = rounded(model, dtype)
     values = copied(copied(batch, dtype), torch.float64) if dtype != torch.float64 else batch
     truth = run_reference(program, mine, values, steps=how.steps, dtype=torch.float64)
-    reference = replace(truth, dtype=dtype)
+    case = Case(program, how, mine, truth, replace(truth, dtype=dtype))
     tolerance = Noise() if dtype == torch.float64 else measure(program, mine, truth, dtype)
     try:
-        records = run_program(program, how, mine, reference, known)
+        records = case.run(known)
     except RanksFailed as failure:
         return failed(program, dtype, failure)
-    run = Run(program, truth, records, tolerance, part_gradients(program, mine, truth))
-    run = replace(run, reference=reference)
-    compared = compare(run)
+    run, compared = case.compare(records, tolerance)
     if dtype == torch.float64 and any(result.differences for result in compared):
-        run = replace(run, tolerance=measure(program, mine, truth, dtype))  # an ill-conditioned model
-        compared = compare(run)
+        run, compared = case.compare(records, measure(program, mine, truth, dtype))  # an ill-conditioned model
     level = Verdict.TESTED_EXACT if dtype == torch.float64 else Verdict.TESTED_CALIBRATED
     checks = tuple(result.check(level) for result in compared if result.name != "gradient norm" or result.count)
-    return Outcome(dtype, checks, findings(run, compared), _notes(records), compared, records)
+    found = findings(run, compared)
+    if any(check.verdict is Verdict.REFUTED for check in checks) and not known:
+        found = case.explained(run, compared, found)
+    return Outcome(dtype, checks, found, _notes(records), compared, records)
 
 
-def run_program(
-    program: ExternalProgram, how: Settings, model: nn.Module, reference: Reference, known: Sequence[RankRecord]
-) -> tuple[RankRecord, ...]:
-    """Run the program on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
-    lookup = reference.lookup()
-    pieces: dict[int, tuple[Piece, ...]] = {record.rank: record.pieces for record in known}
+@dataclass(frozen=True)
+class Case:
+    """A program with its oracle in one dtype.
 
-    def on_rank(rank: int) -> RankRecord | NnscalerError:
+    truth      the plain model in float64
+    reference  the same, with the dtype in which the ranks compute
+    """
+
+    program: ExternalProgram
+    how: Settings
+    model: nn.Module
+    truth: Reference
+    reference: Reference
+
+    def run(self, known: Sequence[RankRecord] = ()) -> tuple[RankRecord, ...]:
+        """Run the program on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
+        lookup = self.truth.lookup()
+        pieces = {record.rank: record.pieces for record in known}
+
+        def on_rank(rank: int) -> RankRecord:
+            return observe(self.program, self.model, self.reference, lookup, rank, pieces.get(rank, ()))
+
+        return self.on_ranks(on_rank)
+
+    def on_ranks(self, function: Callable[[int], T]) -> tuple[T, ...]:
+        """Call a function on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
+
+        def guarded(rank: int) -> T | NnscalerError:
+            try:
+                return function(rank)
+            except NnscalerError as error:
+                return error
+
+        runner = run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
+        with computing_in(None, self.reference.dtype):
+            run = runner(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
+        for result in run.results:
+            if isinstance(result, NnscalerError):
+                raise result
+        return cast(tuple[T, ...], run.results)
+
+    def compare(self, records: tuple[RankRecord, ...], tolerance: Noise) -> tuple[Run, tuple[Compared, ...]]:
+        """Compare the records with the oracle."""
+        gradients = part_gradients(self.program, self.model, self.truth)
+        run = Run(self.program, self.reference, records, tolerance, gradients)
+        return run, compare(run)
+
+    def explained(self, run: Run, compared: Sequence[Compared], found: tuple[Finding, ...]) -> tuple[Finding, ...]:
+        """Add the first module that differs, and a repair that was tried, to the first finding that is refuted."""
+        first = self._first_difference()
+        repair = repair_of(self.program, compared, self.truth.lookup())
+        mended = repair is not None and self._mends(repair, run.tolerance)
+        result = []
+        for finding in found:
+            example = dict(finding.counter_example)
+            if first is not None and finding.code in _LOCALISED:
+                example["first difference"] = str(first)
+            help = finding.help
+            if mended and repair is not None and finding.code in _REPAIRED:
+                help = f"{repair.text} (tried: with it every check passes)"
+            result.append(replace(finding, counter_example=example, help=help))
+        return tuple(result)
+
+    def _first_difference(self) -> FirstDifference | None:
+        """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""
+        right = traced_model(self.program, self.model, self.truth)
         try:
-            return observe(program, model, reference, lookup, rank, pieces.get(rank, ()))
-        except NnscalerError as error:
-            return error
+            ranks = self.on_ranks(lambda rank: traced_rank(self.program, self.model, self.reference, rank))
+        except RanksFailed:
+            return None
+        return next(iter(first_differences(self.program, self.truth, right, ranks)), None)
 
-    runner = run_ranks_isolated if how.isolate and how.executor == "simulator" else run_ranks
-    with computing_in(None, reference.dtype):
-        run: RankRun[RankRecord | NnscalerError] = runner(on_rank, program.ranks, how.executor, timeout=how.timeout)
-    records: list[RankRecord] = []
-    for result in run.results:
-        if isinstance(result, NnscalerError):
-            raise result
-        records.append(result)
-    return tuple(records)
+    def _mends(self, repair: Repair, tolerance: Noise) -> bool:
+        """Return whether the program with the repair passes every comparison."""
+        case = replace(self, program=repair.applied(self.program))
+        try:
+            _, compared = case.compare(case.run(), tolerance)
+        except RanksFailed:
+            return False
+        return all(not result.differences for result in compared)
+
+
+_LOCALISED = frozenset(("loss_differs", "gradient_differs", "not_finite"))
+_REPAIRED = frozenset(("gradient_differs", "replicas_differ"))
 
 
 def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -> Outcome:
@@ -166,7 +247,7 @@ def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
     example = {"dtype": name} | ({} if failure.rank is None else {"rank": str(failure.rank)})
     example |= {f"rank {rank}": text for rank, text in failure.by_rank.items()}
-    finding = Finding(failure.code, f"{failure.message} ({name})", _place(failure) or program.where, example)
+    finding = Finding(failure.code, failure.message, _place(failure) or program.where, example)
     check = Check("ranks run to their end", verdict, 1, int(verdict is Verdict.REFUTED))
     return Outcome(dtype, (check,), (finding,), ())
 

@@ -1,0 +1,221 @@
+"""Find the first module whose result differs, forward and backward.
+
+Both sides run one step with a hook on every module. A module ends after those inside of it, so that in the order in
+which they end the first one that differs is the innermost wrong one: everything that it was given agrees. The same
+holds backward for gradients of modules' outputs, in the order in which autograd makes them.
+
+A rank's tensor is compared where it is known which part of the model's it is: whole, the rank's rows, a DTensor, or
+one of the equal pieces along a dim; else the module is passed over.
+
+Worked example. A row-parallel `down` without its all_reduce, on tp rank 1 of 2: `up` gives a piece along dim 1, which
+agrees; `down` gives a tensor of the model's shape with other values: "forward, down". In backward `down`'s output has
+the model's gradient and so has `up`'s: nothing is found there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from verify.external.addresses import clean_name, local_value
+from verify.external.observe import modules_of, parallelised, rows_of, run_step
+from verify.external.program import ExternalProgram
+from verify.external.reference import Reference, batch_of_step, computing_in, coordinates, copied, data_part, row_count
+from verify.results.tolerance import difference
+
+_CLOSE = 1e-7  # relative; the run is in float64
+_LARGEST = 1 << 22  # elements of a tensor that is kept
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The result of one call of a module.
+
+    name   of the module
+    kind   its class
+    value  what it returned, the first tensor of it
+    """
+
+    name: str
+    kind: str
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The results of one step: forward in the order in which modules end, backward in that of autograd."""
+
+    forward: tuple[Seen, ...]
+    backward: tuple[Seen, ...]
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """A module's result that differs although everything before it agrees.
+
+    direction  "forward": its output; "backward": the gradient of its output
+    """
+
+    direction: str
+    name: str
+    kind: str
+    rank: int
+
+    def __str__(self) -> str:
+        what = "output" if self.direction == "forward" else "gradient of the output"
+        return f"the {what} of {self.name} ({self.kind}) on rank {self.rank}"
+
+
+def traced_model(program: ExternalProgram, model: nn.Module, reference: Reference) -> Traced:
+    """Run the plain model for one step, and keep what its modules return."""
+    mine = copy.deepcopy(model)
+    step = program.reference_step or program.step
+    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+    plain = ExternalProgram(program.name, program.model, program.batch, lambda m, mesh: m, program.mesh, step=step)
+    with torch.random.fork_rng(devices=[]), computing_in(mine, reference.dtype), _recorded([mine]) as seen:
+        run_step(plain, mine, copied(batch_of_step(reference.batch, 0, parts), reference.dtype))
+    return _whole(seen)
+
+
+def traced_rank(program: ExternalProgram, model: nn.Module, reference: Reference, rank: int) -> Traced:
+    """Run the program on this rank for one step, and keep what its modules return; DTensors are put together."""
+    with parallelised(program, model, reference.dtype) as made, _recorded(modules_of(made)) as seen:
+        run_step(program, made, rows_of(program, reference, rank, 0))
+        return _whole(seen)
+
+
+def _whole(seen: tuple[list[Seen], list[Seen]]) -> Traced:
+    """Put DTensors together: after the step, for hooks run at other times on other ranks."""
+    forward, backward = (
+        tuple(Seen(s.name, s.kind, s.value.full_tensor() if isinstance(s.value, DTensor) else s.value) for s in side)
+        for side in seen
+    )
+    return Traced(forward, backward)
+
+
+@contextmanager
+def _recorded(modules: Sequence[nn.Module]) -> Iterator[tuple[list[Seen], list[Seen]]]:
+    forward: list[Seen] = []
+    backward: list[Seen] = []
+    handles = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        kind = type(module).__name__
+
+        def ended(_module: nn.Module, _inputs: object, output: object) -> None:
+            value = _first(output)
+            if value is None or value.numel() > _LARGEST:
+                return
+            forward.append(Seen(name, kind, _kept(value)))
+            if value.requires_grad:
+                value.register_hook(lambda gradient: backward.append(Seen(name, kind, _kept(gradient))))
+
+        handles.append(module.register_forward_hook(ended))
+
+    for root in modules:
+        for name, module in root.named_modules():
+            watch(clean_name(name) or "the model", module)
+    try:
+        yield forward, backward
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _kept(value: Tensor) -> Tensor:
+    kept = value.detach()
+    return kept.clone() if isinstance(kept, DTensor) else local_value(kept).clone()
+
+
+def _first(output: object) -> Tensor | None:
+    """Return the first floating-point tensor in what a module returns."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return next((found for value in values if (found := _first(value)) is not None), None)
+
+
+def first_differences(
+    program: ExternalProgram, reference: Reference, right: Traced, ranks: Sequence[Traced]
+) -> tuple[FirstDifference, ...]:
+    """Return the first forward difference over all ranks; where forward agrees, the first backward one."""
+    rows = row_count(reference.batch)
+    for direction in ("forward", "backward"):
+        expected: list[Seen] = list(getattr(right, direction))
+        earliest: tuple[int, FirstDifference] | None = None
+        for rank, traced in enumerate(ranks):
+            index, parts = data_part(program, coordinates(program)[rank])
+            places = _Places(index, parts, rows)
+            found = _first_wrong(getattr(traced, direction), expected, places)
+            if found is not None and (earliest is None or found[0] < earliest[0]):
+                earliest = found[0], FirstDifference(direction, found[1].name, found[1].kind, rank)
+        if earliest is not None:
+            return (earliest[1],)
+    return ()
+
+
+@dataclass(frozen=True)
+class _Places:
+    """A rank's data part, of how many, and the rows of the whole batch."""
+
+    index: int
+    parts: int
+    rows: int
+
+
+def _first_wrong(found: Sequence[Seen], expected: Sequence[Seen], places: _Places) -> tuple[int, Seen] | None:
+    """Return the first result that differs, by the order of the plain model, with its place there."""
+    calls: dict[str, list[Seen]] = {}
+    for seen in found:
+        calls.setdefault(seen.name, []).append(seen)
+    counts: dict[str, int] = {}
+    for number, right in enumerate(expected):
+        count = counts[right.name] = counts.get(right.name, -1) + 1
+        mine = calls.get(right.name, [])
+        total = sum(other.name == right.name for other in expected)
+        if len(mine) != total:
+            continue  # micro-batches, recomputation, or a module of another rank
+        if _agrees(mine[count].value, right.value, places) is False:
+            return number, mine[count]
+    return None
+
+
+def _agrees(value: Tensor, expected: Tensor, places: _Places) -> bool | None:
+    """Return whether a rank's tensor is the model's, or its part of it; None where that cannot be said."""
+    candidates = list(_candidates(value, expected, places))
+    if not candidates or (value.dim() == 0 and places.parts > 1):  # the loss of a part is its own
+        return None
+    if any(difference(value, other).relative < _CLOSE for other in candidates):
+        return True
+    # with one data part a tensor of the model's shape is the model's; a piece may be cut in ways that are not known
+    return False if value.shape == _own(expected, places).shape else None
+
+
+def _own(expected: Tensor, places: _Places) -> Tensor:
+    if places.parts > 1 and expected.dim() and places.rows and expected.shape[0] % places.rows == 0:
+        return expected.chunk(places.parts, 0)[places.index]
+    return expected
+
+
+def _candidates(value: Tensor, expected: Tensor, places: _Places) -> Iterator[Tensor]:
+    own = _own(expected, places)
+    for whole in (own, expected) if own is not expected else (own,):
+        for scale in (1, places.parts) if places.parts > 1 else (1,):  # a part's mean has fewer terms
+            scaled = whole * scale
+            if value.shape == scaled.shape:
+                yield scaled
+            elif value.dim() == scaled.dim():
+                yield from _pieces(value, scaled)
+
+
+def _pieces(value: Tensor, whole: Tensor) -> Iterator[Tensor]:
+    """Yield the equal pieces of a tensor along the one dim in which it is larger."""
+    dims = [d for d in range(value.dim()) if value.shape[d] != whole.shape[d]]
+    if len(dims) == 1 and value.shape[dims[0]] and whole.shape[dims[0]] % value.shape[dims[0]] == 0:
+        yield from whole.split(value.shape[dims[0]], dims[0])
