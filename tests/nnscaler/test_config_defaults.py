@@ -1,4 +1,4 @@
-"""Defaults of verify-op and verify-plan that a project sets."""
+"""Defaults of verify-op, verify-plan and verify-external that a project sets."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ jobs = 3
 ranks = 8
 seed = 9
 backend = "simulator"
+[tool.nnscaler.verify-external]
+executor = "gloo"
+timeout = "2m"
 """
 
 
@@ -39,6 +42,9 @@ def test_each_command_has_its_own(project: Path) -> None:
     words = ["verify-plan", "m.py"]
     options = build_parser(command_defaults(words, {})).parse_args(words)
     assert (options.seed, options.ranks, options.backend, options.timeout) == (9, 8, "simulator", 300.0)
+    words = ["verify-external", "check.py"]
+    options = build_parser(command_defaults(words, {})).parse_args(words)
+    assert (options.seed, options.executor, options.timeout, options.ranks) == (7, "gloo", 120.0, None)
     assert read_project().files == (project / "ops.py",), "what verify-op verifies is read as before"
 
 

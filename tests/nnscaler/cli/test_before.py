@@ -66,8 +66,26 @@ CASES: list[tuple[list[str], str]] = [
     (["verify-op", "no_such.py::f"], "no_such.py"),
     (["reproduce", "nns1:damaged"], "the token is damaged"),
     (["reproduce", "nns2:damaged"], "the token is damaged"),
+    (["reproduce", "nns3:damaged"], "the token is damaged"),
     (["explain", "no_such_code"], "no_such_code"),
     (["gate", "--config", "gate.toml"], "did you mean seed?"),
+    (
+        ["gate", "--config", "external.toml"],
+        "external.toml:4   [[tool.nnscaler.external]]\n  help: leave one of them away",
+    ),
+    (["verify-external"], "nothing is named that could be verified"),
+    (["verify-external", "no_such.py"], "there is no file 'no_such.py'"),
+    (["verify-external", "trap.py", "--mesh", "dp"], "'dp' of the mesh 'dp' is no axis with a size"),
+    (["verify-external", "trap.py", "--tp", "2"], "--tp is not for a check file"),
+    (["verify-external", "trap.py", "--tp", "two"], "'two' is not a whole number"),
+    (["verify-external", "trap.py", "--dtype", "float8"], "invalid choice: 'float8'"),
+    (["verify-external", "trap.py", "--executor", "nccl"], "invalid choice: 'nccl'"),
+    (["verify-external", "hf:llama", "--ranks", "2"], "--ranks is not for a model of transformers"),
+    (["verify-external", "hf:llama", "--emit-script", "trap.py/s.py"], "trap.py/s.py"),
+    (["verify-external", "--torchrun", "no_such.py --x"], "there is no script 'no_such.py'"),
+    (["verify-external", "--torchrun", "trap.py 'x"], "cannot be read: No closing quotation"),
+    (["verify-external", "--torchrun", " "], "--torchrun names no script"),
+    (["verify-external", "trap.py", "--torchrun", "trap.py"], "both 'trap.py' and the script"),
 ]
 RUN = """
 import io, json, os, sys
@@ -96,6 +114,8 @@ def fill(folder: Path) -> None:
     (folder / "kinds.toml").write_text('[[constraint]]\nkind = "megatron"\n[[constraint]]\nkind = "requires"\n')
     (folder / "keys.toml").write_text('[[constraint]]\nkind = "sizes"\ntp = 0\n')
     (folder / "gate.toml").write_text("[tool.nnscaler.gate]\nsed = 3\n")
+    external = '[[tool.nnscaler.external]]\ntarget = "a.py"\nranks = 2\n[[tool.nnscaler.external]]\n'
+    (folder / "external.toml").write_text(external + 'target = "trap.py"\ntorchrun = "trap.py"\n')
     program = folder / "program"
     program.mkdir()
     entries = {"format": 1, "micro_batches": 1, "schedule": "1f1b", "tensors": {}, "state": {}, "batch": {}}

@@ -88,6 +88,7 @@ def test_the_worst_operator_of_a_file_counts(ops: str) -> None:
         ["verify-plan", "model.py", "--timeout", "-1"],
         ["verify-plan", "no_such_file.py"],
         ["verify-op", "no_such_operator"],
+        ["verify-external", "no_such_file.py"],
         ["list", "everything"],
     ],
 )
@@ -178,7 +179,7 @@ def test_help_is_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("verify-plan", "compile", "verify-op", "list"):
+    for command in ("verify-plan", "compile", "verify-op", "verify-external", "list"):
         main([command, "--help"])
         out = capsys.readouterr().out
         assert "examples:" in out and "exit codes:" in out

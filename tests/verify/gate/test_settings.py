@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nnscaler.cli.commands.verify_external import external_request
 from nnscaler.cli.commands.verify_plan import plan_request
 from nnscaler.cli.main import build_parser
 from nnscaler.errors import NnscalerError
@@ -267,3 +268,78 @@ def test_two_items_of_one_name_are_refused(folder: Path) -> None:
         check_names([OpItem("a", "a"), OpItem("a", "b")])
     double = '[tool.nnscaler.gate]\nmodels = [{ model = "m.py", plans = [{ ranks = 2 }, { ranks = 2 }] }]'
     assert "two items of the gate are called 'm.py ranks=2'" in refused(double).message
+
+
+EXTERNAL = """
+[[tool.nnscaler.external]]
+target = "sub/check.py::with_tp"
+mesh = "dp=2,tp=2"
+dtype = ["float64", "bfloat16"]
+executor = "both"
+checkpoint = true
+timeout = "50s"
+[[tool.nnscaler.external]]
+target = "hf:llama"
+tp = [2, 4]
+set = ["attention_bias=true"]
+sweep-flags = true
+seed = 7
+[[tool.nnscaler.external]]
+torchrun = "train.py --size 4"
+ranks = 2
+steps = 3
+name = "my script"
+"""
+
+
+def test_programs_of_others_are_items(folder: Path) -> None:
+    """They need no [tool.nnscaler.gate], and are what the command line would make of the same options."""
+    found = settings(EXTERNAL)
+    assert [(item.name, item.timeout) for item in found.external] == [
+        (
+            "sub/check.py::with_tp mesh=dp=2,tp=2 dtype=float64,bfloat16 executor=both checkpoint=yes",
+            50.0,
+        ),
+        ("hf:llama tp=2,4 set=attention_bias=true sweep-flags=yes seed=7", 300.0),
+        ("my script", 300.0),
+    ]
+    lines = (
+        ["sub/check.py::with_tp", *"--mesh dp=2,tp=2 --dtype float64 bfloat16 --executor both".split(), "--checkpoint"],
+        ["hf:llama", *"--tp 2 4 --set attention_bias=true --sweep-flags --seed 7".split()],
+        ["--torchrun", "train.py --size 4", *"--ranks 2 --steps 3".split()],
+    )
+    for item, words in zip(found.external, lines, strict=True):
+        asked = external_request(build_parser().parse_args(["verify-external", *words]))
+        assert item.request == replace(asked, timeout=item.request.timeout)
+        assert item.request.timeout == pytest.approx(0.8 * item.timeout)
+
+
+def test_paths_of_programs_of_others_are_relative_to_the_settings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings(f"[tool.nnscaler.gate]\nseed = 5\n{EXTERNAL}")
+    (folder / "inner").mkdir()
+    monkeypatch.chdir(folder / "inner")
+    first, second, third = (item.request for item in read_settings().external)
+    assert first.target == f"{folder}/sub/check.py::with_tp"
+    assert (second.target, second.seed, first.seed) == ("hf:llama", 7, 5)
+    assert third.script == f"{folder}/train.py --size 4"
+
+
+@pytest.mark.parametrize(
+    ("entry", "told", "line"),
+    [
+        ('target = "a.py"\ntp = [2]', "[tool.nnscaler.external] 1: --tp is not for a check file", 1),
+        ('target = "a.py"\nrank = 2', "[tool.nnscaler.external] 1 has no key 'rank'", 3),
+        ("ranks = 2", "nothing is named that could be verified", 1),
+        ('target = "hf:llama"\ntp = 2', "tp of [tool.nnscaler.external] 1 is a list of whole numbers", 3),
+        ('target = "hf:llama"\ntp = [0]', "tp of [tool.nnscaler.external] 1 is a list of whole numbers", 3),
+        ('target = "a.py"\ndtype = ["float8"]', "dtype float8 is none of", 1),
+        ('target = "a.py"\nexecutor = "nccl"', "executor of [tool.nnscaler.external] 1 is one of simulator", 3),
+        ('torchrun = "a.py \'"', "cannot be read", 1),
+    ],
+)
+def test_programs_of_others_that_cannot_be(folder: Path, entry: str, told: str, line: int) -> None:
+    error = refused(f"[[tool.nnscaler.external]]\n{entry}\n")
+    assert error.code == "bad_settings" and told in error.message
+    assert error.where is not None and error.where.line == line
