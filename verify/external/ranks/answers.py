@@ -37,7 +37,7 @@ class Part:
     watch: bool = False
 
 
-def answer(parts: Sequence[Part], root: int) -> None:
+def answer(parts: Sequence[Part], root: int | None) -> None:
     """Write the results of a collective. `parts` are in the order of the group, `root` is a place in it.
 
     Raises CommunicationError where what one rank gives is not what another takes.
@@ -47,7 +47,7 @@ def answer(parts: Sequence[Part], root: int) -> None:
         return
     with torch.no_grad():
         for item in range(max(max(len(part.inputs), len(part.outputs)) for part in parts)):
-            _ANSWERS[kind](parts, item, root)
+            _ANSWERS[kind](parts, item, root or 0)
 
 
 def _all_reduce(parts: Sequence[Part], item: int, _: int) -> None:

@@ -60,7 +60,7 @@ class Exchange:
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def begin(self, key: GroupKey, place: int, part: Part, root: int) -> Meeting:
+    def begin(self, key: GroupKey, place: int, part: Part, root: int | None) -> Meeting:
         """Hand in one rank's part of a collective. Raises RankStopped when the ranks disagree."""
         turns, size = self.turns, len(key[1])
         with turns.lock:
@@ -93,6 +93,7 @@ class Exchange:
         if self.turns.failure is not None:
             raise RankStopped(f"rank {turn.rank} stopped because another one failed")
         turn.what = call
+        self.turns.note(f"rank {turn.rank} {turn.text()}")
         self.calls[turn.rank].append(RankCall.of(call, sum(t.numel() * t.element_size() for t in given)))
 
     def _compare(self, number: int, rank: int, one: CommunicationCall, other: CommunicationCall) -> None:
@@ -120,21 +121,20 @@ class Exchange:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def send(self, key: GroupKey, place: int, target: int, tag: int, message: Message) -> Message:
+    def send(self, key: GroupKey, target: int, tag: int, message: Message) -> None:
         """Offer a message. It is done when a receiver has come for it, as in real ones: `send` waits for `recv`."""
         with self.turns.lock:
             self._note(message.call, [message.tensor])
             waiting = self._awaited[key, target, tag]
-            receiver = next((r for r in waiting if r.source in (-1, place)), None)
+            receiver = next((r for r in waiting if r.source in (-1, message.source)), None)
             if receiver is None:
                 message.watched = Watched([message.tensor])
                 self._sent[key, target, tag].append(message)
             else:
                 waiting.remove(receiver)
                 self._deliver(message, receiver)
-        return message
 
-    def receive(self, key: GroupKey, place: int, tag: int, message: Message) -> Message:
+    def receive(self, key: GroupKey, place: int, tag: int, message: Message) -> None:
         """Ask for a message: the i-th of a sender answers the i-th request, in whatever order they are waited for."""
         with self.turns.lock:
             self._note(message.call, [])
@@ -145,7 +145,6 @@ class Exchange:
             else:
                 offered.remove(sender)
                 self._deliver(sender, message)
-        return message
 
     def _deliver(self, sender: Message, receiver: Message) -> None:
         given, taken = sender.tensor, receiver.tensor

@@ -1,14 +1,14 @@
-"""A process group of torch.distributed whose ranks are threads of this process.
+"""A process group of torch.distributed that knows each call that is made of it.
 
 A subclass of `ProcessGroup`, for torch has no way to write a `Backend` in Python; its creator is given to
 `Backend.register_backend`, and torch then takes what it returns as the group itself. Torch's C++ (functional
-collectives, DDP) reaches these methods through virtual functions, Python by name.
+collectives, DDP) reaches these methods through virtual functions, Python by name. All of them come down to a `Part` of a
+collective, or to a message; how these travel is left to subclasses: threads that meet, or gloo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,96 +16,52 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.answers import Part
-from verify.external.ranks.exchange import Exchange, GroupKey, Message
 from verify.external.ranks.places import place_of_call
-from verify.external.ranks.torch_private import (
-    BACKEND,
-    ProcessGroup,
-    Work,
-    current_worlds,
-    premultiplier,
-)
+from verify.external.ranks.torch_private import BACKEND, ProcessGroup, current_worlds, premultiplier
 
 Items = Sequence[Sequence[Tensor]]
+Real = tuple[Any, ...]  # the name of a method of a group of torch, and its arguments without options
 
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 _SUM = torch.distributed.ReduceOp.SUM
 
 
-class SimulatedWork(Work):  # type: ignore[misc]
-    """A collective or message that was begun. `results`: the tensors that it writes."""
+class RankGroup(ProcessGroup):  # type: ignore[misc]
+    """One rank's view of a group.
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        call: CommunicationCall,
-        ready: Callable[[], bool],
-        results: Sequence[Tensor],
-        source: Callable[[], int] = lambda: -1,
-    ) -> None:
-        super().__init__()
-        self._exchange = exchange
-        self._call = call
-        self._ready = ready
-        self._results = list(results)
-        self._source = source
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._exchange.wait(self._call, self._ready)
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._exchange.asked(self._call, self._ready)
-
-    def is_success(self) -> bool:
-        return self._ready()
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return self._results
-
-    def source_rank(self) -> int:
-        return self._source()
-
-    def _source_rank(self) -> int:
-        return self._source()
-
-    def get_future(self) -> Any:
-        """Wait, and return a future that has its value: torch lets callbacks run in the thread that completes it."""
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._results)
-        return future
-
-
-class SimulatedGroup(ProcessGroup):  # type: ignore[misc]
-    """One rank's view of a group. `members`: its global ranks, in the order of the group."""
+    name     of the group in torch, equal on all its ranks
+    place    of this rank in it
+    members  its global ranks, in the order of the group
+    """
 
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(self, exchange: Exchange, name: str, place: int, members: tuple[int, ...]) -> None:
+    def __init__(self, name: str, place: int, members: tuple[int, ...]) -> None:
         super().__init__(place, len(members))
-        self._exchange = exchange
-        self._name = name
-        self._place = place
-        self._members = members
-        self._key: GroupKey = (name, members)
+        self.place = place
+        self.members = members
+        self.key = (name, members)
+
+    # -- for subclasses -----------------------------------------------------------------------------------------------
+
+    def begin_collective(self, part: Part, root: int | None, options: Any, real: Real) -> Any:
+        """Begin a collective, and return its Work."""
+        raise AssertionError("subclasses define this")
+
+    def begin_message(self, call: CommunicationCall, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Begin to send or receive a message, and return its Work. `peer`: a place in the group, -1 for any."""
+        raise AssertionError("subclasses define this")
 
     # -- what torch asks of a group -----------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        return self._place
+        return self.place
 
     def size(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     def name(self) -> str:
         return "gloo"
@@ -120,7 +76,7 @@ class SimulatedGroup(ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> Any:
         worlds = current_worlds()
         world = worlds.current() if worlds is not None else None
-        return self._name if world is None else world.pg_names.get(self, self._name)
+        return self.key[0] if world is None else world.pg_names.get(self, self.key[0])
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -135,9 +91,6 @@ class SimulatedGroup(ProcessGroup):  # type: ignore[misc]
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing to do: calls between this and the end of coalescing are made one by one."""
 
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return self._done()
-
     def shutdown(self) -> None:
         """Nothing to do: a group holds nothing that must be closed."""
 
@@ -145,50 +98,57 @@ class SimulatedGroup(ProcessGroup):  # type: ignore[misc]
         """Nothing to do: a group holds nothing that must be closed."""
 
     def __repr__(self) -> str:
-        return f"SimulatedGroup({self._name}, rank {self._place} of {self._members})"
+        return f"{type(self).__name__}({self.key[0]}, rank {self.place} of {self.members})"
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        items = [[tensor] for tensor in tensors]
-        return self._collective("all_reduce", items, items, opts)
+        return self._in_place("all_reduce", tensors, opts, "allreduce")
 
-    allreduce_coalesced = allreduce
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        return self._in_place("all_reduce", tensors, opts, "allreduce_coalesced")
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        items = [[tensor] for tensor in tensors]
-        return self._collective("reduce", items, items, opts)
+        return self._in_place("reduce", tensors, opts, "reduce")
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        items = [[tensor] for tensor in tensors]
-        return self._collective("broadcast", items, items, opts)
+        return self._in_place("broadcast", tensors, opts, "broadcast")
 
     def allgather(self, output_lists: Items, inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._collective("all_gather", [[i] for i in inputs], output_lists, opts)
+        real = ("allgather", output_lists, inputs)
+        return self._collective("all_gather", [[i] for i in inputs], output_lists, opts, real)
 
     def allgather_coalesced(self, output_lists: Items, inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        real = ("allgather_coalesced", output_lists, inputs)
         per_input = list(zip(*output_lists, strict=True))  # one list for each rank, of a tensor for each input
-        return self.allgather(per_input, inputs, opts)
+        return self._collective("all_gather", [[i] for i in inputs], per_input, opts, real)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced([output], [given], opts)
+        real = ("_allgather_base", output, given)
+        return self._collective("all_gather", [[given]], [self._equal_parts(output)], opts, real)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        return self.allgather([self._equal_parts(output) for output in outputs], inputs, opts)
+        real = ("allgather_into_tensor_coalesced", outputs, inputs)
+        parts = [self._equal_parts(output) for output in outputs]
+        return self._collective("all_gather", [[i] for i in inputs], parts, opts, real)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], input_lists: Items, opts: Any = None) -> Any:
-        return self._collective("reduce_scatter", input_lists, [[output] for output in outputs], opts)
+        real = ("reduce_scatter", outputs, input_lists)
+        return self._collective("reduce_scatter", input_lists, [[output] for output in outputs], opts, real)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced([output], [given], opts)
+        real = ("_reduce_scatter_base", output, given)
+        return self._collective("reduce_scatter", [self._equal_parts(given)], [[output]], opts, real)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        return self.reduce_scatter(outputs, [self._equal_parts(given) for given in inputs], opts)
+        real = ("reduce_scatter_tensor_coalesced", outputs, inputs)
+        parts = [self._equal_parts(given) for given in inputs]
+        return self._collective("reduce_scatter", parts, [[output] for output in outputs], opts, real)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._collective("all_to_all", [inputs], [outputs], opts)
+        return self._collective("all_to_all", [inputs], [outputs], opts, ("alltoall", outputs, inputs))
 
     def all_to_all_single(
         self,
@@ -200,17 +160,19 @@ class SimulatedGroup(ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         taken = output.split(list(output_splits)) if output_splits else self._equal_parts(output)
         pieces = given.split(list(input_splits)) if input_splits else self._equal_parts(given)
-        return self.alltoall(taken, pieces, opts)
+        real = ("alltoall_base", output, given, list(output_splits or []), list(input_splits or []))
+        return self._collective("all_to_all", [pieces], [taken], opts, real)
 
     def scatter(self, outputs: Sequence[Tensor], input_lists: Items, opts: Any = None) -> Any:
         items = [[output] for output in outputs]
-        return self._collective("scatter", input_lists, items, opts)
+        return self._collective("scatter", input_lists, items, opts, ("scatter", outputs, input_lists))
 
     def gather(self, output_lists: Items, inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._collective("gather", [[i] for i in inputs], output_lists, opts)
+        items = [[given] for given in inputs]
+        return self._collective("gather", items, output_lists, opts, ("gather", output_lists, inputs))
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._collective("barrier", [], [], opts)
+        return self._collective("barrier", [], [], opts, ("barrier",))
 
     # the names of torch before 2.13
     _allgather_base = all_gather_single
@@ -226,73 +188,58 @@ class SimulatedGroup(ProcessGroup):  # type: ignore[misc]
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Any:
-        (tensor,) = tensors
-        self._check_thread()
-        call = self._message("send", tensor, self._place, target, tag)
-        message = Message(call, tensor, self._place)
-        self._exchange.send(self._key, self._place, target, tag, message)
-        return SimulatedWork(self._exchange, call, lambda: message.done, tensors)
+        return self._message("send", tensors, self.place, target, tag)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
-        (tensor,) = tensors
-        self._check_thread()
-        call = self._message("recv", tensor, source, self._place, tag)
-        message = Message(call, tensor, source)
-        self._exchange.receive(self._key, self._place, tag, message)
-        return SimulatedWork(self._exchange, call, lambda: message.done, tensors, lambda: message.source)
+        return self._message("recv", tensors, source, self.place, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
-        return self.recv(tensors, -1, tag)
+        return self._message("recv", tensors, -1, self.place, tag)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _message(self, kind: str, tensor: Tensor, source: int, target: int, tag: int) -> CommunicationCall:
-        ranks = (self._members[source] if source >= 0 else -1, self._members[target])
-        return CommunicationCall(
-            kind, ranks, (tuple(tensor.shape),), tensor.dtype, key=(f"tag {tag}",), place=place_of_call()
-        )
+    def _message(self, kind: str, tensors: Sequence[Tensor], source: int, target: int, tag: int) -> Any:
+        (tensor,) = tensors
+        ranks = (self.members[source] if source >= 0 else -1, self.members[target])
+        place = place_of_call()
+        call = CommunicationCall(kind, ranks, _shapes(tensors), tensor.dtype, key=(f"tag {tag}",), place=place)
+        return self.begin_message(call, tensor, target if kind == "send" else source, tag)
 
-    def _collective(self, kind: str, inputs: Items, outputs: Items, options: Any) -> Any:
-        self._check_thread()
+    def _in_place(self, kind: str, tensors: Sequence[Tensor], options: Any, name: str) -> Any:
+        items = [[tensor] for tensor in tensors]
+        return self._collective(kind, items, items, options, (name, tensors))
+
+    def _collective(self, kind: str, inputs: Items, outputs: Items, options: Any, real: Real) -> Any:
         given = tuple(tuple(item) for item in inputs)
         taken = tuple(tuple(item) for item in outputs)
         tensors = [tensor for item in given or taken for tensor in item]
         reduction, factor = _reduction(getattr(options, "reduceOp", _SUM if kind in _REDUCING else None))
-        root = getattr(options, "rootRank", 0 if kind in _ROOTED else None)
+        root = getattr(options, "rootRank", 0) if kind in _ROOTED else None
         call = CommunicationCall(
             kind,
-            self._members,
-            tuple(tuple(tensor.shape) for tensor in tensors),
+            self.members,
+            _shapes(tensors),
             tensors[0].dtype if tensors else None,
             reduction,
-            self._members[root] if root is not None else None,
+            None if root is None else self.members[root],
             place=place_of_call(),
         )
         waits_now = getattr(options, "asyncOp", True) is False
-        part = Part(call, given, taken, factor, not waits_now)
-        meeting = self._exchange.begin(self._key, self._place, part, root if root is not None else 0)
-        results = [tensor for item in taken for tensor in item]
-        work = SimulatedWork(self._exchange, call, lambda: meeting.done, results)
+        work = self.begin_collective(Part(call, given, taken, factor, not waits_now), root, options, real)
         if waits_now:
             work.wait()
         return work
 
     def _equal_parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Divide a tensor's memory into equal parts for the ranks, as views of it."""
-        size = len(self._members)
+        size = len(self.members)
         if tensor.numel() % size:
             raise ValueError(f"a tensor of shape {list(tensor.shape)} does not divide into {size} equal parts")
         return tensor.detach().view(size, -1).unbind()
 
-    def _done(self) -> SimulatedWork:
-        call = CommunicationCall("barrier", self._members, place=place_of_call())
-        return SimulatedWork(self._exchange, call, lambda: True, [])
 
-    def _check_thread(self) -> None:
-        turn = self._exchange.turns.here()
-        if turn is None or turn.rank != self._members[self._place]:
-            who = "no rank's thread" if turn is None else f"rank {turn.rank}"
-            raise RuntimeError(f"the group of rank {self._members[self._place]} is used on {who}")
+def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def _reduction(operation: Any) -> tuple[str, float | Tensor]:

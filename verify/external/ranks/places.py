@@ -23,7 +23,7 @@ _WRAPPERS = frozenset({"typing_extensions.py"})  # decorators of torch's depreca
 def place_of_call() -> str | None:
     """Return "file:line" of the innermost frame outside of torch, the standard library and this package."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_program(frame.f_code.co_filename):
+    while frame is not None and not is_program(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -32,14 +32,14 @@ def place_of_error(trace: TracebackType | None) -> str | None:
     """Return "file:line" of the innermost frame of a traceback that is the program's; None without one."""
     place = None
     while trace is not None:
-        if _is_program(trace.tb_frame.f_code.co_filename):
+        if is_program(trace.tb_frame.f_code.co_filename):
             place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
 
 
 @cache
-def _is_program(file: str) -> bool:
+def is_program(file: str) -> bool:
     """Tell whether a file is the program's, or of a library that it uses, rather than torch's or ours."""
     if file.startswith(_FOREIGN) or os.path.basename(file) in _WRAPPERS:
         return False

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from verify.external.ranks.isolated import run_in_child
 from verify.external.ranks.records import FAILURES, RankCall, RankRun, RanksFailed
 from verify.external.ranks.simulator import run_simulated
 
-__all__ = ["FAILURES", "RankCall", "RankRun", "RanksFailed", "run_ranks"]
+__all__ = ["FAILURES", "RankCall", "RankRun", "RanksFailed", "run_ranks", "run_ranks_isolated"]
 
 T = TypeVar("T")
+
+_PATIENCE = 10.0  # seconds that a child has to tell that the time is up
 
 
 def run_ranks(
@@ -33,3 +36,26 @@ def run_ranks(
     """
     assert executor in ("simulator", "gloo"), executor
     return run_simulated(function, ranks, initialise=initialise, free_threads=free_threads, timeout=timeout)
+
+
+def run_ranks_isolated(
+    function: Callable[[int], T],
+    ranks: int,
+    executor: str = "simulator",
+    *,
+    initialise: bool = True,
+    free_threads: bool = False,
+    timeout: float = 120.0,
+) -> RankRun[T]:
+    """Do as `run_ranks`, in a forked child: where ranks end the process, RanksFailed is raised ("rank_died").
+
+    The results must be picklable. Ranks over gloo are processes of their own in any case.
+    """
+    if executor != "simulator":
+        return run_ranks(function, ranks, executor, initialise=initialise, timeout=timeout)
+    return run_in_child(
+        lambda note: run_simulated(
+            function, ranks, initialise=initialise, free_threads=free_threads, timeout=timeout, note=note
+        ),
+        timeout + _PATIENCE,
+    )

@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
 from verify.external.ranks.exchange import Exchange
-from verify.external.ranks.group import SimulatedGroup
 from verify.external.ranks.places import place_of_error
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
 from verify.external.ranks.records import RankRun, RanksFailed
-from verify.external.ranks.store import SimulatedStore
+from verify.external.ranks.simulated_group import SimulatedGroup, SimulatedStore
 from verify.external.ranks.torch_private import (
     RankWorlds,
     new_world,
@@ -38,10 +37,19 @@ _GRACE = 2.0  # seconds, on the wall, for threads to end after a failure
 
 
 def run_simulated(
-    function: Callable[[int], T], ranks: int, *, initialise: bool, free_threads: bool, timeout: float
+    function: Callable[[int], T],
+    ranks: int,
+    *,
+    initialise: bool,
+    free_threads: bool,
+    timeout: float,
+    note: Callable[[str], None] = lambda text: None,
 ) -> RankRun[T]:
-    """Call `function(rank)` on a thread for each rank, and return what they return. Raises RanksFailed."""
-    turns = Turns(ranks, baton=not free_threads)
+    """Call `function(rank)` on a thread for each rank, and return what they return. Raises RanksFailed.
+
+    `note` is told what the ranks do, before they do it.
+    """
+    turns = Turns(ranks, not free_threads, note)
     exchange = Exchange(turns, ranks)
     results: dict[int, T] = {}
     before, unwaited = save_state(), unwaited_collectives()

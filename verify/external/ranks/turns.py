@@ -58,13 +58,14 @@ class Turn:
 class Turns:
     """The threads of all ranks. `lock` guards this, and all that waits are about: callers hold it."""
 
-    def __init__(self, ranks: int, baton: bool) -> None:
+    def __init__(self, ranks: int, baton: bool, note: Callable[[str], None] = lambda text: None) -> None:
         self.lock = threading.Lock()
         self.baton = baton
         self.failure: RanksFailed | None = None
         self.mains = [Turn(rank, threading.Condition(self.lock)) for rank in range(ranks)]
         self.helpers: list[Turn] = []
         self.holder: Turn | None = None
+        self.note = note  # told who runs, and after which call
         self.describe_messages: Callable[[], list[str]] = list
         self._here = threading.local()
 
@@ -79,6 +80,7 @@ class Turns:
                 turn.wake.wait()
             turn.status = "running"
             self._check(turn)
+            self.note(f"rank {rank} {turn.text()}")
 
     def start(self, states: list[RankState]) -> None:
         """Give each rank the state that it begins with, and the baton to rank 0, before any thread begins."""
@@ -151,6 +153,7 @@ class Turns:
                 turn.wake.wait()
         turn.status, turn.ready = "running", None
         self._check(turn)
+        self.note(f"rank {turn.rank} {turn.text()}")
 
     def _check(self, turn: Turn) -> None:
         if self.failure is not None:
