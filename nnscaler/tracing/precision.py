@@ -181,6 +181,14 @@ class _ExactMode(TorchFunctionMode):
         return made
 
 
+def without_drop(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Set the probability in the arguments of a function of torch that drops; return whether it is one."""
+    if func not in _DROPOUTS:
+        return False
+    _keep_everything(_DROPOUTS[func], args, kwargs)
+    return True
+
+
 def _keep_everything(where: tuple[int, str, float], args: list[Any], kwargs: dict[str, Any]) -> None:
     """Set the probability to 0."""
     position, name, _default = where

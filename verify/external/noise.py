@@ -63,7 +63,7 @@ def measure(program: ExternalProgram, model: nn.Module, truth: Reference, dtype:
     exact = dtype == torch.float64
     noise: dict[Key, float] = {}
     for run in _draws(program, model, truth, dtype):
-        for key, value in _distances(run, truth):
+        for key, value in distances(run, truth):
             noise[key] = max(noise.get(key, 0.0), value)
     return Noise(noise, torch.finfo(dtype).eps, exact)
 
@@ -78,7 +78,8 @@ def _draws(program: ExternalProgram, model: nn.Module, truth: Reference, dtype: 
             yield run_reference(program, mine, truth.batch, steps=steps, dtype=dtype, learning_rate=rate)
 
 
-def _distances(run: Reference, truth: Reference) -> Iterator[tuple[Key, float]]:
+def distances(run: Reference, truth: Reference) -> Iterator[tuple[Key, float]]:
+    """Yield how far each tensor of a run is from the same one of another run."""
     space = truth.space
     for number, (found, right) in enumerate(zip(run.steps, truth.steps, strict=True)):
         yield ("loss", number, ""), difference(found.loss.double(), right.loss.double()).relative
