@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -15,51 +15,91 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verify.external.addresses import Lookup, local_value, match
 from verify.external.compare import Compared, Difference
-from verify.external.observe import tensors_of_program
-from verify.external.program import ExternalProgram
+from verify.external.observe import run_step, tensors_of_program
+from verify.external.program import Batch, ExternalProgram
 
-Change = Callable[[ExternalProgram, Any, DeviceMesh], None]
+
+@dataclass(frozen=True)
+class Placed:
+    """A program on one rank, to be changed.
+
+    made    what `parallelize` returned
+    names   name in the program -> name in the plain model, as they are at the start
+    """
+
+    program: ExternalProgram
+    made: Any
+    mesh: DeviceMesh
+    names: Mapping[str, str]
+
+    def tensors(self, names: frozenset[str]) -> Iterator[Tensor]:
+        """Yield the parameters that have these names in the plain model."""
+        for local, tensor, kind in tensors_of_program(self.made, self.program):
+            if kind == "parameter" and self.names.get(local) in names:
+                yield tensor
+
+
+Change = Callable[[Placed], None]
 
 
 @dataclass(frozen=True)
 class Repair:
     """A change of a program that may mend it.
 
-    text    for people: what to add
-    change  make it, of (program, what `parallelize` returned, mesh)
+    text      for people: what to add
+    start     make it once, after `parallelize`; None: nothing
+    backward  make it after each backward pass, before the optimizer's step; None: nothing
     """
 
     text: str
-    change: Change
+    start: Change | None = None
+    backward: Change | None = None
 
-    def applied(self, program: ExternalProgram) -> ExternalProgram:
-        """Return the program with the change."""
+    def applied(self, program: ExternalProgram, lookup: Lookup) -> ExternalProgram:
+        """Return the program with the change; `lookup`: values of the plain model at the start."""
+        ranks: dict[int, Placed] = {}  # by what `parallelize` returned, for each rank has its own
 
         def parallelize(model: Any, mesh: DeviceMesh) -> Any:
             made = program.parallelize(model, mesh)
             made = model if made is None else made
-            self.change(program, made, mesh)
+            pieces = match(list(tensors_of_program(made, program)), lookup, program.names)
+            ranks[id(made)] = Placed(program, made, mesh, {piece.local: piece.name for piece in pieces})
+            if self.start is not None:
+                self.start(ranks[id(made)])
             return made
 
-        return replace(program, parallelize=parallelize)
+        def step(made: Any, batch: Batch) -> Tensor | None:
+            loss = run_step(program, made, batch)
+            if self.backward is not None:
+                self.backward(ranks[id(made)])
+            return loss.detach() if isinstance(loss, Tensor) else None
+
+        plain = program.reference_step or program.step
+        return replace(program, parallelize=parallelize, step=step, reference_step=plain)
 
 
-def repair_of(program: ExternalProgram, compared: Sequence[Compared], lookup: Lookup) -> Repair | None:
+def repair_of(program: ExternalProgram, compared: Sequence[Compared]) -> Repair | None:
     """Return the repair of all wrong gradients together; None where a cause suggests none."""
     wrong = [d for result in compared for d in result.differences if d.code in ("gradient_differs", "replicas_differ")]
-    parts = list(_parts(program, wrong, lookup))
+    parts = list(_parts(program, wrong))
     if not wrong or not parts or any(part is None for part in parts):
         return None
     repairs = [part for part in parts if part is not None]
 
-    def change(target: ExternalProgram, made: Any, mesh: DeviceMesh) -> None:
+    def start(placed: Placed) -> None:
         for repair in repairs:
-            repair.change(target, made, mesh)
+            if repair.start is not None:
+                repair.start(placed)
 
-    return Repair("; ".join(repair.text for repair in repairs), change)
+    def backward(placed: Placed) -> None:
+        for repair in repairs:
+            if repair.backward is not None:
+                repair.backward(placed)
+
+    return Repair("; ".join(repair.text for repair in repairs), start, backward)
 
 
-def _parts(program: ExternalProgram, wrong: Sequence[Difference], lookup: Lookup) -> Iterator[Repair | None]:
+def _parts(program: ExternalProgram, wrong: Sequence[Difference]) -> Iterator[Repair | None]:
     """Yield one repair for each cause; None for a cause without one."""
     groups: dict[tuple[str, str, str, float], list[str]] = {}
     for one in wrong:
@@ -75,39 +115,29 @@ def _parts(program: ExternalProgram, wrong: Sequence[Difference], lookup: Lookup
             divisor = count if how == "averag" else 1
             text = f"{'average' if divisor > 1 else 'all_reduce'} the gradients of {shown} over {axis} after backward"
             reduce = partial(_all_reduced, axes=tuple(axis.split(",")), divisor=divisor)
-            yield Repair(text, partial(_hooked, names=frozenset(which), lookup=lookup, make=reduce))
+            changed = partial(_changed, names=frozenset(which), make=reduce)
+            yield Repair(text, backward=changed)
         elif kind == "scaled" and factor:
             text = f"divide the gradients of {shown} by {factor:g}"
-            yield Repair(text, partial(_hooked, names=frozenset(which), lookup=lookup, make=partial(_scaled, factor)))
+            scale = partial(_scaled, factor)
+            yield Repair(text, backward=partial(_changed, names=frozenset(which), make=scale))
         elif kind == "not_synchronised":
             text = f"broadcast {shown} from rank 0 before training"
-            yield Repair(text, _broadcast)
+            yield Repair(text, start=_broadcast)
         else:
             yield None
 
 
-def _hooked(
-    program: ExternalProgram,
-    made: Any,
-    mesh: DeviceMesh,
-    *,
-    names: frozenset[str],
-    lookup: Lookup,
-    make: Callable[[DeviceMesh], Callable[[Tensor], Tensor]],
+def _changed(
+    placed: Placed, *, names: frozenset[str], make: Callable[[DeviceMesh], Callable[[Tensor], Tensor]]
 ) -> None:
-    """Let a function of the local gradient run whenever the gradient of one of these parameters is complete."""
-    tensors = list(tensors_of_program(made, program))
-    function = make(mesh)
-    for piece, (_, tensor, kind) in zip(match(tensors, lookup, program.names), tensors, strict=True):
-        if kind == "parameter" and piece.name in names and tensor.requires_grad:
-            tensor.register_post_accumulate_grad_hook(partial(_changed, function))
-
-
-def _changed(function: Callable[[Tensor], Tensor], parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        with torch.no_grad():
-            local = local_value(parameter.grad)
-            local.copy_(function(local))
+    """Replace the local gradients of these parameters by a function of them."""
+    function = make(placed.mesh)
+    for parameter in placed.tensors(names):
+        if parameter.grad is not None:
+            with torch.no_grad():
+                local = local_value(parameter.grad)
+                local.copy_(function(local))
 
 
 def _all_reduced(mesh: DeviceMesh, *, axes: tuple[str, ...], divisor: int) -> Callable[[Tensor], Tensor]:
@@ -126,6 +156,6 @@ def _scaled(factor: float, _mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return lambda local: local / factor
 
 
-def _broadcast(program: ExternalProgram, made: Any, _mesh: DeviceMesh) -> None:
-    for _, tensor, _ in tensors_of_program(made, program):
+def _broadcast(placed: Placed) -> None:
+    for _, tensor, _ in tensors_of_program(placed.made, placed.program):
         dist.broadcast(local_value(tensor), 0)

@@ -205,7 +205,7 @@ class Case:
     def explained(self, run: Run, compared: Sequence[Compared], found: tuple[Finding, ...]) -> tuple[Finding, ...]:
         """Add the first module that differs, and a repair that was tried, to the first finding that is refuted."""
         first = self._first_difference()
-        repair = repair_of(self.program, compared, self.truth.lookup())
+        repair = repair_of(self.program, compared)
         mended = repair is not None and self._mends(repair, run.tolerance)
         result = []
         for finding in found:
@@ -229,7 +229,7 @@ class Case:
 
     def _mends(self, repair: Repair, tolerance: Noise) -> bool:
         """Return whether the program with the repair passes every comparison."""
-        case = replace(self, program=repair.applied(self.program))
+        case = replace(self, program=repair.applied(self.program, self.truth.lookup()))
         try:
             _, compared = case.compare(case.run(), tolerance)
         except RanksFailed:
