@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from verify.external.reference import (
     copied,
     data_part,
     part_of,
+    tensors_of,
 )
 
 
@@ -52,12 +54,14 @@ class RankRecord:
     coordinate  on the mesh
     pieces      its parameters and buffers
     steps       one for each step
+    dtypes      floating dtypes of what its modules return
     """
 
     rank: int
     coordinate: Mapping[str, int]
     pieces: tuple[Piece, ...]
     steps: tuple[ObservedStep, ...]
+    dtypes: frozenset[torch.dtype] = frozenset()
 
 
 def observe(
@@ -76,12 +80,19 @@ def observe(
         pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
         optimizer = _optimizer(program, made, reference.learning_rate)
         steps: list[ObservedStep] = []
+        dtypes: set[torch.dtype] = set()
+        for module in (module for part in modules_of(made) for module in part.modules()):
+            module.register_forward_hook(partial(_note_dtype, dtypes))
         for number in range(len(reference.steps)):
             optimizer.zero_grad(set_to_none=True)
             for part in modules_of(made):
                 part.zero_grad(set_to_none=True)
             steps.append(_step(program, made, optimizer, rows_of(program, reference, rank, number)))
-    return RankRecord(rank, coordinates(program)[rank], pieces, tuple(steps))
+    return RankRecord(rank, coordinates(program)[rank], pieces, tuple(steps), frozenset(dtypes))
+
+
+def _note_dtype(dtypes: set[torch.dtype], _module: nn.Module, _inputs: object, output: object) -> None:
+    dtypes.update(t.dtype for t in tensors_of(output) if t.is_floating_point())
 
 
 @contextmanager

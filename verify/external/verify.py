@@ -19,7 +19,7 @@ from verify.external.localise import FirstDifference, first_differences, traced_
 from verify.external.noise import Noise, measure, rounded
 from verify.external.observe import RankRecord, observe
 from verify.external.program import Batch, ExternalProgram
-from verify.external.ranks.run import RanksFailed, run_ranks, run_ranks_isolated
+from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
 from verify.external.reference import (
     Reference,
     check_rows,
@@ -61,7 +61,7 @@ class Settings:
 class Outcome:
     """The result of one dtype.
 
-    records  what the ranks recorded; empty where they failed
+    ran      what the ranks recorded, and their calls; None where they failed
     """
 
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class Outcome:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     compared: tuple[Compared, ...] = ()
-    records: tuple[RankRecord, ...] = ()
+    ran: RankRun[RankRecord] | None = None
 
 
 def verify_program(
@@ -89,8 +89,9 @@ def verify_program(
     outcomes: list[Outcome] = []
     for name in dtypes:
         progress(f"{program.name} on {program.ranks} ranks in {name}")
-        known = outcomes[0].records if outcomes else ()
+        known = outcomes[0].ran.results if outcomes and outcomes[0].ran is not None else ()
         outcomes.append(verify_in(program, how, model, batch, getattr(torch, name), known))
+    dtypes, outcomes = _without_float64(program, how, model, batch, list(dtypes), outcomes)
     axes = " ".join(f"{axis}={size}" for axis, size in program.mesh)
     several = len(outcomes) > 1
     return Report(
@@ -108,6 +109,29 @@ def verify_program(
         environment=environment() | {"executor": how.executor, "dtype": ", ".join(dtypes)},
         seconds=time.perf_counter() - started,
     )
+
+
+def _without_float64(
+    program: ExternalProgram,
+    how: Settings,
+    model: nn.Module,
+    batch: Batch,
+    dtypes: list[str],
+    outcomes: list[Outcome],
+) -> tuple[list[str], list[Outcome]]:
+    """Where the program raises in float64 alone, leave float64 out: its kernels or casts may not take it."""
+    raised = [o for o in outcomes if o.dtype == torch.float64 and any(f.code == "rank_raises" for f in o.findings)]
+    if not raised:
+        return dtypes, outcomes
+    others = [outcome for outcome in outcomes if outcome not in raised]
+    if not others:
+        others = [verify_in(program, how, model, batch, torch.float32)]
+    if all(outcome.ran is None for outcome in others):
+        return dtypes, outcomes
+    first = raised[0].findings[0].message.splitlines()[0]
+    names = [_word(outcome.dtype) for outcome in others]
+    note = f"in float64 the program raises ({first}); it was verified in {' and '.join(names)} alone"
+    return names, [replace(others[0], notes=(note, *others[0].notes)), *others[1:]]
 
 
 def _merged(dtypes: Sequence[str], outcomes: Sequence[Outcome]) -> tuple[Finding, ...]:
@@ -139,20 +163,48 @@ def verify_in(
     values = copied(copied(batch, dtype), torch.float64) if dtype != torch.float64 else batch
     truth = run_reference(program, mine, values, steps=how.steps, dtype=torch.float64)
     case = Case(program, how, mine, truth, replace(truth, dtype=dtype))
-    tolerance = Noise() if dtype == torch.float64 else measure(program, mine, truth, dtype)
+    notes: list[str] = []
     try:
-        records = case.run(known)
+        ran = case.run(known)
     except RanksFailed as failure:
-        return failed(program, dtype, failure)
-    run, compared = case.compare(records, tolerance)
+        if failure.code != "rank_raises" or how.executor != "simulator":
+            return failed(program, dtype, failure)
+        # what threads of one process cannot do, processes may: module-level groups, environment variables
+        case = replace(case, how=replace(how, executor="gloo"))
+        try:
+            ran = case.run(known)
+        except RanksFailed as again:
+            return failed(program, dtype, again)
+        first = failure.message.splitlines()[0]
+        notes.append(f"on threads of one process it raises ({first}); it was run on processes")
+    narrow = narrowest(ran, dtype) if dtype != torch.float64 else dtype
+    if narrow != dtype:
+        notes.append(
+            f"the program computes or communicates in {_word(narrow)} when the model is in {_word(dtype)}: "
+            f"it is compared up to the rounding of {_word(narrow)}"
+        )
+    tolerance = Noise() if dtype == torch.float64 else measure(program, mine, truth, narrow)
+    run, compared = case.compare(ran.results, tolerance)
     if dtype == torch.float64 and any(result.differences for result in compared):
-        run, compared = case.compare(records, measure(program, mine, truth, dtype))  # an ill-conditioned model
+        run, compared = case.compare(ran.results, measure(program, mine, truth, dtype))  # an ill-conditioned model
     level = Verdict.TESTED_EXACT if dtype == torch.float64 else Verdict.TESTED_CALIBRATED
     checks = tuple(result.check(level) for result in compared if result.name != "gradient norm" or result.count)
     found = findings(run, compared)
     if any(check.verdict is Verdict.REFUTED for check in checks) and not known:
         found = case.explained(run, compared, found)
-    return Outcome(dtype, checks, found, _notes(records), compared, records)
+    return Outcome(dtype, checks, found, (*notes, *_notes(ran.results)), compared, ran)
+
+
+def narrowest(ran: RankRun[RankRecord], dtype: torch.dtype) -> torch.dtype:
+    """Return the narrowest dtype of a module's output or of a call that the plain model has not; else `dtype`."""
+    seen = {dtype for record in ran.results for dtype in record.dtypes}
+    seen |= {call.dtype for calls in ran.calls for call in calls if call.dtype is not None}
+    floating = [d for d in seen if d.is_floating_point and torch.finfo(d).eps > torch.finfo(dtype).eps]
+    return max(floating, key=lambda d: torch.finfo(d).eps, default=dtype)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -169,7 +221,7 @@ class Case:
     truth: Reference
     reference: Reference
 
-    def run(self, known: Sequence[RankRecord] = ()) -> tuple[RankRecord, ...]:
+    def run(self, known: Sequence[RankRecord] = ()) -> RankRun[RankRecord]:
         """Run the program on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
         lookup = self.truth.lookup()
         pieces = {record.rank: record.pieces for record in known}
@@ -179,7 +231,7 @@ class Case:
 
         return self.on_ranks(on_rank)
 
-    def on_ranks(self, function: Callable[[int], T]) -> tuple[T, ...]:
+    def on_ranks(self, function: Callable[[int], T]) -> RankRun[T]:
         """Call a function on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
 
         def guarded(rank: int) -> T | NnscalerError:
@@ -194,7 +246,7 @@ class Case:
         for result in run.results:
             if isinstance(result, NnscalerError):
                 raise result
-        return cast(tuple[T, ...], run.results)
+        return cast(RankRun[T], run)
 
     def compare(self, records: tuple[RankRecord, ...], tolerance: Noise) -> tuple[Run, tuple[Compared, ...]]:
         """Compare the records with the oracle."""
@@ -225,13 +277,13 @@ class Case:
             ranks = self.on_ranks(lambda rank: traced_rank(self.program, self.model, self.reference, rank))
         except RanksFailed:
             return None
-        return next(iter(first_differences(self.program, self.truth, right, ranks)), None)
+        return next(iter(first_differences(self.program, self.truth, right, ranks.results)), None)
 
     def _mends(self, repair: Repair, tolerance: Noise) -> bool:
         """Return whether the program with the repair passes every comparison."""
         case = replace(self, program=repair.applied(self.program, self.truth.lookup()))
         try:
-            _, compared = case.compare(case.run(), tolerance)
+            _, compared = case.compare(case.run().results, tolerance)
         except RanksFailed:
             return False
         return all(not result.differences for result in compared)
