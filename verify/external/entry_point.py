@@ -5,6 +5,8 @@ What can be said of a request without torch and without the user's code is said 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from shlex import split
 from typing import TYPE_CHECKING, Any
@@ -12,13 +14,18 @@ from typing import TYPE_CHECKING, Any
 from nnscaler.errors import NnscalerError
 from nnscaler.files import check_temporary
 from nnscaler.model_file import find_target
-from verify.external.request import EXAMPLE, ExternalRequest, check_values
+from verify.external.request import EXAMPLE, SIZES, ExternalRequest, check_values
 from verify.external.token import reproduce_line, script_file
 from verify.programs.subject import RunContext
-from verify.results.report import Report
+from verify.results.finding import Finding
+from verify.results.report import Check, Report, environment
+from verify.results.verdict import Verdict
 
 if TYPE_CHECKING:
     from verify.external.program import ExternalProgram
+    from verify.processes.pool import Event, Note, Task
+
+_RUNS = 6  # of a program in its own time each, at most: in each dtype, and with each repair that is tried
 
 
 def verify_external_request(request: ExternalRequest, context: RunContext | None = None) -> list[Report]:
@@ -29,7 +36,11 @@ def verify_external_request(request: ExternalRequest, context: RunContext | None
     context = context or RunContext()
     check_usage(request)
     check_temporary()
-    return [_with_reproduce(_verify_file(request, context), request, context)]
+    if request.kind == "file":
+        report = _verify_file(request, context)
+    else:
+        return _verify_library(request, context)
+    return [_with_reproduce(report, request, context)]
 
 
 def verify_external(program: ExternalProgram | str, **options: Any) -> Report:
@@ -88,8 +99,101 @@ def _verify_file(request: ExternalRequest, context: RunContext) -> Report:
 def _verify(program: ExternalProgram, request: ExternalRequest, context: RunContext) -> Report:
     from verify.external.verify import Settings, verify_program
 
-    how = Settings(request.executor, request.seed, request.steps, request.timeout)
-    return verify_program(program, how, dtypes=request.dtypes, progress=context.say)
+    executors = ("simulator", "gloo") if request.executor == "both" else (request.executor,)
+    reports: list[Report] = []
+    for executor in executors:
+        how = Settings(executor, request.seed, request.steps, request.timeout)
+        reports.append(verify_program(program, how, dtypes=request.dtypes, progress=context.say))
+    return reports[0] if len(reports) == 1 else _of_both(*reports)
+
+
+def _of_both(threads: Report, processes: Report) -> Report:
+    """Return one report of a program's runs on the simulator and over gloo; what only one of them finds says so."""
+    told = {(finding.code, finding.message) for finding in threads.findings}
+    more = [finding for finding in processes.findings if (finding.code, finding.message) not in told]
+    notes = list(dict.fromkeys((*threads.notes, *processes.notes)))
+    words = threads.verdict.word, processes.verdict.word
+    if words[0] != words[1]:
+        notes.insert(0, f"threads say {words[0]} and processes say {words[1]}: the program depends on where it runs")
+    return replace(
+        threads,
+        setting=f"{threads.setting}, on threads and on processes",
+        checks=tuple(
+            replace(check, name=f"{check.name}, {executor}")
+            for executor, report in (("simulator", threads), ("gloo", processes))
+            for check in report.checks
+        ),
+        findings=(*threads.findings, *more),
+        notes=tuple(notes),
+        environment={**threads.environment, "executor": "simulator, gloo"},
+        seconds=threads.seconds + processes.seconds,
+    )
+
+
+# Programs of a library: one here, several in child processes, so that one that cannot be made does not end the others.
+
+
+def _verify_library(request: ExternalRequest, context: RunContext) -> list[Report]:
+    from verify.external.library import expand, is_without_plan, program_of
+    from verify.processes.pool import Done, Raised, run_forked, run_here, why_not_fork
+
+    requests = expand(request)
+    if len(requests) == 1:
+        return [_with_reproduce(_verify(program_of(requests[0]), requests[0], context), requests[0], context)]
+
+    def task(one: ExternalRequest) -> Task[Report]:
+        def run(note: Note) -> Report:
+            return _verify(program_of(one), one, replace(context, say=note))
+
+        return run
+
+    tasks = [task(one) for one in requests]
+    workers = os.cpu_count() or 1
+    limit = _RUNS * request.timeout
+    found: dict[int, Report] = {}
+    without = 0
+    for event in run_forked(tasks, workers, limit) if why_not_fork() is None else run_here(tasks):
+        one = requests[event.index]
+        if isinstance(event, Raised) and isinstance(event.error, NnscalerError) and is_without_plan(event.error):
+            without += 1
+            continue
+        report = event.result if isinstance(event, Done) else _lost(one, event)
+        found[event.index] = _with_reproduce(report, one, context)
+        word = "PASS" if report.verdict.passes else "FAIL" if report.exit_code == 1 else "OPEN"
+        done = f"{len(found) + without:>3} of {len(requests)}"
+        context.say(f"{done}  {word} {report.subject}  {report.verdict}  {report.total} checks  {event.seconds:.1f} s")
+    if without:
+        context.say(f"{without} of {len(requests)} have no such plan, and are left out")
+    if not found:
+        raise NnscalerError("nothing_named", f"none of {len(requests)} models has such a plan", help="--tp 2")
+    return [found[index] for index in sorted(found)]
+
+
+def _lost(request: ExternalRequest, event: Event[Report]) -> Report:
+    """Make the report on a program that gave none: it could not be made, or its process ended."""
+    from verify.processes.pool import Died, Raised, TimedOut
+
+    facts: dict[str, str] = {}
+    where, help = None, None
+    if isinstance(event, Raised) and isinstance(event.error, NnscalerError):
+        error = event.error
+        code, message, where, help = "could_not_run", error.message, error.where, error.help
+        facts = {"error": error.code}
+    elif isinstance(event, Raised):
+        code, message, facts = "internal_error", str(event.error), {"traceback": event.text.strip()}
+    else:
+        assert isinstance(event, Died | TimedOut)
+        ended = event.how if isinstance(event, Died) else f"still running after {event.seconds:.0f} s"
+        code = "item_died" if isinstance(event, Died) else "item_timed_out"
+        message, facts = ended, {"running": event.note or "its first step"}
+    name = " ".join((request.target, *_sizes(request)))
+    finding = Finding(code, f"`{name}`: {message}", where, facts, help=help)
+    check = Check("ran to its end", Verdict.INCONCLUSIVE, 0, detail=finding.message)
+    return Report("verify-external", name, "", request.seed, (check,), (finding,), (), environment(), event.seconds)
+
+
+def _sizes(request: ExternalRequest) -> Sequence[str]:
+    return [f"--{name} {size}" for name in SIZES for size in getattr(request, name)]
 
 
 def _with_reproduce(report: Report, request: ExternalRequest, context: RunContext) -> Report:

@@ -96,8 +96,7 @@ def check_values(request: ExternalRequest) -> None:
     if request.mesh is not None:
         read_mesh(request.mesh)
     for text in request.settings:
-        if not text.partition("=")[0] or "=" not in text:
-            raise NnscalerError("usage", f"--set {text!r} is no key=value", help="--set attention_bias=true")
+        read_setting(text)
 
 
 _KINDS = {"file": "a check file", "library": "a model of transformers", "script": "a script"}
@@ -128,6 +127,14 @@ def _check_choices(request: ExternalRequest) -> None:
     if request.level == "static" and (request.checkpoint or request.dtypes != ("float64",)):
         given = "--checkpoint" if request.checkpoint else f"--dtype {' '.join(request.dtypes)}"
         raise NnscalerError("usage", f"{given} is about a run, and --level static runs nothing", help="--level all")
+
+
+def read_setting(text: str) -> tuple[str, str]:
+    """Return key and value of "key=value". Raises NnscalerError `usage`."""
+    key, equals, value = text.partition("=")
+    if not key.strip() or not equals:
+        raise NnscalerError("usage", f"--set {text!r} is no key=value", help="--set attention_bias=true")
+    return key.strip(), value.strip()
 
 
 def read_mesh(text: str) -> tuple[tuple[str, int], ...]:

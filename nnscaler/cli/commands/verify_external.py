@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, positive, seconds
@@ -140,7 +141,9 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Verify, print the reports, and return the exit code of the worst."""
-    return show(verify(external_request(options), options.console), options)
+    started = time.perf_counter()
+    reports = verify(external_request(options), options.console)
+    return show(reports, options, time.perf_counter() - started)
 
 
 def external_request(options: argparse.Namespace) -> ExternalRequest:
@@ -183,10 +186,10 @@ def verify(request: ExternalRequest, console: Console) -> list[Report]:
     return verify_external_request(request, context)
 
 
-def show(reports: list[Report], options: argparse.Namespace) -> int:
-    """Print the reports as asked, and return the exit code of the worst."""
+def show(reports: list[Report], options: argparse.Namespace, taken: float = 0.0) -> int:
+    """Print the reports as asked, and return the exit code of the worst. `taken`: seconds; 0: the sum of theirs."""
     from nnscaler.cli.output.show import print_reports
     from verify.results.verdict import merge
 
-    print_reports(reports, options.output_format, options.console)
+    print_reports(reports, options.output_format, options.console, taken)
     return merge(report.verdict for report in reports).exit_code
