@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
-from nnscaler.runtime.communication.simulator import disagreement
+from verify.external.ranks.agreement import GroupKey, disagreement_of
 from verify.external.ranks.answers import Part, answer
 from verify.external.ranks.records import RankCall, RanksFailed
 from verify.external.ranks.turns import RankStopped, Turns
-
-GroupKey = tuple[str, tuple[int, ...]]  # the name of a group, and its global ranks in its order
 
 _WHOLE = 4096  # elements: tensors up to this size are watched whole
 _SAMPLES = 64  # elements that are watched of a larger one
@@ -97,10 +95,8 @@ class Exchange:
         self.calls[turn.rank].append(RankCall.of(call, sum(t.numel() * t.element_size() for t in given)))
 
     def _compare(self, number: int, rank: int, one: CommunicationCall, other: CommunicationCall) -> None:
-        reason = disagreement(_comparable(one), _comparable(other))
-        if reason is not None:
-            here = self.turns.turn().rank
-            text = f"{reason} (call {number} of the group):\n  rank {rank}: {one}\n  rank {here}: {other}"
+        text = disagreement_of(number, rank, one, self.turns.turn().rank, other)
+        if text is not None:
             self._fail_locked(text, other)
 
     def _check_unchanged(self, meeting: Meeting) -> None:
@@ -210,10 +206,3 @@ def _sample(tensor: Tensor) -> Tensor:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
-
-
-def _comparable(call: CommunicationCall) -> CommunicationCall:
-    """Return a call with what must agree: dims of size one do not matter, nor shapes where ranks may differ in them."""
-    if call.kind in ("all_to_all", "gather", "scatter"):
-        return replace(call, shapes=())
-    return replace(call, shapes=tuple(tuple(size for size in shape if size != 1) for shape in call.shapes))

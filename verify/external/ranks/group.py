@@ -75,8 +75,7 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
     @property
     def group_name(self) -> Any:
         worlds = current_worlds()
-        world = worlds.current() if worlds is not None else None
-        return self.key[0] if world is None else world.pg_names.get(self, self.key[0])
+        return self.key[0] if worlds is None else worlds.pg_names.get(self, self.key[0])
 
     @property
     def _device_types(self) -> list[torch.device]:

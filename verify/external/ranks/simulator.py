@@ -168,7 +168,7 @@ def _helpers_of_ranks(turns: Turns, worlds: RankWorlds) -> Iterator[None]:
     start = threading.Thread.start
 
     def start_helper(thread: threading.Thread) -> None:
-        turn, world = turns.here(), worlds.current()
+        turn, world = turns.here(), worlds.world()
         if turn is not None and world is not None:
             run = thread.run
 

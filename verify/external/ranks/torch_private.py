@@ -44,12 +44,15 @@ _GLOBAL_HOOKS = (
 class RankWorlds:
     """Stands for `distributed_c10d._world`: every thread of a rank sees its rank's groups, other threads torch's own.
 
-    The class `_World` itself cannot be used for each rank: it keeps its state in globals of its module.
+    The class `_World` itself cannot be used for each rank: it keeps its state in globals of its module. Where this
+    process is one rank, all threads see torch's own, and `rank` is what we know of it.
     """
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, create: Callable[[Any], Any], rank: SimpleNamespace | None) -> None:
         object.__setattr__(self, "_original", original)
         object.__setattr__(self, "_here", threading.local())
+        object.__setattr__(self, "create", create)
+        object.__setattr__(self, "_rank", rank)
 
     def enter(self, world: SimpleNamespace) -> None:
         """Give the current thread the groups in `world`."""
@@ -59,16 +62,21 @@ class RankWorlds:
         """Give the current thread torch's own groups again."""
         del self._here.world
 
-    def current(self) -> SimpleNamespace | None:
-        """Return the world of the current thread; None where it is no rank's."""
+    def world(self) -> SimpleNamespace | None:
+        """Return the world of the current thread; None where it sees torch's own."""
         return getattr(self._here, "world", None)
 
+    def rank(self) -> SimpleNamespace | None:
+        """Return what we know of the current rank (`store`, `rank`, `ranks`, `identity`); None outside of ranks."""
+        world = self.world()
+        return self._rank if world is None else world
+
     def __getattr__(self, name: str) -> Any:
-        world = self.current()
+        world = self.world()
         return getattr(self._original if world is None else world, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        world = self.current()
+        world = self.world()
         setattr(self._original if world is None else world, name, value)
 
 
@@ -91,57 +99,66 @@ def new_world(**facts: Any) -> SimpleNamespace:
 
 
 def current_worlds() -> RankWorlds | None:
-    """Return what stands for torch's groups while ranks run as threads; None at other times."""
+    """Return what stands for torch's groups while ranks run; None at other times."""
     worlds = c10d._world
     return worlds if isinstance(worlds, RankWorlds) else None
 
 
 @contextmanager
-def ranks_as_threads(create: Callable[[Any], dist.ProcessGroup]) -> Iterator[RankWorlds]:
-    """Let threads be ranks: each has groups of its own, whatever backend it asks for is `create(options)`.
+def ranks_as_threads(create: Callable[[Any], Any]) -> Iterator[RankWorlds]:
+    """Let threads be ranks, each with groups of its own, made as `our_groups` says."""
+    with our_groups(create, None) as worlds:
+        _C10D_CPP._set_thread_isolation_mode(True)
+        try:
+            yield worlds
+        finally:
+            _C10D_CPP._set_thread_isolation_mode(False)
 
-    `options` has `group_id`, `group_rank`, `group_size` and `global_ranks_in_group` (empty for the default group).
-    `get_backend` says what the program asked for, and "gloo" where it asked for none.
+
+@contextmanager
+def our_groups(create: Callable[[Any], Any], rank: SimpleNamespace | None) -> Iterator[RankWorlds]:
+    """Make every group of ranks by `create(options)`, whatever backend a program asks for.
+
+    create  is told `group_id`, `group_rank`, `group_size`, `store`, `timeout` and `global_ranks_in_group` (empty for
+            the default group)
+    rank    what we know of this process, if it is one rank: `store`, `rank`, `ranks` and `identity`
+
+    Ranks find each other through `store`, whatever address they ask for. `get_backend` says what the program asked for,
+    and "gloo" where it asked for none.
     """
     _register(BACKEND)
-    worlds = RankWorlds(_C10D._world)
+    worlds = RankWorlds(_C10D._world, create, rank)
     make_group, meet, hook = _C10D._new_process_group_helper, _C10D.rendezvous, sys.excepthook
     initialise_mesh = _MESH.__init__
 
     def new_group(size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any) -> Any:
-        world = worlds.current()
-        if world is None:
+        if worlds.rank() is None:
             return make_group(size, rank, members, backend, *rest, **options)
         group, store = make_group(size, rank, members, _C10D.Backend(BACKEND), *rest, **options)
-        if group in world.pg_map:
+        if group in worlds.pg_map:
             asked = "gloo" if str(backend) in ("undefined", BACKEND) else backend
-            world.pg_map[group] = (asked, store)
+            worlds.pg_map[group] = (asked, store)
         return group, store
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[tuple[Any, int, int]]:
-        world = worlds.current()
-        if world is None:
+        here = worlds.rank()
+        if here is None:
             yield from meet(url, rank, world_size, **options)
         else:
-            yield world.store, world.rank, world.ranks
+            yield here.store, here.rank, here.ranks
 
     def new_mesh(self: Any, *arguments: Any, **options: Any) -> None:
         initialise_mesh(self, *arguments, **options)
-        world = worlds.current()
-        if (
-            world is not None
-        ):  # meshes of two ranks, or of two runs, must not be equal: torch caches what it knows of them
-            self._thread_id, self._hash = world.identity, None
+        here = worlds.world()
+        if here is not None:  # equal meshes of two ranks, or of two runs, would share what torch caches of them
+            self._thread_id, self._hash = here.identity, None
 
-    object.__setattr__(worlds, "create", create)
     _C10D._world = worlds
     _C10D._new_process_group_helper, _C10D.rendezvous = new_group, rendezvous
     _MESH.__init__ = new_mesh
-    _C10D_CPP._set_thread_isolation_mode(True)
     try:
         yield worlds
     finally:
-        _C10D_CPP._set_thread_isolation_mode(False)
         _MESH.__init__ = initialise_mesh
         _C10D._new_process_group_helper, _C10D.rendezvous = make_group, meet
         _C10D._world = worlds._original
@@ -175,6 +192,17 @@ def register_groups_here(world: SimpleNamespace) -> None:
     """Let functional collectives of the current thread find the groups of its rank by their names."""
     for group, name in world.pg_names.items():
         torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def gloo_group(store: Any, place: int, size: int, timeout: Any) -> Any:
+    """Return torch's own group over gloo."""
+    group: Any = _C10D_CPP.ProcessGroup(store, place, size)
+    backend = _C10D_CPP.ProcessGroupGloo(store, place, size, timeout=timeout)
+    kind = _C10D_CPP.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    backend._set_sequence_number_for_group()
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
 
 
 # -- facts of collectives ---------------------------------------------------------------------------------------------
