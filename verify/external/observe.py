@@ -78,7 +78,7 @@ def observe(
     """
     with parallelised(program, model, reference.dtype) as made:
         pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
-        optimizer = _optimizer(program, made, reference.learning_rate)
+        optimizer = optimizer_of(program, made, reference.learning_rate)
         steps: list[ObservedStep] = []
         dtypes: set[torch.dtype] = set()
         for module in (module for part in modules_of(made) for module in part.modules()):
@@ -167,7 +167,7 @@ def _whole(value: Any) -> Tensor | None:
     return local_value(whole).reshape(()).clone()
 
 
-def _optimizer(program: ExternalProgram, made: Any, learning_rate: float) -> torch.optim.Optimizer:
+def optimizer_of(program: ExternalProgram, made: Any, learning_rate: float) -> torch.optim.Optimizer:
     if program.optimizer is not None:
         return program.optimizer(made)
     parameters = [p for part in modules_of(made) for p in part.parameters() if p.requires_grad]

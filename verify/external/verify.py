@@ -5,56 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
 from op_registry.spec import SourceLocation
 
-from nnscaler.errors import NnscalerError
-from verify.external.compare import Compared, Run, compare
+from verify.external.case import Case, Settings
+from verify.external.compare import Compared
 from verify.external.findings import findings
-from verify.external.localise import FirstDifference, first_differences, traced_model, traced_rank
 from verify.external.noise import Noise, measure, rounded
-from verify.external.observe import RankRecord, observe
+from verify.external.observe import RankRecord
 from verify.external.program import Batch, ExternalProgram
-from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
+from verify.external.ranks.run import RankRun, RanksFailed
 from verify.external.reference import (
-    Reference,
     check_rows,
-    computing_in,
     copied,
     initial_model,
-    part_gradients,
     run_reference,
 )
-from verify.external.repair import Repair, repair_of
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 Progress = Callable[[str], None]
 TOOL = "verify-external"
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a program is run.
-
-    executor  simulator: a thread per rank; gloo: a process per rank
-    seed      of the model's parameters
-    steps     of the optimizer, at least 1
-    timeout   seconds of one run of the ranks
-    isolate   run the simulator in a child process, so that a crash of the program is a finding
-    """
-
-    executor: str = "simulator"
-    seed: int = 0
-    steps: int = 2
-    timeout: float = 120.0
-    isolate: bool = True
 
 
 @dataclass(frozen=True)
@@ -192,6 +167,9 @@ def verify_in(
     found = findings(run, compared)
     if any(check.verdict is Verdict.REFUTED for check in checks) and not known:
         found = case.explained(run, compared, found)
+    elif how.checkpoint and not known:
+        check, more = case.checkpoint(tolerance)
+        checks, found = (*checks, check), (*found, *more)
     return Outcome(dtype, checks, found, (*notes, *_notes(ran.results)), compared, ran)
 
 
@@ -205,92 +183,6 @@ def narrowest(ran: RankRun[RankRecord], dtype: torch.dtype) -> torch.dtype:
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A program with its oracle in one dtype.
-
-    truth      the plain model in float64
-    reference  the same, with the dtype in which the ranks compute
-    """
-
-    program: ExternalProgram
-    how: Settings
-    model: nn.Module
-    truth: Reference
-    reference: Reference
-
-    def run(self, known: Sequence[RankRecord] = ()) -> RankRun[RankRecord]:
-        """Run the program on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
-        lookup = self.truth.lookup()
-        pieces = {record.rank: record.pieces for record in known}
-
-        def on_rank(rank: int) -> RankRecord:
-            return observe(self.program, self.model, self.reference, lookup, rank, pieces.get(rank, ()))
-
-        return self.on_ranks(on_rank)
-
-    def on_ranks(self, function: Callable[[int], T]) -> RankRun[T]:
-        """Call a function on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
-
-        def guarded(rank: int) -> T | NnscalerError:
-            try:
-                return function(rank)
-            except NnscalerError as error:
-                return error
-
-        runner = run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
-        with computing_in(None, self.reference.dtype):
-            run = runner(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
-        for result in run.results:
-            if isinstance(result, NnscalerError):
-                raise result
-        return cast(RankRun[T], run)
-
-    def compare(self, records: tuple[RankRecord, ...], tolerance: Noise) -> tuple[Run, tuple[Compared, ...]]:
-        """Compare the records with the oracle."""
-        gradients = part_gradients(self.program, self.model, self.truth)
-        run = Run(self.program, self.reference, records, tolerance, gradients)
-        return run, compare(run)
-
-    def explained(self, run: Run, compared: Sequence[Compared], found: tuple[Finding, ...]) -> tuple[Finding, ...]:
-        """Add the first module that differs, and a repair that was tried, to the first finding that is refuted."""
-        first = self._first_difference()
-        repair = repair_of(self.program, compared)
-        mended = repair is not None and self._mends(repair, run.tolerance)
-        result = []
-        for finding in found:
-            example = dict(finding.counter_example)
-            if first is not None and finding.code in _LOCALISED:
-                example["first difference"] = str(first)
-            help = finding.help
-            if mended and repair is not None and finding.code in _REPAIRED:
-                help = f"{repair.text} (tried: with it every check passes)"
-            result.append(replace(finding, counter_example=example, help=help))
-        return tuple(result)
-
-    def _first_difference(self) -> FirstDifference | None:
-        """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""
-        right = traced_model(self.program, self.model, self.truth)
-        try:
-            ranks = self.on_ranks(lambda rank: traced_rank(self.program, self.model, self.reference, rank))
-        except RanksFailed:
-            return None
-        return next(iter(first_differences(self.program, self.truth, right, ranks.results)), None)
-
-    def _mends(self, repair: Repair, tolerance: Noise) -> bool:
-        """Return whether the program with the repair passes every comparison."""
-        case = replace(self, program=repair.applied(self.program, self.truth.lookup()))
-        try:
-            _, compared = case.compare(case.run().results, tolerance)
-        except RanksFailed:
-            return False
-        return all(not result.differences for result in compared)
-
-
-_LOCALISED = frozenset(("loss_differs", "gradient_differs", "not_finite"))
-_REPAIRED = frozenset(("gradient_differs", "replicas_differ"))
 
 
 def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -> Outcome:

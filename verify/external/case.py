@@ -1,0 +1,180 @@
+"""One program with its oracle in one dtype: run it on the ranks, compare, localise, try repairs, save and load."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch import nn
+
+from nnscaler.errors import NnscalerError
+from verify.external.checkpoint import NAME, load_on_rank, load_plain, other_mesh, save_after_step, temporary_folder
+from verify.external.compare import Compared, Run, compare
+from verify.external.localise import FirstDifference, first_differences, traced_model, traced_rank
+from verify.external.noise import Noise
+from verify.external.observe import RankRecord, observe
+from verify.external.program import ExternalProgram
+from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
+from verify.external.reference import Reference, computing_in, part_gradients
+from verify.external.repair import Repair, repair_of
+from verify.results.finding import Finding
+from verify.results.report import Check
+from verify.results.verdict import Verdict
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a program is run.
+
+    executor  simulator: a thread per rank; gloo: a process per rank
+    seed      of the model's parameters
+    steps     of the optimizer, at least 1
+    timeout   seconds of one run of the ranks
+    isolate   run the simulator in a child process, so that a crash of the program is a finding
+    checkpoint
+              save after a step by torch.distributed.checkpoint, and load into the plain model and on another mesh
+    """
+
+    executor: str = "simulator"
+    seed: int = 0
+    steps: int = 2
+    timeout: float = 120.0
+    isolate: bool = True
+    checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program with its oracle in one dtype.
+
+    truth      the plain model in float64
+    reference  the same, with the dtype in which the ranks compute
+    """
+
+    program: ExternalProgram
+    how: Settings
+    model: nn.Module
+    truth: Reference
+    reference: Reference
+
+    def run(self, known: Sequence[RankRecord] = ()) -> RankRun[RankRecord]:
+        """Run the program on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
+        lookup = self.truth.lookup()
+        pieces = {record.rank: record.pieces for record in known}
+
+        def on_rank(rank: int) -> RankRecord:
+            return observe(self.program, self.model, self.reference, lookup, rank, pieces.get(rank, ()))
+
+        return self.on_ranks(on_rank)
+
+    def on_ranks(self, function: Callable[[int], T]) -> RankRun[T]:
+        """Call a function on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
+
+        def guarded(rank: int) -> T | NnscalerError:
+            try:
+                return function(rank)
+            except NnscalerError as error:
+                return error
+
+        runner = run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
+        with computing_in(None, self.reference.dtype), _quiet():
+            run = runner(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
+        for result in run.results:
+            if isinstance(result, NnscalerError):
+                raise result
+        return cast(RankRun[T], run)
+
+    def compare(self, records: tuple[RankRecord, ...], tolerance: Noise) -> tuple[Run, tuple[Compared, ...]]:
+        """Compare the records with the oracle."""
+        gradients = part_gradients(self.program, self.model, self.truth)
+        run = Run(self.program, self.reference, records, tolerance, gradients)
+        return run, compare(run)
+
+    def explained(self, run: Run, compared: Sequence[Compared], found: tuple[Finding, ...]) -> tuple[Finding, ...]:
+        """Add the first module that differs, and a repair that was tried, to the first finding that is refuted."""
+        first = self._first_difference()
+        repair = repair_of(self.program, compared)
+        mended = repair is not None and self._mends(repair, run.tolerance)
+        result = []
+        for finding in found:
+            example = dict(finding.counter_example)
+            if first is not None and finding.code in _LOCALISED:
+                example["first difference"] = str(first)
+            help = finding.help
+            if mended and repair is not None and finding.code in _REPAIRED:
+                help = f"{repair.text} (tried: with it every check passes)"
+            result.append(replace(finding, counter_example=example, help=help))
+        return tuple(result)
+
+    def checkpoint(self, tolerance: Noise) -> tuple[Check, tuple[Finding, ...]]:
+        """Save the program after a step, load it elsewhere, and compare; what cannot be saved or loaded is undecided."""
+        level = Verdict.TESTED_EXACT if self.reference.dtype == torch.float64 else Verdict.TESTED_CALIBRATED
+        program, reference = self.program, self.reference
+        with temporary_folder() as name:
+            folder = Path(name)
+            try:
+                self.on_ranks(lambda rank: save_after_step(program, self.model, reference, rank, folder))
+                loaded = list(load_plain(program, reference, folder))
+                other = replace(self, program=other_mesh(program))
+                each = other.on_ranks(lambda rank: load_on_rank(other.program, reference, self.how.seed, rank, folder))
+            except RanksFailed as failure:
+                finding = Finding("checkpoint_not_tried", f"{failure.message}, in saving or loading", program.where)
+                return Check(NAME, Verdict.INCONCLUSIVE, 0), (finding,)
+        loaded += [one for result in each.results for one in result]
+        bad = [one for one in loaded if not tolerance.judge(("parameter", 0, one.name), one.relative).passes]
+        found = tuple(
+            Finding(
+                "checkpoint_differs",
+                f"{one.name} loaded into {one.how} is not what was saved"
+                if one.relative < float("inf")
+                else f"the checkpoint lacks {one.name}",
+                program.where,
+                {"relative difference": f"{one.relative:.3g}"} | ({"rank": str(one.rank)} if one.rank >= 0 else {}),
+            )
+            for one in bad[:8]
+        )
+        verdict = Verdict.REFUTED if bad else level if loaded else Verdict.INCONCLUSIVE
+        return Check(NAME, verdict, len(loaded), len(bad)), found
+
+    def _first_difference(self) -> FirstDifference | None:
+        """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""
+        right = traced_model(self.program, self.model, self.truth)
+        try:
+            ranks = self.on_ranks(lambda rank: traced_rank(self.program, self.model, self.reference, rank))
+        except RanksFailed:
+            return None
+        return next(iter(first_differences(self.program, self.truth, right, ranks.results)), None)
+
+    def _mends(self, repair: Repair, tolerance: Noise) -> bool:
+        """Return whether the program with the repair passes every comparison."""
+        case = replace(self, program=repair.applied(self.program, self.truth.lookup()))
+        try:
+            _, compared = case.compare(case.run().results, tolerance)
+        except RanksFailed:
+            return False
+        return all(not result.differences for result in compared)
+
+
+_LOCALISED = frozenset(("loss_differs", "gradient_differs", "not_finite"))
+_REPAIRED = frozenset(("gradient_differs", "replicas_differ"))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what torch warns of from every rank to itself: the program's author sees it in runs of their own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
