@@ -36,6 +36,11 @@ class Part:
     factor: float | Tensor = 1.0
     watch: bool = False
 
+    @property
+    def given_bytes(self) -> int:
+        """Return the bytes that the rank gives."""
+        return sum(tensor.numel() * tensor.element_size() for item in self.inputs for tensor in item)
+
 
 def answer(parts: Sequence[Part], root: int | None) -> None:
     """Write the results of a collective. `parts` are in the order of the group, `root` is a place in it.

@@ -62,7 +62,7 @@ class Exchange:
         """Hand in one rank's part of a collective. Raises RankStopped when the ranks disagree."""
         turns, size = self.turns, len(key[1])
         with turns.lock:
-            self._note(part.call, [t for item in part.inputs for t in item])
+            self._note(part.call, part.given_bytes)
             number = self._counts[key, place]
             self._counts[key, place] = number + 1
             meeting = self._meetings.setdefault((key, number), Meeting())
@@ -85,14 +85,14 @@ class Exchange:
             turns.poke()
         return meeting
 
-    def _note(self, call: CommunicationCall, given: Sequence[Tensor]) -> None:
+    def _note(self, call: CommunicationCall, given: int) -> None:
         """Record a call of the current thread. Raises RankStopped when another rank has failed."""
         turn = self.turns.turn()
         if self.turns.failure is not None:
             raise RankStopped(f"rank {turn.rank} stopped because another one failed")
         turn.what = call
         self.turns.note(f"rank {turn.rank} {turn.text()}")
-        self.calls[turn.rank].append(RankCall.of(call, sum(t.numel() * t.element_size() for t in given)))
+        self.calls[turn.rank].append(RankCall.of(call, given))
 
     def _compare(self, number: int, rank: int, one: CommunicationCall, other: CommunicationCall) -> None:
         text = disagreement_of(number, rank, one, self.turns.turn().rank, other)
@@ -120,7 +120,7 @@ class Exchange:
     def send(self, key: GroupKey, target: int, tag: int, message: Message) -> None:
         """Offer a message. It is done when a receiver has come for it, as in real ones: `send` waits for `recv`."""
         with self.turns.lock:
-            self._note(message.call, [message.tensor])
+            self._note(message.call, message.tensor.numel() * message.tensor.element_size())
             waiting = self._awaited[key, target, tag]
             receiver = next((r for r in waiting if r.source in (-1, message.source)), None)
             if receiver is None:
@@ -133,7 +133,7 @@ class Exchange:
     def receive(self, key: GroupKey, place: int, tag: int, message: Message) -> None:
         """Ask for a message: the i-th of a sender answers the i-th request, in whatever order they are waited for."""
         with self.turns.lock:
-            self._note(message.call, [])
+            self._note(message.call, 0)
             offered = self._sent[key, place, tag]
             sender = next((s for s in offered if message.source in (-1, s.source)), None)
             if sender is None:

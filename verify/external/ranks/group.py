@@ -2,8 +2,8 @@
 
 A subclass of `ProcessGroup`, for torch has no way to write a `Backend` in Python; its creator is given to
 `Backend.register_backend`, and torch then takes what it returns as the group itself. Torch's C++ (functional
-collectives, DDP) reaches these methods through virtual functions, Python by name. All of them come down to a `Part` of a
-collective, or to a message; how these travel is left to subclasses: threads that meet, or gloo.
+collectives, DDP) reaches these methods through virtual functions, Python by name. All of them come down to a `Part` of
+a collective, or to a message; how these travel is left to subclasses: threads that meet, or gloo.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 from verify.external.ranks.places import is_program
 from verify.external.ranks.records import RankRun, RanksFailed
+from verify.external.ranks.torch_private import preload
 from verify.processes.pool import Died, Done, Note, TimedOut, run_forked
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ def run_in_child(run: Callable[[Note], RankRun[T]], timeout: float) -> RankRun[T
         except RanksFailed as failure:
             return pickle.dumps(failure)
 
+    preload()
     (event,) = run_forked([task], 1, timeout)
     if isinstance(event, Done):
         found = pickle.loads(event.result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from verify.external.ranks.gloo import run_over_gloo
 from verify.external.ranks.isolated import run_in_child
 from verify.external.ranks.records import FAILURES, RankCall, RankRun, RanksFailed
 from verify.external.ranks.simulator import run_simulated
@@ -35,6 +36,8 @@ def run_ranks(
     Raises RanksFailed where ranks disagree, wait for ever, raise, die, or are not done in time.
     """
     assert executor in ("simulator", "gloo"), executor
+    if executor == "gloo":
+        return run_over_gloo(function, ranks, initialise=initialise, timeout=timeout)
     return run_simulated(function, ranks, initialise=initialise, free_threads=free_threads, timeout=timeout)
 
 

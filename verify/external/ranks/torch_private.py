@@ -5,6 +5,7 @@ Checked with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ BACKEND = "nnscaler_ranks"
 ProcessGroup: Any = dist.ProcessGroup
 Work: Any = c10d.Work
 Store: Any = c10d.Store
+FileStore: Any = torch._C._distributed_c10d.FileStore
 _C10D: Any = c10d  # names that it does not export
 _C10D_CPP: Any = torch._C._distributed_c10d
 _MESH: Any = DeviceMesh
@@ -194,6 +196,12 @@ def register_groups_here(world: SimpleNamespace) -> None:
         torch._C._distributed_c10d._register_process_group(name, group)
 
 
+def preload() -> None:
+    """Import what most parallel programs need, before ranks are forked: each would take seconds for it."""
+    importlib.import_module("torch.distributed.tensor")
+    importlib.import_module("torch.distributed.fsdp")
+
+
 def gloo_group(store: Any, place: int, size: int, timeout: Any) -> Any:
     """Return torch's own group over gloo."""
     group: Any = _C10D_CPP.ProcessGroup(store, place, size)
@@ -203,6 +211,13 @@ def gloo_group(store: Any, place: int, size: int, timeout: Any) -> Any:
     backend._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), kind, backend)
     return group
+
+
+def done_work() -> Any:
+    """Return a work that has ended."""
+    future: Any = torch.futures.Future()
+    future.set_result(None)
+    return _C10D_CPP._create_work_from_future(future)
 
 
 # -- facts of collectives ---------------------------------------------------------------------------------------------

@@ -219,4 +219,6 @@ class Turns:
 
 def place_of(what: CommunicationCall | str | None) -> str | None:
     """Return the line of a call, if it is known."""
-    return what.place if isinstance(what, CommunicationCall) else None
+    if isinstance(what, str):
+        return what.rpartition(" at ")[2] if " at " in what else None
+    return None if what is None else what.place
