@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
 from verify.external.reference import Reference, computing_in, part_gradients
 from verify.external.repair import Repair, repair_of
+from verify.external.replicas import NAME as COPIES
+from verify.external.replicas import draws, unequal
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
@@ -114,11 +117,37 @@ class Case:
             result.append(replace(finding, counter_example=example, help=help))
         return tuple(result)
 
+    def copies(self) -> tuple[Check, tuple[Finding, ...]] | None:
+        """Compare copies with dropout on, in float64; None where the plain model drops nothing."""
+        if not draws(self.program, copy.deepcopy(self.model), self.truth.batch):
+            return None
+        one = replace(self.truth, steps=self.truth.steps[:1])
+        lookup = self.truth.lookup()
+        try:
+            ran = self.on_ranks(lambda rank: observe(self.program, self.model, one, lookup, rank, dropout=True))
+        except RanksFailed as failure:
+            finding = Finding(failure.code, f"{failure.message}, with dropout on", self.program.where)
+            return Check(COPIES, Verdict.INCONCLUSIVE, 0), (finding,)
+        count, wrong = unequal(ran.results)
+        found = tuple(
+            Finding(
+                "random_numbers_differ",
+                f"copies of {one.name} on ranks {one.ranks[0]} and {one.ranks[1]} get unequal gradients with dropout on",
+                self.program.where,
+                {"relative difference": f"{one.relative:.3g}", "cause": "random_numbers"},
+                "ranks that hold copies and see the same rows do not drop the same elements",
+                "seed the ranks of one data part alike before they draw for copies",
+            )
+            for one in wrong[:1]
+        )
+        verdict = Verdict.REFUTED if wrong else Verdict.TESTED_EXACT if count else Verdict.INCONCLUSIVE
+        return (Check(COPIES, verdict, count, len(wrong), supporting=True), found) if count else None
+
     def checkpoint(self, tolerance: Noise) -> tuple[Check, tuple[Finding, ...]]:
-        """Save the program after a step, load it elsewhere, and compare; what cannot be saved or loaded is undecided."""
+        """Save the program after a step, load it elsewhere, and compare; a run that fails is undecided."""
         level = Verdict.TESTED_EXACT if self.reference.dtype == torch.float64 else Verdict.TESTED_CALIBRATED
         program, reference = self.program, self.reference
-        with temporary_folder() as name:
+        with temporary_folder() as name, _quiet():
             folder = Path(name)
             try:
                 self.on_ranks(lambda rank: save_after_step(program, self.model, reference, rank, folder))

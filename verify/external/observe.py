@@ -71,12 +71,13 @@ def observe(
     lookup: Lookup,
     rank: int,
     known: Sequence[Piece] = (),
+    dropout: bool = False,
 ) -> RankRecord:
     """Parallelise a copy of the plain model on this rank, whose process group is up, and train a few steps.
 
     `known`: this rank's pieces in float64, for runs in narrower dtypes. Raises what the program raises.
     """
-    with parallelised(program, model, reference.dtype) as made:
+    with parallelised(program, model, reference.dtype, dropout) as made:
         pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
         optimizer = optimizer_of(program, made, reference.learning_rate)
         steps: list[ObservedStep] = []
@@ -96,11 +97,13 @@ def _note_dtype(dtypes: set[torch.dtype], _module: nn.Module, _inputs: object, o
 
 
 @contextmanager
-def parallelised(program: ExternalProgram, model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
+def parallelised(
+    program: ExternalProgram, model: nn.Module, dtype: torch.dtype, dropout: bool = False
+) -> Iterator[Any]:
     """Parallelise a copy of the plain model on this rank; while open, it computes in the dtype."""
     mine = copy.deepcopy(model)
     torch.manual_seed(0)
-    with computing_in(mine, dtype):
+    with computing_in(mine, dtype, dropout):
         axes = tuple(axis for axis, _ in program.mesh)
         mesh = init_device_mesh("cpu", tuple(size for _, size in program.mesh), mesh_dim_names=axes)
         made = program.parallelize(mine, mesh)

@@ -35,11 +35,11 @@ def initial_model(program: ExternalProgram, seed: int) -> nn.Module:
 
 
 @contextmanager
-def computing_in(model: nn.Module | None, dtype: torch.dtype) -> Iterator[None]:
-    """While open, nothing is dropped, and the model computes in `dtype`; in float64 everything does."""
+def computing_in(model: nn.Module | None, dtype: torch.dtype, dropout: bool = False) -> Iterator[None]:
+    """While open, nothing is dropped (unless asked), and the model computes in `dtype`; in float64 everything does."""
     with ExitStack() as stack:
         if dtype == torch.float64:
-            stack.enter_context(exact(model))
+            stack.enter_context(exact(model, dropout=dropout))
         else:
             if model is not None:
                 model.to(dtype)

@@ -1,0 +1,72 @@
+"""With dropout on no rank can be compared with the plain model, but copies can be with each other: where ranks hold the
+same elements and see the same rows, their gradients are equal only if they drop the same.
+
+Worked example. Under tensor parallelism every rank drops of the same activation after a row-parallel linear. Seeds that
+depend on the rank drop other elements on each of them: the losses differ, and so do the gradients of every copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nnscaler.tracing.precision import exact
+from verify.external.addresses import Piece
+from verify.external.observe import RankRecord
+from verify.external.program import Batch, ExternalProgram
+from verify.external.reference import copied
+from verify.results.tolerance import difference, family_scale
+
+NAME = "copies with dropout"
+_CLOSE = 1e-7  # relative; in float64 copies are equal up to rounding
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """A parameter whose copies on two ranks have different gradients."""
+
+    name: str
+    ranks: tuple[int, int]
+    relative: float
+
+
+def draws(program: ExternalProgram, model: nn.Module, batch: Batch) -> bool:
+    """Return whether the plain model drops anything: whether its loss depends on the seed."""
+    step = program.reference_step or program.step
+    losses = []
+    for seed in (1, 2):
+        with torch.random.fork_rng(devices=[]), exact(dropout=True):
+            torch.manual_seed(seed)
+            loss = step(model.double(), copied(batch, torch.float64))
+            model.zero_grad(set_to_none=True)
+            losses.append(None if loss is None else loss.detach().clone())
+    return any(loss is None or not torch.equal(loss, losses[0]) for loss in losses if losses[0] is not None)
+
+
+def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[Unequal, ...]]:
+    """Compare the gradients of copies in the first step; return how many were compared, and those that differ."""
+    first: dict[tuple[str, object], tuple[int, Tensor]] = {}
+    found: list[Unequal] = []
+    count = 0
+    scale = family_scale([g for record in records for g in record.steps[0].gradients.values()])
+    for record in records:
+        for piece in record.pieces:
+            gradient = record.steps[0].gradients.get(piece.local)
+            if piece.kind != "parameter" or gradient is None or piece.addresses is None:
+                continue
+            rank, other = first.setdefault((piece.name, _key(piece)), (record.rank, gradient))
+            if rank == record.rank:
+                continue
+            count += 1
+            gap = difference(gradient, other, scale)
+            if gap.relative > _CLOSE:
+                found.append(Unequal(piece.name, (rank, record.rank), gap.relative))
+    return count, tuple(found)
+
+
+def _key(piece: Piece) -> object:
+    addresses = piece.addresses
+    return addresses if isinstance(addresses, range) else None if addresses is None else tuple(addresses.tolist())
