@@ -258,7 +258,7 @@ def _data_axes(reader: _Reader, axes: tuple[tuple[str, int], ...], notes: list[s
     if said is None:
         found = tuple(name for name in known if name.split("_")[0] in DATA_NAMES)
         told = f"divided over {', '.join(found)}" if found else "whole on every rank"
-        notes.append(f"the batch is {told}, by the names of the axes: `data_axes` of {reader.path.name} says otherwise")
+        notes.append(f"the batch is {told}, by the names of the axes; `data_axes` in {reader.path.name} would say it")
         return found
     unknown = [name for name in said if name not in known]
     if unknown:

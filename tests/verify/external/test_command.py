@@ -1,0 +1,135 @@
+"""`nnscaler verify-external` on the example check files: they are right, and each mistake in them is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import verify
+from nnscaler.cli.main import main
+from nnscaler.errors import NnscalerError
+from verify.external.check_file import TEMPLATE, load_check_file
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "external"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit code and the report, as JSON."""
+    capsys.readouterr()
+    code = main(["verify-external", *words, "-q", "--output-format", "json"])
+    captured = capsys.readouterr()
+    assert captured.out, captured.err
+    return code, json.loads(captured.out)
+
+
+RIGHT = [
+    ("ddp.py", "--ranks", "2"),
+    ("fsdp2.py", "--ranks", "2"),
+    ("tensor_parallel.py", "--mesh", "tp=2"),
+    ("tensor_parallel.py::parallelize_2d", "--mesh", "dp=2,tp=2"),
+    ("pipeline.py", "--ranks", "2"),
+]
+
+
+@pytest.mark.parametrize("words", RIGHT, ids=" ".join)
+def test_examples_are_verified(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run(capsys, str(EXAMPLES / words[0]), *words[1:])
+    assert (code, report["verdict"], report["tool"]) == (0, "VERIFIED", "verify-external")
+    names = {check["name"] for check in report["checks"] if check["count"]}
+    assert {"losses", "gradients", "parameters after steps"} <= names
+    assert ("gradient norm" in names) == (words[0] == "fsdp2.py")
+    assert not report["findings"]
+
+
+# example, what replaces which text, the finding's code, and what its cause says
+WRONG = [
+    (
+        "ddp.py",
+        "return DistributedDataParallel(",
+        "return (lambda m, **_: m)(",
+        "gradient_differs",
+        "all_reduce over dp",
+    ),
+    (
+        "fsdp2.py",
+        "    fully_shard(model, mesh=mesh)\n",
+        "    fully_shard(model, mesh=mesh).set_gradient_divide_factor(1.0)\n",
+        "gradient_differs",
+        "it is 2 times the model's, and dp has 2 ranks",
+    ),
+    (
+        "tensor_parallel.py",
+        '        plan[f"layers.{number}.norm"] = SequenceParallel()\n',
+        "",
+        "gradient_differs",
+        "all_reduce over tp",
+    ),
+    (
+        "pipeline.py",
+        "loss_fn=F.cross_entropy)",
+        "loss_fn=F.cross_entropy, scale_grads=False)",
+        "gradient_differs",
+        "4 times the model",
+    ),
+    ("pipeline.py", "torch.stack(losses).mean()", "torch.stack(losses).sum()", "loss_differs", "4 times the model"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "instead", "code", "cause"), WRONG, ids=[instead for _, _, instead, *_ in WRONG]
+)
+def test_mistakes_in_examples_are_found(
+    name: str, text: str, instead: str, code: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert right.count(text) == 1
+    (tmp_path / name).write_text(right.replace(text, instead), encoding="utf-8")
+    exit_code, report = run(
+        capsys, str(tmp_path / name), *(("--mesh", "tp=2") if "tensor" in name else ("--ranks", "2"))
+    )
+    assert (exit_code, report["verdict"]) == (1, "REFUTED")
+    found = {finding["code"]: finding for finding in report["findings"]}
+    assert code in found, found
+    assert cause in str(found[code]["cause"]), found[code]
+    assert found[code]["where"]["file"].endswith(name)
+
+
+def test_a_finding_is_found_again_and_a_correction_is_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("check.py").write_text(TEMPLATE.replace("return fully_shard(model, mesh=mesh)", "return model"))
+    code, report = run(capsys, "check.py", "--ranks", "2", "--steps", "1")
+    (line,) = {finding["reproduce"] for finding in report["findings"]}
+    assert code == 1 and line.startswith("nnscaler reproduce nns3:")
+    words = line.split()[1:]
+    assert main([*words, "-q", "--output-format", "json"]) == 1
+    again = json.loads(capsys.readouterr().out)
+    for name in ("findings", "counts", "setting", "seed"):
+        assert again[name] == report[name]
+    Path("check.py").write_text(TEMPLATE + "# changed\n")
+    assert main([*words, "-q"]) == 1  # a module is imported once per process: another one would see the correction
+    assert "check.py was changed since the token was made" in capsys.readouterr().err
+
+
+def test_a_batch_that_does_not_divide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "check.py").write_text(TEMPLATE)
+    assert main(["verify-external", str(tmp_path / "check.py"), "--ranks", "3"]) == 2
+    err = capsys.readouterr().err
+    assert "8 rows" in err and "3" in err and "help" in err
+
+
+def test_the_front_door_in_python(tmp_path: Path) -> None:
+    (tmp_path / "check.py").write_text(TEMPLATE)
+    file = str(tmp_path / "check.py")
+    report = verify.verify_external(file, ranks=2, steps=1)
+    assert report.verdict.passes and report.subject == "check.py"
+    program = load_check_file(file, ranks=2).program
+    assert isinstance(program, verify.ExternalProgram)
+    again = verify.verify_external(program, steps=1)
+    assert again.verdict is report.verdict and again.total == report.total
+    with pytest.raises(NnscalerError, match="unexpected keyword argument 'rank'"):
+        verify.verify_external(file, rank=2)
