@@ -97,6 +97,11 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
         "near_threshold": Code("The difference is neither clearly rounding nor clearly an error.", undecided=True),
         "random_numbers_unmatched": Code("The model's random draws are not those of its graph, one to one."),
         "nothing_checked": Code("There was nothing to compare.", undecided=True, unfinished=True),
+        # verify-external
+        "parameter_unmatched": Code(
+            "A parameter of the program cannot be matched with the plain model: nothing is decided about it.",
+            undecided=True,
+        ),
         # verify-op
         "annotation_wrong": Code(
             "Shards computed as the annotation says do not make up what the whole operator computes."
@@ -138,11 +143,19 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
             unfinished=True,
         ),
         "could_not_run": Code(
-            "An item of the gate could not be run: its model, plan, operator or settings are at fault.", unfinished=True
+            "An item of the gate, or one of many programs, could not be run: the fault is in what it names.",
+            unfinished=True,
         ),
-        "internal_error": Code("nnScaler itself failed on an item of the gate.", unfinished=True),
-        "item_died": Code("The process that ran an item of the gate ended without a result.", unfinished=True),
-        "item_timed_out": Code("An item of the gate was still running when its own time was up.", unfinished=True),
+        "internal_error": Code(
+            "nnScaler itself failed on an item of the gate, or on one of many programs.", unfinished=True
+        ),
+        "item_died": Code(
+            "The process that ran an item of the gate, or one of many programs, ended without a result.",
+            unfinished=True,
+        ),
+        "item_timed_out": Code(
+            "An item of the gate, or one of many programs, was still running when its own time was up.", unfinished=True
+        ),
         "baseline_expired": Code(
             "A known finding of the baseline is past the date until which it may stay.", unfinished=True
         ),

@@ -87,9 +87,7 @@ def test_mistakes_in_examples_are_found(
     right = (EXAMPLES / name).read_text(encoding="utf-8")
     assert right.count(text) == 1
     (tmp_path / name).write_text(right.replace(text, instead), encoding="utf-8")
-    exit_code, report = run(
-        capsys, str(tmp_path / name), *(("--mesh", "tp=2") if "tensor" in name else ("--ranks", "2"))
-    )
+    exit_code, report = run(capsys, str(tmp_path / name), "--ranks", "2")
     assert (exit_code, report["verdict"]) == (1, "REFUTED")
     found = {finding["code"]: finding for finding in report["findings"]}
     assert code in found, found
@@ -133,3 +131,13 @@ def test_the_front_door_in_python(tmp_path: Path) -> None:
     assert again.verdict is report.verdict and again.total == report.total
     with pytest.raises(NnscalerError, match="unexpected keyword argument 'rank'"):
         verify.verify_external(file, rank=2)
+
+
+def test_what_cannot_be_matched_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A parameter that the plain model lacks is never a pass, however well all others agree."""
+    more = "    model.register_parameter('more', torch.nn.Parameter(torch.rand(5)))\n    return fully_shard"
+    (tmp_path / "check.py").write_text(TEMPLATE.replace("    return fully_shard", more))
+    code, report = run(capsys, str(tmp_path / "check.py"), "--ranks", "2", "--steps", "1")
+    assert (code, report["verdict"]) == (3, "INCONCLUSIVE")
+    (finding,) = report["findings"]
+    assert finding["code"] == "parameter_unmatched" and "`names`" in finding["help"]
