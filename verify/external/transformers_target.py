@@ -20,7 +20,7 @@ from verify.external.request import LIBRARY
 from verify.external.transformers_config import Sizes, configuration, library, shrink, with_settings
 
 ROWS, LENGTH = 4, 16  # of a batch: sequences, and tokens of each
-_NOISE = 0.05  # standard deviation of what is added to every parameter: no unit norms, no zero biases
+NOISE = 0.05  # standard deviation of what is added to every parameter: no unit norms, no zero biases
 _SEED = 0
 
 
@@ -124,14 +124,24 @@ def transformers_program(
 
 def parallelize(model: Any, options: Mapping[str, Any]) -> Any:
     """Apply the library's own plans to a model, as `from_pretrained(distributed_config=...)` does between making a
-    model and reading its weights; then tie what is tied, as it does afterwards."""
+    model and reading its weights: tied weights are apart then, and tied afterwards."""
     distributed = importlib.import_module("transformers.distributed")
     utilities = importlib.import_module("transformers.distributed.utils")
     config = distributed.DistributedConfig(**copy.deepcopy(dict(options)))
     _, manager = utilities.initialize_distributed_mesh(config)
+    _untie(model)
     made = type(model).maybe_distribute_model(model, config, manager)
     made.tie_weights(recompute_mapping=False)
     return made
+
+
+def _untie(model: Any) -> None:
+    """Give each name of a tied weight a parameter of its own."""
+    for name, source in model.all_tied_weights_keys.items():
+        if model.get_parameter(name) is model.get_parameter(source):
+            owner, _, field_name = name.rpartition(".")
+            copied = nn.Parameter(model.get_parameter(source).detach().clone())
+            setattr(model.get_submodule(owner), field_name, copied)
 
 
 def distributed_options(sizes: PlanSizes, changes: PlanChanges) -> dict[str, Any]:
@@ -245,7 +255,7 @@ def _disturbed(cls: type, config: Any) -> Any:
     with torch.no_grad():
         for tensor in (*model.parameters(), *buffers):
             if tensor.is_floating_point():
-                tensor.add_(torch.randn(tensor.shape, generator=generator).mul_(_NOISE))
+                tensor.add_(torch.randn(tensor.shape, generator=generator).mul_(NOISE))
     return model
 
 
