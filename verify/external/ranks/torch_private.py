@@ -197,9 +197,12 @@ def register_groups_here(world: SimpleNamespace) -> None:
 
 
 def preload() -> None:
-    """Import what most parallel programs need, before ranks are forked: each would take seconds for it."""
-    importlib.import_module("torch.distributed.tensor")
-    importlib.import_module("torch.distributed.fsdp")
+    """Import what most parallel programs need, before ranks are forked: each would take seconds for it.
+
+    Functional collectives ask `torch._dynamo`, at their first call, whether they are being traced.
+    """
+    for name in ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"):
+        importlib.import_module(name)
 
 
 def gloo_group(store: Any, place: int, size: int, timeout: Any) -> Any:
@@ -266,12 +269,23 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("process groups exist already")
+    forget_meshes()
+    forget_shardings()  # what was found for another rank holds that rank's mesh, which is equal to this one's
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:
         forget_meshes()
+        forget_shardings()
         dist.destroy_process_group()
+
+
+def forget_shardings() -> None:
+    """Empty the caches of DTensor's sharding rules, in Python and in C++."""
+    debug = sys.modules.get("torch.distributed.tensor.debug")
+    if debug is None:
+        from torch.distributed.tensor import debug
+    debug._clear_sharding_prop_cache()
 
 
 def group_ranks(name: str) -> list[int]:

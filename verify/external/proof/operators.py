@@ -1,0 +1,303 @@
+"""Facts of the results of one call: views, permutations, sums, and calls of operators.
+
+A call of an operator is looked up among the model's by its operands (their terms and factors); its parameters are to be
+those of a shard's call. What the model does not have is a new term: a product that DTensor divides by the number of ranks
+first, say, which has to come back to a term of the model to be of use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import islice
+from itertools import product as combinations
+from typing import Any
+
+import torch
+
+from nnscaler.ir.layout import Axis
+from verify.evidence.dimension_types.states import CONSTANT, SAME, ZERO, PartialSum, Shard
+from verify.external.proof import facts as layouts
+from verify.external.proof.facts import Fact, NoFact
+from verify.external.proof.graph import Form, Ref
+from verify.external.proof.lift import Failure, Laid, Lifting, Pair, PairedCall, local_shape
+from verify.external.proof.linear import tensors_of
+from verify.external.proof.normal import Call, Sum
+from verify.external.proof.reference import Reference, multiplied_by_one, operand_order, parameters
+from verify.external.proof.terms import Shape, Whole
+
+MOST = 16  # combinations of operands' facts, and of dims that axes may divide
+_ROUNDS = frozenset({"aten._to_copy.default"})  # what it does to terms of a sum is rounding, not another value
+_A, _B = Ref(0, 0), Ref(0, 1)
+
+FactsOf = Callable[[Ref], Sequence[Fact]]  # raises NoFact
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A call of the whole. `shapes`: of its operands, in the key's order; `terms`: of its outputs; None: a new call."""
+
+    parameters: Mapping[str, Any]
+    shapes: tuple[Shape, ...]
+    outputs: tuple[tuple[Shape, str] | None, ...]
+    terms: tuple[int | None, ...] | None
+
+
+class Operators:
+    """Makes facts of results from facts of operands. `form`: shape and dtype of a tensor of the rank."""
+
+    def __init__(
+        self, reference: Reference, axes: Sequence[Axis], lifting: Lifting, form: Callable[[Ref], Form]
+    ) -> None:
+        self.reference, self.terms = reference, reference.terms
+        self.axes, self.lifting, self.form = tuple(axes), lifting, form
+
+    def everywhere(self, whole: Whole) -> Fact:
+        """Return the fact of what every rank has whole."""
+        state = ZERO if whole.term == self.terms.zero else CONSTANT if whole.term == self.terms.one else SAME
+        return Fact(whole.coefficient, whole.term, (state,) * len(self.axes))
+
+    def viewed(self, fact: Fact, before: Form, out: Form) -> list[Fact]:
+        """Return the facts of a tensor under other dims. Raises NoFact."""
+        if self.terms.is_constant(fact.term):
+            return [fact]
+        shape = self._shape(fact, before)
+        cuts = [i for i, s in enumerate(fact.states) if isinstance(s, Shard)]
+        found: list[Fact] = []
+        problem: Failure | None = None
+        for dims in islice(combinations(range(len(out.shape)), repeat=len(cuts)), MOST * 4):
+            whole = list(out.shape)
+            for axis, dim in zip(cuts, dims, strict=True):
+                whole[dim] *= self.axes[axis].size
+            call = PairedCall(
+                torch.ops.aten.view.default,
+                {"self": _A, "size": out.shape},
+                {},
+                {_A: (Pair(shape, before.shape, before.dtype), fact.states)},
+                (Pair(tuple(whole), out.shape, out.dtype),),
+                ("size",),
+            )
+            results = self.lifting.results(call)
+            if isinstance(results, Failure):
+                problem = results
+            elif results[0] is not None:
+                term = self.terms.view(fact.term, tuple(whole))
+                found.append(replace(fact, term=term, states=results[0].states))
+        if not found:
+            raise NoFact(problem.reason if problem else "a view that is no shard's", problem.axis if problem else "")
+        return sorted(found, key=lambda f: f.term)  # the model's own terms come first
+
+    def permuted(self, fact: Fact, order: tuple[int, ...]) -> Fact:
+        """Return the fact of a tensor with its dims in another order."""
+        states = tuple(replace(s, dim=order.index(s.dim)) if isinstance(s, Shard) else s for s in fact.states)
+        return replace(fact, term=self.terms.permute(fact.term, order), states=states)
+
+    def _shape(self, fact: Fact, form: Form) -> tuple[int, ...]:
+        """Return the shape of the whole tensor. Raises NoFact if the rank's is not that of its shard."""
+        whole = self.terms.shape(fact.term)
+        if whole is None:
+            return form.shape
+        if local_shape(whole, fact.states, self.axes) != form.shape:
+            raise NoFact(f"a shard of {list(whole)} has the shape {list(form.shape)}")
+        return whole
+
+    def sum(self, found: Sum, facts: FactsOf) -> list[Fact]:
+        """Return the facts of a sum. Raises NoFact."""
+        parts: list[list[tuple[Fact, Form]]] = []
+        for factor, part in found.parts:
+            if isinstance(part, Ref):
+                made, form = facts(part), self.form(part)
+            else:
+                (made, *_), form = self.called(part, facts), found.out
+            parts.append([(fact.times(factor), form) for fact in made])
+        results: list[Fact] = []
+        problem: NoFact | None = None
+        for chosen in islice(combinations(*parts), MOST):
+            try:
+                results.append(self._added(chosen, found))
+            except NoFact as no:
+                problem = problem or no
+        if not results:
+            raise problem or NoFact("a sum of nothing")
+        return results
+
+    def _added(self, parts: Sequence[tuple[Fact, Form]], found: Sum) -> Fact:
+        number = [] if not found.number else [(self.everywhere(Whole(found.number, self.terms.one)), found.out)]
+        every = [*parts, *number]
+        for axis, (name, size) in enumerate((a.name, a.size) for a in self.axes):
+            if any(isinstance(f.states[axis], PartialSum) for f, _ in every):
+                try:
+                    every = [(layouts.as_terms(f, axis, size), form) for f, form in every]
+                except NoFact as no:
+                    raise NoFact(no.reason, name, partial=True) from None
+        laid = [(f, form) for f, form in every if not self.terms.is_constant(f.term)]
+        ignored: frozenset[int] = frozenset().union(*(f.ignored for f, _ in every))
+        if not laid:
+            states = next((f.states for f, _ in every), (ZERO,) * len(self.axes))
+            total = self.terms.sum([Whole(f.coefficient, f.term) for f, _ in every], found.out.shape, "")
+            return Fact(total.coefficient, total.term, states, None, ignored)
+        fact, form = laid[0]
+        states, shape, local = fact.states, self._shape(fact, form), form.shape
+        for other, its in laid[1:]:
+            theirs = self._shape(other, its)
+            both, here = _broadcast(shape, theirs), _broadcast(local, its.shape)
+            call = PairedCall(
+                torch.ops.aten.add.Tensor,
+                {"self": _A, "other": _B, "alpha": 1},
+                {},
+                {_A: (Pair(shape, local, form.dtype), states), _B: (Pair(theirs, its.shape, its.dtype), other.states)},
+                (Pair(both, here, found.out.dtype),),
+            )
+            results = self.lifting.results(call)
+            if isinstance(results, Failure) or results[0] is None:
+                reason = results if isinstance(results, Failure) else Failure("an unknown sum")
+                raise NoFact(reason.reason, reason.axis, reason.partial)
+            states, shape, local = results[0].states, both, here
+        if local != found.out.shape:
+            raise NoFact("constants give a sum its shape")
+        total = self.terms.sum([Whole(f.coefficient, f.term) for f, _ in every], shape, str(found.out.dtype))
+        return Fact(total.coefficient, total.term, states, None, ignored)
+
+    def called(self, call: Call, facts: FactsOf) -> Sequence[Sequence[Fact]]:
+        """Return the facts of a call of an operator. Raises NoFact where there are none for any output."""
+        if call.overload.namespace != "aten":
+            raise NoFact(f"no rule for `{call.overload}`")
+        names = tensors_of(call.arguments)
+        refs = list(dict.fromkeys(ref for _, ref in names))
+        made: list[list[Fact]] = [[] for _ in call.outputs]
+        problems: list[NoFact] = []
+        choices = [facts(ref) for ref in refs]
+        for chosen in islice(combinations(*choices), MOST):
+            try:
+                found = self.of(call, dict(zip(refs, chosen, strict=True)))
+            except NoFact as no:
+                problems.append(no)
+                continue
+            for own, facts in zip(made, found, strict=True):
+                own += facts
+        if not any(made):
+            first = next((p for p in problems if p.partial), problems[0] if problems else NoFact("it has no output"))
+            certain = first.partial and str(call.overload) not in _ROUNDS
+            raise NoFact(f"`{call.overload}`: {first.reason}", first.axis, certain)
+        return made
+
+    def of(self, call: Call, given: Mapping[Ref, Fact]) -> Sequence[list[Fact]]:
+        """Return the facts of a call, with one fact for each operand."""
+        names = tensors_of(call.arguments)
+        chosen = [given[ref] for _, ref in names]
+        forms = [self.form(ref) for _, ref in names]
+        pulled = self.reference.factors.pulled(call, forms, [f.coefficient for f in chosen])
+        terms = [f.term for f in chosen]
+        other = multiplied_by_one(call, terms, [f.shape for f in forms], pulled.left, self.terms)
+        if other is not None:
+            fact = next(f for f in chosen if f.term == other)
+            return [[replace(fact, coefficient=pulled.outputs[0])]]
+        if str(call.overload) == "aten.expand.default" and self.terms.is_constant(terms[0]):
+            return [[chosen[0]]]
+        operands = [(left, term) for left, term in zip(pulled.left, terms, strict=True)]
+        order = operand_order(call, operands)
+        key = tuple(operands[i] for i in order)
+        problem: NoFact | None = None
+        ignored: frozenset[int] = frozenset().union(*(f.ignored for f in chosen))
+        made: list[list[Fact]] = [[] for _ in call.outputs]
+        for candidate in self._candidates(call, key, order, given):
+            try:
+                found = self._beside(call, given, candidate, order)
+            except NoFact as no:
+                if candidate.terms is None:  # of a call that the model does not have, nothing is certain
+                    no = NoFact(no.reason, no.axis)
+                problem = problem if problem is not None and problem.partial else no
+                continue
+            outputs = candidate.terms or self.terms.call(
+                str(call.overload), key, candidate.parameters, candidate.shapes, candidate.outputs
+            )
+            for own, laid, term, factor in zip(made, found, outputs, pulled.outputs, strict=True):
+                if laid is not None and term is not None:
+                    relies = ignored if laid.ignored is None else ignored | {laid.ignored}
+                    own.append(Fact(factor * laid.factor, term, laid.states, None, relies))
+        if not any(made):
+            raise problem or NoFact("the model has no such call")
+        return made
+
+    def _beside(
+        self, call: Call, given: Mapping[Ref, Fact], candidate: Candidate, order: Sequence[int]
+    ) -> Sequence[Laid | None]:
+        """Return how the outputs lie, if this is a shard's call of the candidate. Raises NoFact."""
+        names = tensors_of(call.arguments)
+        operands: dict[Ref, tuple[Pair, layouts.States]] = {}
+        for i, whole in zip(order, candidate.shapes, strict=True):
+            ref = names[i][1]
+            form, fact = self.form(ref), given[ref]
+            shape = whole if self.terms.is_constant(fact.term) else self._shape(fact, form)
+            if len(shape) != len(form.shape):
+                raise NoFact("a constant of another number of dims")
+            operands[ref] = (Pair(shape, form.shape, form.dtype), fact.states)
+        outputs = tuple(
+            None if made is None or out is None else Pair(out[0], made.shape, made.dtype)
+            for made, out in zip(call.outputs, candidate.outputs, strict=True)
+        )
+        paired = PairedCall(call.overload, call.arguments, candidate.parameters, operands, outputs, call.follows)
+        found = self.lifting.results(paired)
+        if isinstance(found, Failure):
+            raise NoFact(found.reason, found.axis, found.partial)
+        return found
+
+    def _candidates(
+        self, call: Call, key: tuple[tuple[Fraction, int], ...], order: Sequence[int], given: Mapping[Ref, Fact]
+    ) -> Iterator[Candidate]:
+        """Yield calls of the whole that this may be a shard's call of: the model's, or else new ones."""
+        own, some = parameters(call), False
+        for known in self.terms.known(str(call.overload), key):
+            outputs = tuple(None if t is None else (self.terms[t].shape, self.terms[t].dtype) for t in known.outputs)
+            if _fit(known.parameters, own) and _alike(call.outputs, outputs):
+                some = True
+                yield Candidate(known.parameters, known.shapes, outputs, known.outputs)
+        if some:
+            return
+        refs = [tensors_of(call.arguments)[i][1] for i in order]
+        shapes = tuple(self._shape(given[ref], self.form(ref)) for ref in refs)
+        cuts = sorted({i for f in given.values() for i, s in enumerate(f.states) if isinstance(s, Shard)})
+        made = [o for o in call.outputs if o is not None]
+        if not made or (cuts and (len(made) > 1 or any(self.terms.is_constant(t) for _, t in key))):
+            return
+        ndim = len(made[0].shape)
+        for dims in islice(combinations([*range(ndim), None], repeat=len(cuts)), MOST):
+            whole = list(made[0].shape)
+            for axis, dim in zip(cuts, dims, strict=True):
+                if dim is not None:
+                    whole[dim] *= self.axes[axis].size
+            forms = (None if o is None else (tuple(whole) if cuts else o.shape, str(o.dtype)) for o in call.outputs)
+            yield Candidate(own, shapes, tuple(forms), None)
+
+
+def _broadcast(a: Shape, b: Shape) -> Shape:
+    """Return the shape of a sum. Raises NoFact."""
+    try:
+        return tuple(torch.broadcast_shapes(a, b))
+    except RuntimeError:
+        raise NoFact(f"{list(a)} and {list(b)} are added") from None
+
+
+def _alike(made: Sequence[Form | None], wholes: Sequence[tuple[Shape, str] | None]) -> bool:
+    """Return whether outputs have the dtypes, and as many dims, as the whole's."""
+    if len(made) != len(wholes):
+        return False
+    for form, whole in zip(made, wholes, strict=True):
+        if form is None or whole is None:
+            if form is not whole:
+                return False
+        elif whole[1] != str(form.dtype) or len(whole[0]) != len(form.shape):
+            return False
+    return True
+
+
+def _fit(whole: Any, local: Any) -> bool:
+    """Return whether parameters are the same, but for numbers that a shard's call may have smaller."""
+    if isinstance(whole, Mapping):
+        return whole.keys() == local.keys() and all(_fit(whole[n], local[n]) for n in whole)
+    if isinstance(whole, list | tuple) and isinstance(local, list | tuple):
+        return len(whole) == len(local) and all(map(_fit, whole, local))
+    if type(whole) is int and type(local) is int:
+        return whole == local or (local > 0 and whole > local and whole % local == 0)
+    return type(whole) is type(local) and bool(whole == local)

@@ -1,0 +1,170 @@
+"""Record what a step does: a dispatch mode below autograd and below DTensor, which sees the operators on local tensors.
+
+This is the mechanism that `make_fx` has, without its proxies: hooks, `no_grad` and the collectives of DTensor leave what
+they do, and nothing else, in the list. A value is known by the place that it lies at (storage, offset, strides), so that
+`detach` and views that change nothing are the same value, and a write through one name of a place is seen by its others.
+A place that overlaps one that was written to, and is not the same, is `stale`: whoever reads it gets a value of which
+nothing is known.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from op_registry.spec import SourceLocation
+
+from verify.evidence.dimension_types.trace import written
+from verify.evidence.operator_trace import arguments_of, flat, functional
+from verify.external.proof.graph import Form, RecordedCall, Ref
+from verify.external.ranks.torch_private import autograd_sequence_number, current_autograd_node
+
+STALE, CAPTURED = "stale", "captured"
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, torch.nn.Buffer})
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+_FEW = 64  # elements of a tensor that is made out of numbers
+_REDUCTIONS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
+
+
+class GraphRecorder(TorchDispatchMode):
+    """Stands above a fake tensor mode and writes down the calls that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[RecordedCall] = []
+        self._alive: list[Tensor] = []  # keeps storages from being used again
+        self._values: dict[int, dict[Any, Ref]] = {}  # storage -> place in it -> the value there
+        self._lines: dict[int, SourceLocation] = {}  # number of an autograd node -> the line that made it
+
+    def given(self, tensor: Tensor, name: str) -> Ref:
+        """Name a tensor that is there before the step; a second name of one place gives the same value."""
+        storage, place = _place(tensor)
+        found = self._values.setdefault(storage, {})
+        if place not in found:
+            found[place] = self._added(None, name, {}, (tensor,), None, False)
+            self._alive.append(tensor)
+        return found[place]
+
+    def read(self, tensor: Tensor) -> Ref:
+        """Return the value of a tensor as it is now."""
+        storage, place = _place(tensor)
+        found = self._values.get(storage)
+        if found is not None and place in found:
+            return found[place]
+        constant = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
+        name = STALE if found is not None else CAPTURED
+        arguments = {}
+        if constant is not None and constant.numel() <= _FEW:
+            with torch._C._DisableTorchDispatch():
+                arguments = {"values": constant.tolist()}
+        made = self._added(None, name, arguments, (tensor,), None, False)
+        self._values.setdefault(storage, {})[place] = made
+        self._alive.append(tensor)
+        return made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _PLAIN.issuperset(types):
+            return NotImplemented  # a subclass, which comes down to operators on its own tensors
+        given = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **given)
+        arguments = arguments_of(func, args, given)
+        read = {name: self._noted(value) for name, value in arguments.items()}  # before the call, which may write
+        targets = written(func, arguments)
+        result = func(*args, **given)
+        self._note(func, read, targets, result)
+        return result
+
+    def _note(self, func: Any, read: Mapping[str, Any], targets: list[Any], result: Any) -> None:
+        node = current_autograd_node()
+        where = self._where(node)
+        if func.namespace == "c10d" and targets:
+            made: list[Any] = list(flat(targets))
+        else:
+            made = flat(result)
+            made += [t for t in targets if not any(t is m for m in made)]
+        overload = functional(func) if func.namespace == "aten" else func
+        ref = self._added(overload, str(overload), read, tuple(made), where, node is not None)
+        places = [_place(t) for t in made if isinstance(t, Tensor)]
+        if len(set(places)) < len(places):
+            raise AssertionError(f"two results of {func} lie in one place")
+        for number, tensor in enumerate(made):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage, place = _place(tensor)
+            if any(tensor is t for t in targets):
+                self._values[storage] = {place: Ref(ref.call, number)}
+            else:
+                self._values.setdefault(storage, {}).setdefault(place, Ref(ref.call, number))
+            self._alive.append(tensor)
+
+    def _where(self, node: Any) -> SourceLocation | None:
+        if node is not None:
+            return self._lines.get(node._sequence_nr())
+        where = _line_of_user()
+        if where is not None and torch.is_grad_enabled():
+            self._lines[autograd_sequence_number() - 1] = where
+        return where
+
+    def _added(
+        self,
+        overload: Any,
+        name: str,
+        arguments: Mapping[str, Any],
+        made: tuple[Any, ...],
+        where: SourceLocation | None,
+        backward: bool,
+    ) -> Ref:
+        forms = tuple(Form(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else None for t in made)
+        self.calls.append(RecordedCall(overload, name, arguments, forms, where, backward))
+        return Ref(len(self.calls) - 1, 0)
+
+    def _noted(self, value: Any) -> Any:
+        """Return the argument with a `Ref` for every tensor, and plain values for what C++ holds."""
+        if isinstance(value, Tensor):
+            return self.read(value)
+        if isinstance(value, list | tuple):
+            return tuple(map(self._noted, value))
+        if isinstance(value, torch.ScriptObject):
+            return _unboxed(value)
+        return value
+
+
+def _unboxed(value: Any) -> Any:
+    """Return the name of a process group, or of a reduction, that an operator of `c10d` is given."""
+    kind = str(value._type())
+    if "ProcessGroup" in kind:
+        return torch.distributed.ProcessGroup.unbox(value).group_name
+    if "ReduceOp" in kind:
+        found = torch.distributed.ReduceOp.unbox(value) if hasattr(torch.distributed.ReduceOp, "unbox") else None
+        return _REDUCTIONS.get(str(getattr(found, "op", found)).rpartition(".")[2], kind)
+    return kind
+
+
+def _place(tensor: Tensor) -> tuple[int, Any]:
+    """Return the storage of a tensor, and where it lies in it."""
+    storage = int(tensor.untyped_storage()._cdata)
+    return storage, (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _line_of_user() -> SourceLocation | None:
+    """Return the innermost line that is neither torch's nor this package's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _OWN, "<")) and "/contextlib.py" not in file:
+            return SourceLocation(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,0 +1,202 @@
+"""Trace one rank of an external program, and its plain model, on fake tensors: shapes alone, at any number of ranks.
+
+The program is its author's, unmodified: `parallelize` gets a module of fake parameters and a mesh of torch's `fake`
+backend, which says that it is rank r of n and whose collectives do nothing. Then one step runs, forward and backward,
+under the recorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import keystr, tree_map_with_path
+
+from nnscaler.ir.layout import Axis
+from nnscaler.ir.layout import DeviceMesh as Ranks
+from verify.external.program import ExternalProgram
+from verify.external.proof.graph import Held, RankGraph, pruned
+from verify.external.proof.record import GraphRecorder
+from verify.external.ranks.torch_private import fake_world, group_ranks
+
+Spans = Callable[[str], tuple[str, ...] | None]  # name of a group -> the mesh axes that it spans
+WHOLE = -1  # "rank" of the plain model's graph
+
+
+class NotTraced(Exception):
+    """The program cannot be traced; the message says why."""
+
+
+def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
+    """Return the graph of a rank. Raises NotTraced."""
+    axes = tuple(Axis(name, size) for name, size in program.mesh)
+    places = Ranks(axes, tuple(range(program.ranks))).coordinates(rank)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_world(rank, program.ranks):
+        names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        with mode:
+            model = _attempt("`model()`", program.model)
+            returned = _attempt("`parallelize`", lambda: program.parallelize(model, mesh))
+            runs = model if returned is None else returned
+            _refuse_hooks(runs)
+            batch = _part(_attempt("`batch()`", program.batch), mode, program, places)
+            return _traced(runs, batch, program.step, rank, places, _spans(axes, rank))
+
+
+def trace_whole(program: ExternalProgram) -> RankGraph:
+    """Return the graph of the plain model on the whole batch. Raises NotTraced."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        model = _attempt("`model()`", program.model)
+        batch = _part(_attempt("`batch()`", program.batch), mode, program, {})
+        return _traced(model, batch, program.reference_step or program.step, WHOLE, {}, lambda name: None)
+
+
+def _attempt(what: str, call: Callable[[], Any]) -> Any:
+    """Return what the author's function returns. Raises NotTraced for whatever it raises."""
+    try:
+        return call()
+    except Exception as error:
+        message = str(error).strip().partition("\n")[0]
+        raise NotTraced(f"{what} raises {type(error).__name__} on fake tensors: {message}") from error
+
+
+def _refuse_hooks(runs: Any) -> None:
+    """Raise NotTraced for what works by hooks that are no operators."""
+    if not isinstance(runs, nn.Module):
+        raise NotTraced(f"`parallelize` returns a {type(runs).__name__}, which is no module: it cannot be traced")
+    for name, module in runs.named_modules():
+        if isinstance(module, FSDPModule | FullyShardedDataParallel | DistributedDataParallel):
+            kind = "FSDP2's" if isinstance(module, FSDPModule) else f"{type(module).__name__}'s"
+            raise NotTraced(
+                f"{kind} hooks move parameters outside of the operators that a trace sees"
+                f" (at {name or 'the module itself'}): run the program instead"
+            )
+
+
+def _part(batch: Any, mode: FakeTensorMode, program: ExternalProgram, places: Mapping[str, int]) -> Any:
+    """Return the rows that the rank's step sees, as fake tensors. Without `places`: all of them."""
+    sizes = dict(program.mesh)
+    axes = [axis for axis in sizes if axis in program.data_axes and places]
+    parts = prod(sizes[a] for a in axes)
+    index = 0
+    for axis in axes:
+        index = index * sizes[axis] + places[axis]
+
+    def part(path: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        fake = value if _is_fake(value, mode) else mode.from_tensor(value)
+        if parts == 1 or fake.ndim == 0:
+            return fake
+        if fake.shape[0] % parts:
+            raise NotTraced(f"the {fake.shape[0]} rows of {keystr(path)} do not divide into {parts} parts")
+        rows = fake.shape[0] // parts
+        return fake[index * rows : (index + 1) * rows].clone()
+
+    return tree_map_with_path(part, batch)
+
+
+def _is_fake(value: Tensor, mode: FakeTensorMode) -> bool:
+    return getattr(value, "fake_mode", None) is mode
+
+
+def _spans(axes: tuple[Axis, ...], rank: int) -> Spans:
+    """Return what names the axes along which the ranks of a group lie, through this rank; None where it is no such."""
+    lines: dict[tuple[int, ...], tuple[str, ...]] = {}
+    strides = [prod(a.size for a in axes[i + 1 :]) for i in range(len(axes))]
+    for chosen in range(1, 2 ** len(axes)):
+        members = [rank]
+        for i, axis in enumerate(axes):
+            if chosen >> i & 1:
+                members = [
+                    m + (c - m // strides[i] % axis.size) * strides[i] for m in members for c in range(axis.size)
+                ]
+        picked = tuple(a.name for i, a in enumerate(axes) if chosen >> i & 1 and a.size > 1)
+        lines.setdefault(tuple(members), picked)
+    return lambda name: lines.get(tuple(group_ranks(name)))
+
+
+def _traced(
+    runs: nn.Module,
+    batch: Any,
+    step: Callable[[Any, Any], Any],
+    rank: int,
+    places: Mapping[str, int],
+    spans: Spans,
+) -> RankGraph:
+    recorder = GraphRecorder()
+    inputs = {}
+    for path, tensor in _leaves(batch):
+        inputs[path] = recorder.given(tensor, f"batch {path}")
+    stored = {name: _held(recorder, tensor, spans, f"stored {name}") for name, tensor in state_of(runs)}
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(recorder)
+        loss = _attempt("the step", lambda: step(runs, batch))
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            _attempt("the backward pass", loss.backward)
+    gradients = {n: _held(recorder, p.grad, spans) for n, p in named_parameters(runs) if p.grad is not None}
+    found = _held(recorder, loss, spans) if isinstance(loss, Tensor) else None
+    after = {name: _held(recorder, tensor, spans) for name, tensor in state_of(runs)}
+    changed = {name: held for name, held in after.items() if name not in stored or held.ref != stored[name].ref}
+    named = {a for c in recorder.calls for a in c.arguments.values() if isinstance(a, str)}
+    groups = {name: spans(name) for name in sorted(named) if _is_group(name)} if places else {}
+    return pruned(RankGraph(rank, places, tuple(recorder.calls), stored, inputs, found, gradients, changed, groups))
+
+
+def _is_group(name: str) -> bool:
+    try:
+        group_ranks(name)
+    except (RuntimeError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _leaves(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    found: list[tuple[str, Tensor]] = []
+    tree_map_with_path(lambda path, v: found.append((keystr(path), v)) if isinstance(v, Tensor) else None, batch)
+    return iter(found)
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without what wrappers and parametrisations add to it."""
+    drop = ("module", "_orig_mod", "_checkpoint_wrapped_module", "parametrizations")
+    parts = [part for part in name.split(".") if part not in drop]
+    if parts[-1].startswith("original") and "parametrizations" in name.split("."):
+        parts.pop()
+    return ".".join(parts)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield all parameters, a tied one under each of its names."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield canonical_name(name), parameter
+
+
+def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers, stored ones or not."""
+    yield from named_parameters(module)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield canonical_name(name), buffer
+
+
+def _held(recorder: GraphRecorder, tensor: Tensor, spans: Spans, name: str = "") -> Held:
+    local, placements = tensor, None
+    axes: tuple[tuple[str, ...] | None, ...] = ()
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        local, placements = tensor._local_tensor, tensor.placements
+        axes = tuple(spans(mesh.get_group(d).group_name) for d in range(mesh.ndim))
+    ref = recorder.given(local, name) if name else recorder.read(local)
+    return Held(ref, placements, axes, tuple(tensor.shape))
