@@ -1,0 +1,62 @@
+"""DDP with gradient accumulation under `no_sync`, a loader with a sampler, batch norm and a scheduler."""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class Images(Dataset):
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(96, 3, 8, 8, generator=self.generator)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return {"image": self.images[index], "label": index % 5}
+
+
+def build(norm):
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4) if norm else nn.Identity(), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--batch-norm", action="store_true")
+    parser.add_argument("--broken", default="")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(build(args.batch_norm))
+    data = Images()
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=True), num_workers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
+    for number, batch in enumerate(loader):
+        last = (number + 1) % args.accumulate == 0
+        if last:
+            loss = loss_fn(model(batch["image"]), batch["label"])
+            (loss / args.accumulate).backward()
+            if args.broken != "clear":
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+        else:
+            with model.no_sync():
+                loss = loss_fn(model(batch["image"]), batch["label"])
+                (loss / args.accumulate).backward()
+                if args.broken == "lost":
+                    optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

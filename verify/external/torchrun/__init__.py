@@ -1,0 +1,1 @@
+"""Verify an unmodified script that torchrun starts, against the same script on one rank."""

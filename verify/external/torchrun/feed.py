@@ -1,0 +1,203 @@
+"""Feed the script on one rank with the data of all ranks, in one of four ways.
+
+    own    its own data are those of the ranks together, maybe in another order: nothing is replaced
+    whole  each of its batches is replaced by the rows of all data parts together
+    turns  it takes as many micro-batches as all data parts together: they are given to it in turn
+    part   one process for each data part, with this part's data; gradients are averaged after every backward pass
+
+`own` assumes nothing. `whole` assumes that the script can work with more rows. `turns` assumes that it divides the loss
+by the number of its micro-batches. `part` assumes what data parallelism means: the gradient is the mean over the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from verify.external.torchrun.data import close, settings_of
+from verify.external.torchrun.names import put
+from verify.external.torchrun.records import Events, Settings, Tensors, Unmatched
+
+Way = Literal["own", "whole", "turns", "part"]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the ranks took in and started from.
+
+    parts  the events of each data part
+    taken  for each step: data event -> how many had come in on a rank
+    start  whole parameters before the first step, by name; without those that cannot be put together
+    settings for each step: those of each group of parameters
+    """
+
+    parts: tuple[Events, ...]
+    taken: tuple[Mapping[str, int], ...]
+    start: Mapping[str, Tensor]
+    settings: tuple[tuple[Settings, ...], ...]
+
+
+@dataclass(frozen=True)
+class RanksFeed:
+    """Feeds one process. `part`: its number, for the way "part"; `average`: sums a tensor over all such processes."""
+
+    material: Material
+    way: Way
+    tell: Callable[[str], None]
+    part: int = 0
+    add_up: Callable[[Tensor], None] | None = None
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps that the ranks made."""
+        return len(self.material.taken)
+
+    def data(self, kind: str, number: int, natural: Tensors) -> Tensors:
+        """Return what is used in place of the script's own data."""
+        parts = [events.get(kind, ()) for events in self.material.parts]
+        count = len(parts)
+        if self.way == "turns":
+            part, index = number % count, number // count
+        else:
+            part, index = self.part, number
+        if any(index >= len(events) for events in parts):
+            raise Unmatched(
+                f"on one rank the script takes in more data ({kind}, number {number + 1}) than on the ranks"
+            )
+        here = [events[index] for events in parts]
+        if len({len(tensors) for tensors in here} | ({len(natural)} if natural else set())) > 1:
+            raise Unmatched(
+                f"on one rank the script takes in other data ({kind}, number {number + 1}) than on the ranks"
+            )
+        if self.way in ("turns", "part"):
+            return self._replaced(kind, natural, here[part])
+        columns = list(zip(*here, strict=True))
+        if not natural:
+            return tuple(self._joined(kind, column) for column in columns)
+        if self.way == "own":
+            for own, column in zip(natural, columns, strict=True):
+                if not _is_own(own, column):
+                    raise Unmatched(f"on one rank the script's own data ({kind}) are not those of the ranks together")
+            return natural
+        wanted = tuple(
+            own if _is_total(own, column) else self._joined(kind, column)
+            for own, column in zip(natural, columns, strict=True)
+        )
+        return self._replaced(kind, natural, wanted)
+
+    def _replaced(self, kind: str, natural: Tensors, wanted: Tensors) -> Tensors:
+        if natural and all(close(own, other) for own, other in zip(natural, wanted, strict=True)):
+            return natural
+        if natural:
+            self.tell(
+                f"on one rank, {_NOUNS.get(kind, 'batches of a data loader')} were replaced by those of the ranks"
+            )
+        return tuple(
+            other.to(own.dtype) if own.is_floating_point() else other.clone()
+            for own, other in zip(natural or wanted, wanted, strict=True)
+        )
+
+    def _joined(self, kind: str, column: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all parts together; a tensor that has no rows and is the same for all, as it is."""
+        first = column[0]
+        same = all(close(first, other) for other in column[1:])
+        if same and (first.dim() == 0 or len(column) == 1 or len(first) not in self._rows):
+            return first
+        if first.dim() == 0 or any(other.shape[1:] != first.shape[1:] for other in column):
+            raise Unmatched(f"the ranks' data ({kind}) of shape {list(first.shape)} cannot be put together")
+        return torch.cat(list(column))
+
+    @property
+    def _rows(self) -> set[int]:
+        """Return the sizes of dim 0 of what differs between data parts."""
+        found: set[int] = set()
+        first, *others = self.material.parts
+        for kind, events in first.items():
+            for index, tensors in enumerate(events):
+                for position, tensor in enumerate(tensors):
+                    there = [o[kind][index][position] for o in others if kind in o and index < len(o[kind])]
+                    if tensor.dim() and any(not close(tensor, other) for other in there):
+                        found.add(len(tensor))
+        return found
+
+    def start(self, state: Mapping[str, nn.Parameter]) -> None:
+        """Give parameters the values that they have on the ranks."""
+        for name, parameter in state.items():
+            values = self.material.start.get(name)
+            if values is None:
+                continue
+            if values.shape != parameter.shape:
+                raise Unmatched(f"{name} is {list(parameter.shape)} on one rank, and {list(values.shape)} on the ranks")
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if not torch.equal(local.detach(), values.to(local.dtype)):
+                self.tell("on one rank, parameters start from other values: they were given those of the ranks")
+                put(parameter, values)
+
+    def before_step(self, number: int, optimizer: Optimizer, taken: Mapping[str, int]) -> None:
+        """Give the optimizer the settings of the ranks, and check that as much data came in as there."""
+        times = len(self.material.parts) if self.way == "turns" else 1
+        there = {kind: times * count for kind, count in self.material.taken[number].items()}
+        for kind in sorted({*there, *taken}):
+            if there.get(kind, 0) != taken.get(kind, 0) and not kind.startswith("batch"):
+                noun = _NOUNS.get(kind, kind)
+                raise Unmatched(
+                    f"before step {number} the script on one rank took {taken.get(kind, 0)} times {noun}, and "
+                    f"{there.get(kind, 0)} were expected of what the ranks took"
+                )
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        for group, settings in zip(groups, self.material.settings[number], strict=False):
+            for name, value in settings_of(group).items():
+                if name in settings and settings[name] != value:
+                    self.tell(f"on one rank, the optimizer's {name} is another number: it was that of the ranks")
+                    group[name] = torch.tensor(settings[name]) if isinstance(group[name], Tensor) else settings[name]
+
+    def after_backward(self, parameters: Sequence[Tensor]) -> None:
+        """Make the gradients the mean over all data parts."""
+        if self.add_up is None:
+            return
+        present = torch.tensor([0.0 if p.grad is None else 1.0 for p in parameters])
+        self.add_up(present)
+        count = len(self.material.parts)
+        for parameter, have in zip(parameters, present.tolist(), strict=True):
+            if not have:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            mean = local.detach().contiguous()
+            self.add_up(mean)
+            with torch.no_grad():
+                local.copy_(mean / count)
+
+
+_NOUNS = {"input": "inputs of the model", "target": "targets of the loss"}
+
+
+def _is_own(own: Tensor, column: Sequence[Tensor]) -> bool:
+    """Return whether the script's own tensor is that of every part, or has the elements of all of them."""
+    if all(close(own, other) for other in column):
+        return True
+    return _is_total(own, column) or _same_elements(own, torch.cat([other.reshape(-1) for other in column]))
+
+
+def _is_total(own: Tensor, column: Sequence[Tensor]) -> bool:
+    """Return whether it is a count, and that of all parts together."""
+    if own.dim() or any(other.dim() for other in column) or len(column) == 1:
+        return False
+    different = any(not close(column[0], other) for other in column[1:])
+    return different and close(own.double(), torch.stack([other.double() for other in column]).sum())
+
+
+def _same_elements(one: Tensor, other: Tensor) -> bool:
+    if one.numel() != other.numel():
+        return False
+    if one.dtype == torch.bool:
+        return int(one.sum()) == int(other.sum())
+    return close(torch.sort(one.reshape(-1)).values, torch.sort(other.to(one.dtype)).values)

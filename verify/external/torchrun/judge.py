@@ -1,0 +1,248 @@
+"""Compare the ranks of a script with the script on one rank, in the ways that data can be matched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from verify.external.addresses import Piece
+from verify.external.compare import Compared, Difference, PartGradients, Run, compare
+from verify.external.findings import findings
+from verify.external.noise import DRAWS, Noise, distances
+from verify.external.observe import RankRecord
+from verify.external.ranks.records import RanksFailed
+from verify.external.reference import Reference, ReferenceStep
+from verify.external.torchrun.feed import Material, Way
+from verify.external.torchrun.match import Layout, own_gradients, program_of, rank_record, reference_of
+from verify.external.torchrun.processes import NotMatched
+from verify.external.torchrun.records import ScriptRecord
+from verify.external.torchrun.runs import Runner
+from verify.programs.low_precision.noise import moved
+from verify.results.finding import Finding
+from verify.results.report import Check
+from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest
+from verify.results.verdict import Verdict
+
+_ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
+WAYS: tuple[Way, ...] = ("own", "whole", "turns", "part")
+SAID: dict[Way, str] = {
+    "own": "the reference is the script on one rank, with its own data, which are those of the ranks together",
+    "whole": "the reference is the script on one rank, given in each batch the rows of all data parts together",
+    "turns": "the reference is the script on one rank, given the micro-batches of all data parts in turn",
+    "part": "the reference is the script on one rank, on each data part by itself; the right gradient is taken to be "
+    "the mean over the data parts",
+}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A comparison with one reference.
+
+    way      how the script on one rank was fed
+    notes    of that run
+    """
+
+    way: Way
+    run: Run
+    compared: tuple[Compared, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Return whether nothing differs."""
+        return not any(result.differences for result in self.compared)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The outcome of all attempts.
+
+    attempt  that decides; None where no reference could be made
+    reasons  why others could not be made
+    """
+
+    attempt: Attempt | None
+    reasons: tuple[tuple[Way, str], ...]
+    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...]
+
+
+def judge(
+    runner: Runner, name: str, records: Sequence[ScriptRecord], layout: Layout, material: Material, double: bool
+) -> Judged:
+    """Make references until one agrees, and judge by that, or by the one that assumes least."""
+    reasons: list[tuple[Way, str]] = []
+    made: list[Attempt] = []
+    for way in WAYS:
+        if (way == "turns" and layout.count == 1) or (way == "whole" and layout.count == 1):
+            continue
+        try:
+            attempt = _attempt(runner, name, records, layout, material, double, way)
+        except NotMatched as problem:
+            reasons.append((way, str(problem)))
+            continue
+        except RanksFailed as problem:
+            reasons.append((way, f"the run fails: {problem.message.splitlines()[0]}"))
+            continue
+        made.append(attempt)
+        if attempt.agrees:
+            break
+    if not made:
+        return Judged(None, tuple(reasons), (), ())
+    agreeing = [attempt for attempt in made if attempt.agrees]
+    firm = [attempt for attempt in made if attempt.way in ("own", "part")]
+    chosen = (agreeing or firm or made)[0]
+    if not chosen.agrees:
+        chosen = _explained(runner, chosen, made, material, double)
+    doubt = None if chosen.agrees else _doubt(chosen, records, bool(firm), layout, reasons)
+    return _judged(chosen, tuple(reasons), doubt)
+
+
+def _attempt(
+    runner: Runner,
+    name: str,
+    records: Sequence[ScriptRecord],
+    layout: Layout,
+    material: Material,
+    double: bool,
+    way: Way,
+) -> Attempt:
+    made = runner.fed(double, material, way)
+    steps = min(len(material.taken), *(len(record.steps) for record in made))
+    reference = reference_of(made, steps)
+    lookup = reference.lookup()
+    ranks = tuple(rank_record(record, layout, reference, lookup) for record in records)
+    tolerance = Noise() if double else _noise(runner, material, double, way, reference)
+    reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
+    own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
+    run = Run(program_of(name, layout), reference, ranks, tolerance, own)
+    return Attempt(way, run, compare(run), made[0].notes)
+
+
+def _no_gradients(reference: Reference) -> PartGradients:
+    empty = torch.full((reference.space.size,), torch.nan, dtype=torch.float64)
+    return lambda step, part: empty
+
+
+def _with_part_losses(reference: Reference, ranks: Sequence[RankRecord], layout: Layout) -> tuple[ReferenceStep, ...]:
+    """Add the losses of the data parts, where the loss is a sum over rows: theirs must add up to that of the whole."""
+    steps = []
+    for number, step in enumerate(reference.steps):
+        losses = [ranks[layout.parts.index(part)].steps[number].loss for part in range(layout.count)]
+        known = [loss.double() for loss in losses if loss is not None]
+        sums = len(known) == layout.count > 1 and not step.part_losses
+        if sums and difference(torch.stack(known).sum(), step.loss).relative <= FLOAT64_BOUND:
+            step = replace(step, part_losses=tuple(known))
+        steps.append(step)
+    return tuple(steps)
+
+
+def _noise(runner: Runner, material: Material, double: bool, way: Way, truth: Reference) -> Noise:
+    """Run the same reference from parameters that are moved by a unit in the last place."""
+    generator = torch.Generator().manual_seed(0)
+    noise: dict[Key, float] = {}
+    for _ in range(DRAWS):
+        start = {
+            name: moved(value, value.dtype, generator) if value.is_floating_point() else value
+            for name, value in material.start.items()
+        }
+        try:
+            made = runner.fed(double, replace(material, start=start), way)
+        except (NotMatched, RanksFailed):
+            continue
+        for key, value in distances(reference_of(made, len(truth.steps)), truth):
+            noise[key] = max(noise.get(key, 0.0), value)
+    return Noise(noise, torch.finfo(truth.dtype).eps, double)
+
+
+def _explained(runner: Runner, chosen: Attempt, made: Sequence[Attempt], material: Material, double: bool) -> Attempt:
+    """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
+    run = chosen.run
+    if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
+        run = replace(run, tolerance=_noise(runner, material, double, chosen.way, run.reference))
+    parts = next((attempt.run for attempt in made if attempt.way == "part"), None)
+    if parts is not None and parts.reference.space.names == run.reference.space.names:
+        run = replace(run, part_gradients=parts.part_gradients)
+    else:
+        run = replace(run, part_gradients=_no_gradients(run.reference))
+    return replace(chosen, run=run, compared=compare(run))
+
+
+def _doubt(
+    chosen: Attempt,
+    records: Sequence[ScriptRecord],
+    firm: bool,
+    layout: Layout,
+    reasons: Sequence[tuple[Way, str]],
+) -> str | None:
+    """Return why a difference decides nothing; None where it does."""
+    if any(record.drew for record in records):
+        return "the forward pass draws random numbers, which are others on one rank"
+    if not firm:
+        return "the script could not be run on one rank without more rows or micro-batches than it takes on a rank"
+    causes = [d.cause for result in chosen.compared for d in result.differences]
+    without_whole = {"own", "whole"} <= {way for way, _ in reasons}
+    if without_whole and causes and all(c.kind == "scaled" and abs(c.factor - layout.count) < 1e-3 for c in causes):
+        return "the gradient is the sum over the data parts: whether the loss is a sum over rows could not be tried"
+    return None
+
+
+def _judged(
+    chosen: Attempt,
+    reasons: tuple[tuple[Way, str], ...],
+    doubt: str | None,
+) -> Judged:
+    double = chosen.run.reference.dtype == torch.float64
+    level = Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED
+    compared = tuple(result for result in chosen.compared if result.name != "gradient norm" or result.count)
+    checks = [result.check(level) for result in compared]
+    found = list(findings(chosen.run, compared))
+    if not any(check.verdict is Verdict.REFUTED for check in checks):
+        replicas = compare_replicas(chosen.run.records)
+        checks += [replicas.check(Verdict.TESTED_EXACT)] if replicas.count else []
+        found += findings(chosen.run, (replicas,))
+    if doubt is not None:
+        checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
+        found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
+    return Judged(chosen, reasons, tuple(checks), tuple(found))
+
+
+# Ranks that hold the same elements.
+
+
+def compare_replicas(records: Sequence[RankRecord]) -> Compared:
+    """Compare bitwise what ranks hold of the same elements after each step."""
+    found: list[Difference] = []
+    count = 0
+    for steps in zip(*(record.steps for record in records), strict=True):
+        number = next(i for i, step in enumerate(records[0].steps) if step is steps[0])
+        first: dict[tuple[str, str], tuple[Piece, Tensor]] = {}
+        for record, step in zip(records, steps, strict=True):
+            for piece in record.pieces:
+                value = step.state.get(piece.local)
+                if value is None or piece.addresses is None or not value.numel():
+                    continue
+                key = (piece.name, _first_and_last(piece))
+                other = first.setdefault(key, (piece, value))
+                if other[1] is value or other[1].shape != value.shape:
+                    continue
+                count += 1
+                if not torch.equal(other[1], value):
+                    gap = largest(other[1].double() - value.double())
+                    found.append(Difference("replicas_differ", piece.name, record.rank, number, Verdict.REFUTED, gap))
+        if found:
+            break
+    return Compared("replicas bitwise equal", count, tuple(found))
+
+
+def _first_and_last(piece: Piece) -> str:
+    addresses = piece.addresses
+    if isinstance(addresses, range):
+        return f"{addresses.start}:{addresses.stop}"
+    assert addresses is not None
+    runs = [len(list(group)) for _, group in groupby(torch.diff(addresses).tolist())]
+    return f"{addresses[0]}:{addresses[-1]}:{runs[:8]}"

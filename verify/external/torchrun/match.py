@@ -1,0 +1,206 @@
+"""Match what the ranks did with what one rank did: data parts, whole parameters, one address space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verify.external.addresses import Addresses, Lookup, Piece, StateMap
+from verify.external.observe import ObservedStep, RankRecord
+from verify.external.program import ExternalProgram
+from verify.external.reference import Reference, ReferenceStep
+from verify.external.torchrun.data import close
+from verify.external.torchrun.feed import Material
+from verify.external.torchrun.records import Events, Held, ScriptRecord
+
+
+class NoParts(Exception):
+    """The ranks' data do not show which ranks work on the same rows. `args[0]` says why."""
+
+
+# Data parts: ranks that take in the same data.
+
+
+def parts_of(records: Sequence[ScriptRecord]) -> tuple[int, ...]:
+    """Return the data part of each rank. Raises NoParts.
+
+    Ranks that take in the same kinds of data are compared by value. Under pipelining the first stages have inputs and
+    the last ones targets; both show the same number of parts, and the ranks in between have neither.
+    """
+    kinds = [frozenset(kind for kind, events in r.events.items() if events) for r in records]
+    found: dict[int, int] = {}
+    count = 1
+    for kind in sorted({k for k in kinds if k}, key=sorted):
+        ranks = [rank for rank, own in enumerate(kinds) if own == kind]
+        firsts: list[int] = []
+        for rank in ranks:
+            same = (i for i, first in enumerate(firsts) if same_data(records[first].events, records[rank].events))
+            part = next(same, len(firsts))
+            if part == len(firsts):
+                firsts.append(rank)
+            found[rank] = part
+        if count > 1 and len(firsts) not in (1, count):
+            raise NoParts(f"{count} of the ranks' inputs differ, and {len(firsts)} of their targets")
+        count = max(count, len(firsts))
+    inputs = [rank for rank in range(len(records)) if rank in found and found[rank] == 0]
+    stride = 1 if count == 1 or len(inputs) == 1 else inputs[1] - inputs[0]
+    between = [rank for rank in range(len(records)) if rank not in found]
+    for rank in between:
+        found[rank] = 0 if count == 1 else (rank % count if stride == count else rank * count // len(records))
+    parts = tuple(found[rank] for rank in range(len(records)))
+    sizes = {parts.count(part) for part in range(count)}
+    if len(sizes) > 1:
+        raise NoParts(f"the ranks work on {count} data parts, and not as many of them on each: {list(parts)}")
+    return parts
+
+
+def same_data(one: Events, other: Events) -> bool:
+    """Return whether two ranks took in the same data."""
+    if {k for k, v in one.items() if v} != {k for k, v in other.items() if v}:
+        return False
+    return all(len(one[kind]) == len(other[kind]) and _same_events(one, other, kind) for kind in one)
+
+
+def _same_events(one: Events, other: Events, kind: str) -> bool:
+    return all(
+        len(here) == len(there) and all(close(a, b) for a, b in zip(here, there, strict=True))
+        for here, there in zip(one[kind], other[kind], strict=True)
+    )
+
+
+def material_of(records: Sequence[ScriptRecord], parts: Sequence[int]) -> Material:
+    """Return what a run on one rank is fed with."""
+    count = max(parts) + 1
+    events: list[dict[str, tuple[tuple[Tensor, ...], ...]]] = [{} for _ in range(count)]
+    taken: list[dict[str, int]] = [{} for _ in range(min(len(record.steps) for record in records))]
+    for record, part in zip(records, parts, strict=True):
+        for kind, own in record.events.items():
+            events[part].setdefault(kind, own)
+        for step, seen in zip(taken, record.steps, strict=False):
+            for kind, number in seen.taken.items():
+                step[kind] = max(step.get(kind, 0), number)
+    settings = tuple(step.settings for step in records[0].steps[: len(taken)])
+    return Material(tuple(events), tuple(taken), whole_start(records), settings)
+
+
+def whole_start(records: Sequence[ScriptRecord]) -> Mapping[str, Tensor]:
+    """Put together the parameters at the start of every rank, as far as their layouts say how."""
+    whole: dict[str, Tensor] = {}
+    missing: dict[str, Tensor] = {}
+    for record in records:
+        for held in record.held:
+            local = record.start[held.name]
+            shape = torch.Size(held.whole)
+            into = whole.setdefault(held.name, torch.zeros(shape, dtype=local.dtype))
+            left = missing.setdefault(held.name, torch.ones(shape, dtype=torch.bool))
+            if into.shape != shape or (held.places is None and held.layout != "plain"):
+                continue
+            places = range(into.numel()) if held.places is None else held.places
+            where = slice(places.start, places.stop) if isinstance(places, range) else places
+            open_, flat = left.view(-1)[where], into.view(-1)
+            flat[where] = torch.where(open_, local.reshape(-1), flat[where])  # the first rank that has it
+            left.view(-1)[where] = False
+    return {name: value for name, value in whole.items() if not bool(missing[name].any())}
+
+
+# One address space for both.
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks as a mesh: data parts, and within each the ranks that share its work."""
+
+    parts: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Return the number of data parts."""
+        return max(self.parts) + 1
+
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Return the axes; one of size 1 is left out."""
+        rest = len(self.parts) // self.count
+        axes = (("data", self.count), ("model", rest))
+        return tuple(axis for axis in axes if axis[1] > 1) or (("data", 1),)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Return the coordinate of a rank."""
+        part = self.parts[rank]
+        within = [r for r, other in enumerate(self.parts) if other == part].index(rank)
+        return {axis: {"data": part, "model": within}[axis] for axis, _ in self.mesh()}
+
+
+def program_of(name: str, layout: Layout) -> ExternalProgram:
+    """Return the record of the script as a parallel program, for comparisons: nothing in it is run."""
+
+    def unused(*_: object) -> None:
+        raise AssertionError("a script is run by itself")
+
+    axes = tuple(axis for axis, _ in layout.mesh() if axis == "data" and layout.count > 1)
+    return ExternalProgram(name, unused, unused, unused, layout.mesh(), axes)  # type: ignore[arg-type]
+
+
+def space_of(record: ScriptRecord) -> StateMap:
+    """Lay out the parameters of a run on one rank."""
+    starts: dict[str, int] = {}
+    shapes: dict[str, torch.Size] = {}
+    size = 0
+    for held in record.held:
+        for name in (held.name, *held.tied):
+            starts[name], shapes[name] = size, torch.Size(held.whole)
+        size += torch.Size(held.whole).numel()
+    names = tuple(held.name for held in record.held)
+    return StateMap(starts, shapes, dict.fromkeys(starts, "parameter"), size, names)
+
+
+def reference_of(records: Sequence[ScriptRecord], steps: int) -> Reference:
+    """Return the run on one rank, or those of all data parts, as an oracle."""
+    first, space = records[0], space_of(records[0])
+    rows = []
+    for number in range(steps):
+        seen = [record.steps[number] for record in records]
+        losses = [torch.stack(s.losses).sum() if s.losses else torch.tensor(torch.nan).double() for s in seen]
+        mean = torch.stack(losses).mean()
+        parts = tuple(losses) if len(losses) > 1 else ()
+        rows.append(ReferenceStep(mean, parts, space.flat(seen[0].gradients), space.flat(seen[0].state)))
+    return Reference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
+
+
+def own_gradients(records: Sequence[ScriptRecord]) -> Callable[[int, int], Tensor]:
+    """Return the gradients of each data part by itself, over all addresses."""
+    space = space_of(records[0])
+    return lambda step, part: space.flat(records[part].steps[step].own)
+
+
+def rank_record(record: ScriptRecord, layout: Layout, reference: Reference, lookup: Lookup) -> RankRecord:
+    """Return what a rank did, by the addresses of the run on one rank."""
+    steps = tuple(
+        ObservedStep(torch.stack(seen.losses).sum() if seen.losses else None, seen.gradients, seen.state)
+        for seen in record.steps[: len(reference.steps)]
+    )
+    pieces = tuple(_piece(held, record.start[held.name], lookup) for held in record.held)
+    return RankRecord(record.rank, layout.coordinate(record.rank), pieces, steps)
+
+
+def _piece(held: Held, start: Tensor, lookup: Lookup) -> Piece:
+    space = lookup.space
+    addresses: Addresses | None = None
+    found = ""
+    first = space.starts.get(held.name, 0)
+    if held.name in space.starts and torch.Size(held.whole) == space.shapes[held.name]:
+        if held.layout == "plain":
+            addresses, found = space.whole(held.name), "layout"
+        elif isinstance(held.places, range):
+            addresses, found = range(held.places.start + first, held.places.stop + first), "layout"
+        elif held.places is not None:
+            addresses, found = held.places + first, "layout"
+    elif held.layout == "plain" and start.numel():
+        looked_up, share = lookup.by_value(start)
+        if share == 1.0:
+            addresses, found = looked_up, "value"
+    names = () if addresses is None else space.names_at(addresses)
+    began = float(start.double().sum())
+    return Piece(held.name, "parameter", held.shape, names, addresses, found, held.layout, held.trained, began)

@@ -1,0 +1,91 @@
+"""What a process of a script leaves behind: the data that it took in, and what its optimizers saw and made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verify.external.addresses import Addresses
+
+Tensors = tuple[Tensor, ...]
+Settings = Mapping[str, float | tuple[float, ...]]  # of a group of parameters
+Events = Mapping[str, tuple[Tensors, ...]]  # "batch 0", "input" or "target" -> what came in, in order
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter on one rank.
+
+    name    of its attributes, without those of wrappers; after "model 2: " for a second model
+    whole   shape of the whole tensor, as far as the rank knows: that of the local one for a plain tensor
+    shape   of the local tensor
+    places  of the local elements in the whole tensor, flattened; None where its layout does not say
+    layout  DTensor's placements in words, or "plain"
+    trained it requires a gradient
+    tied    its other names
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    places: Addresses | None
+    layout: str
+    trained: bool
+    tied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """One step of the script's optimizers. Tensors are local, by name.
+
+    losses     scalars whose backward pass was run since the step before
+    gradients  when the optimizer was called: clipped, if the script clips; None where there is none
+    own        gradients of this process' own data, before any average with others; empty where nothing was averaged
+    state      parameters after the step
+    settings   numbers of each group of parameters: learning rate, momentum and so on
+    taken      data event -> how many of it had come in before the step
+    """
+
+    losses: Tensors
+    gradients: Mapping[str, Tensor | None]
+    own: Mapping[str, Tensor | None]
+    state: Mapping[str, Tensor]
+    settings: tuple[Settings, ...]
+    taken: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class ScriptRecord:
+    """A run of the script in one process, until it had made enough steps or ended.
+
+    rank     in torchrun's numbers
+    held     its parameters
+    start    parameters before the first step, local, by name
+    steps    of its optimizers
+    events   the data
+    groups   ranks of each process group that it made
+    notes    what was done for it: a device mapped, a draw left out
+    drew     a forward pass drew random numbers
+    dtype    that its parameters have
+    """
+
+    rank: int
+    held: tuple[Held, ...]
+    start: Mapping[str, Tensor]
+    steps: tuple[SeenStep, ...]
+    events: Events
+    groups: tuple[tuple[int, ...], ...]
+    notes: tuple[str, ...]
+    drew: bool
+    dtype: torch.dtype
+
+
+class Stopped(BaseException):
+    """Raised in the script when enough was seen. No script catches it by `except Exception`."""
+
+
+class Unmatched(BaseException):
+    """Raised in a run on one rank whose data cannot be matched with that of the ranks. `args[0]` says why."""

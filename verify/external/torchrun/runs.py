@@ -1,0 +1,113 @@
+"""Run the script on its ranks, and on one rank in one of the ways of a feed."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from nnscaler.files import save_tensors
+from verify.external.torchrun.feed import Material, RanksFeed, Way
+from verify.external.torchrun.processes import run_processes
+from verify.external.torchrun.records import ScriptRecord
+from verify.external.torchrun.script import Start, run_script
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How a script is run.
+
+    words    of the command line
+    ranks    how many it is verified on
+    steps    of each optimizer that are watched
+    timeout  seconds of one run
+    folder   for what the processes leave
+    """
+
+    words: tuple[str, ...]
+    ranks: int
+    steps: int
+    timeout: float
+    folder: Path
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def on_ranks(self, double: bool) -> tuple[ScriptRecord, ...]:
+        """Run the script on all ranks. Raises RanksFailed."""
+        folder = self._folder("ranks")
+
+        def task(rank: int) -> None:
+            start = Start(self.words, rank, self.ranks, folder / "store", self.steps, double)
+            run_script(start, _saver(folder, rank))
+
+        return self._run(task, self.ranks, folder)
+
+    def alone(self, double: bool) -> tuple[ScriptRecord, ...]:
+        """Run the script on one rank as it is. Raises RanksFailed."""
+        folder = self._folder("alone")
+
+        def task(rank: int) -> None:
+            start = Start(self.words, 0, 1, folder / "store", self.steps, double)
+            run_script(start, _saver(folder, rank))
+
+        return self._run(task, 1, folder)
+
+    def fed(self, double: bool, material: Material, way: Way) -> tuple[ScriptRecord, ...]:
+        """Run the script on one rank with the data of the ranks: once, or once for each data part at the same time.
+
+        Raises RanksFailed, and NotMatched where its data cannot be matched with theirs.
+        """
+        folder = self._folder(way)
+        count = len(material.parts) if way == "part" else 1
+
+        def task(part: int) -> None:
+            notes: list[str] = []
+            add_up = _adder(folder / "parts", part, count) if count > 1 else None
+            feed = RanksFeed(material, way, notes.append, part, add_up)
+            start = Start(self.words, 0, 1, folder / f"store-{part}", self.steps, double)
+            run_script(start, _saver(folder, part, notes), feed)
+
+        return self._run(task, count, folder)
+
+    def output(self) -> str:
+        """Return the last lines that the ranks printed in the last run on all ranks."""
+        texts = sorted(self.folder.glob("*-ranks/output-*"))
+        lines = [
+            line for text in texts[-self.ranks :] for line in text.read_text(errors="replace").splitlines() if line
+        ]
+        return "\n".join(lines[-8:])
+
+    def _folder(self, name: str) -> Path:
+        folder = self.folder / f"{next(self._numbers):03}-{name}"
+        folder.mkdir()
+        return folder
+
+    def _run(self, task: Callable[[int], None], count: int, folder: Path) -> tuple[ScriptRecord, ...]:
+        run_processes(task, count, self.timeout, folder)
+        loaded = [torch.load(folder / f"record-{number}.pt", weights_only=False) for number in range(count)]
+        return tuple(replace(record, notes=(*record.notes, *dict.fromkeys(notes))) for record, notes in loaded)
+
+
+def _saver(folder: Path, number: int, notes: list[str] | None = None) -> Callable[[ScriptRecord], None]:
+    def save(record: ScriptRecord) -> None:
+        save_tensors((record, tuple(notes or ())), folder / f"record-{number}.pt")
+
+    return save
+
+
+def _adder(store: Path, part: int, count: int) -> Callable[[Tensor], None]:
+    """Return a function that adds up a tensor over processes that are no ranks of each other."""
+    limit = datetime.timedelta(days=7)
+    group: Any = dist.ProcessGroupGloo(FileStore(str(store), count), part, count, limit)
+
+    def add_up(tensor: Tensor) -> None:
+        group.allreduce([tensor]).wait()
+
+    return add_up

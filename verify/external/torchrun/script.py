@@ -1,0 +1,113 @@
+"""Run a script in this process, as torchrun starts it, and watch it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from nnscaler.errors import NnscalerError
+from verify.evidence.inputs.random_state import seed_all
+from verify.external.torchrun.devices import cpu_changes, replaced
+from verify.external.torchrun.records import ScriptRecord, Stopped
+from verify.external.torchrun.watch import Feed, Watch
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a script is started on one rank.
+
+    words   of the command line after `torchrun`: a file, or `-m` and a module, and its arguments
+    rank    and how many `ranks` there are
+    store   a file through which they find each other
+    steps   of each optimizer that are watched
+    double  every floating-point tensor is float64
+    """
+
+    words: tuple[str, ...]
+    rank: int
+    ranks: int
+    store: Path
+    steps: int
+    double: bool
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the variables that torchrun sets."""
+        rank, size = str(self.rank), str(self.ranks)
+        return {
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size),
+            **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "none",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+class ScriptExit(Exception):
+    """The script ended its process with an exit code that says that something went wrong."""
+
+
+def check_words(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words without those of torchrun itself. Raises NnscalerError `usage`, `no_such_file`."""
+    given = list(words)
+    help = "write what follows torchrun's own options: --torchrun 'train.py --lr 0.1'"
+    if not given:
+        raise NnscalerError("usage", "--torchrun names no script", help=help)
+    if given[0] == "-m":
+        if len(given) < 2:
+            raise NnscalerError("usage", "-m names no module", help=help)
+        return tuple(given)
+    if given[0].startswith("-") or given[0] == "torchrun":
+        raise NnscalerError("usage", f"--torchrun begins with {given[0]!r}, which is no script", help=help)
+    if not Path(given[0]).is_file():
+        raise NnscalerError(
+            "no_such_file", f"there is no file {given[0]!r}", help="name the script that torchrun starts"
+        )
+    return tuple(given)
+
+
+def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: Feed | None = None) -> None:
+    """Run the script until it has made its steps, or ends. `save` gets the record.
+
+    Changes this process: its arguments, environment, import path and torch. Raises what the script raises, ScriptExit,
+    and Unmatched.
+    """
+    os.environ.update(start.environment())
+    _seed(start.rank)
+    watch = Watch(start.rank, start.steps, start.double, save, feed)
+    module, words = start.words[0] == "-m", start.words[start.words[0] == "-m" :]
+    sys.argv = list(words)
+    sys.path.insert(0, str(Path.cwd()) if module else str(Path(words[0]).resolve().parent))
+    store = FileStore(str(start.store), start.ranks)
+    with replaced(cpu_changes(start.ranks, start.rank, store, watch.tell, watch.groups)), watch.open():
+        try:
+            if module:
+                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(words[0], run_name="__main__")
+        except Stopped:
+            return
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise ScriptExit(f"the script ended itself: sys.exit({stop.code!r})") from None
+    if not watch.stopped:
+        save(watch.record())
+
+
+_UNSEEDED = 67280421310721  # of torch's generator in a fresh process
+
+
+def _seed(rank: int) -> None:
+    """Give torch's generator the state of a fresh process; Python's and numpy's are others on every rank."""
+    seed_all(rank)
+    torch.manual_seed(_UNSEEDED)

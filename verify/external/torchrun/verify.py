@@ -1,0 +1,192 @@
+"""Verify an unmodified script that torchrun starts: its ranks against the same script on one rank."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from op_registry.spec import SourceLocation
+
+from verify.external.ranks.records import RanksFailed
+from verify.external.torchrun.judge import SAID, Judged, judge
+from verify.external.torchrun.match import Layout, NoParts, material_of, parts_of
+from verify.external.torchrun.records import ScriptRecord
+from verify.external.torchrun.runs import Runner
+from verify.external.torchrun.script import check_words
+from verify.results.finding import Finding
+from verify.results.report import Check, Report, environment
+from verify.results.verdict import Verdict
+
+TOOL = "verify-external"
+Progress = Callable[[str], None]
+
+
+def verify_script(
+    words: Sequence[str],
+    *,
+    ranks: int,
+    steps: int = 2,
+    dtype: str = "float64",
+    timeout: float = 120.0,
+    progress: Progress = lambda text: None,
+) -> Report:
+    """Run a script on `ranks` processes over gloo until each optimizer has made its steps; compare it with one rank.
+
+    dtype    "float64": every floating-point tensor is, where the script allows it; "own": those that it has
+    timeout  seconds of each run of the script; there are up to six
+
+    Raises NnscalerError `usage`, `no_such_file`.
+    """
+    started = time.perf_counter()
+    given = check_words(words)
+    name = " ".join(given)
+    with tempfile.TemporaryDirectory(prefix="nnscaler-torchrun-", ignore_cleanup_errors=True) as folder:
+        runner = Runner(given, ranks, steps, timeout, Path(folder))
+        checks, found, notes, used = _verify(runner, name, dtype == "float64", progress)
+    return Report(
+        tool=TOOL,
+        subject=name,
+        setting=f"on {ranks} ranks, in {used}",
+        seed=0,
+        checks=checks,
+        findings=found,
+        notes=tuple(dict.fromkeys(notes)),
+        environment=environment() | {"executor": "gloo", "dtype": used},
+        seconds=time.perf_counter() - started,
+    )
+
+
+Outcome = tuple[tuple[Check, ...], tuple[Finding, ...], tuple[str, ...], str]
+
+
+def _verify(runner: Runner, name: str, double: bool, progress: Progress) -> Outcome:
+    notes: list[str] = []
+    progress(f"{name} on {runner.ranks} ranks")
+    try:
+        records, double = _run(runner, double, notes)
+    except RanksFailed as failure:
+        return _failed(runner, failure, double)
+    used = "float64" if double else str(records[0].dtype).removeprefix("torch.")
+    notes += [note for record in records for note in record.notes]
+    ended = ("the script runs to its steps", tuple(len(record.steps) for record in records))
+    if min(ended[1]) == 0 or len(set(ended[1])) > 1:
+        message = f"the ranks made {', '.join(map(str, ended[1]))} optimizer steps, so that nothing can be compared"
+        return *_undecided(message, runner.output()), tuple(notes), used
+    try:
+        layout = Layout(parts_of(records))
+    except NoParts as problem:
+        return *_undecided(f"the data cannot be matched: {problem}", None), tuple(notes), used
+    unequal = _unequal_starts(records)
+    if unequal is not None:
+        return *unequal, tuple(notes), used
+    progress(f"{name} on one rank")
+    judged = judge(runner, name, records, layout, material_of(records, layout.parts), double)
+    notes += _said(judged, layout, records)
+    if judged.attempt is None:
+        reasons = "; ".join(f"{reason}" for reason in dict.fromkeys(reason for _, reason in judged.reasons))
+        message = f"the script on one rank is no reference for the ranks: {reasons}"
+        return *_undecided(message, None), tuple(notes), used
+    return judged.checks, judged.findings, tuple(notes), used
+
+
+def _run(runner: Runner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
+    """Run the script on all ranks, in float64 if it can; return what they did, and whether it was in float64."""
+    try:
+        return runner.on_ranks(double), double
+    except RanksFailed as failure:
+        if not double or failure.code != "rank_raises":
+            raise
+        records = runner.on_ranks(False)
+        notes.append(f"the script does not run in float64 ({failure.message}): its own dtypes were used")
+        return records, False
+
+
+def _undecided(message: str, output: str | None) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
+    example = {"output": output} if output else {}
+    check = Check("the script on one rank", Verdict.INCONCLUSIVE, 0, detail="nothing was compared")
+    return (check,), (Finding("nothing_checked", message, counter_example=example),)
+
+
+def _failed(runner: Runner, failure: RanksFailed, double: bool) -> Outcome:
+    """Judge a run of the ranks that did not end: it refutes the script where one rank ends well."""
+    verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
+    message, notes = failure.message, []
+    if failure.code in ("rank_raises", "rank_died"):
+        try:
+            runner.alone(False)
+        except RanksFailed as alone:
+            verdict = Verdict.INCONCLUSIVE
+            notes.append(f"on one rank the script fails as well: {alone.message}")
+    example = {} if failure.rank is None else {"rank": str(failure.rank)}
+    example |= {f"rank {rank}": text for rank, text in failure.by_rank.items() if text}
+    output = runner.output()
+    example |= {"output": output} if output else {}
+    file, _, line = (failure.place or "").rpartition(":")
+    where = SourceLocation(file, int(line), "") if file and line.isdigit() else None
+    check = Check("ranks run to their end", verdict, 1, int(verdict is Verdict.REFUTED))
+    finding = Finding(failure.code, message, where, example)
+    return (check,), (finding,), tuple(notes), "float64" if double else "its own dtypes"
+
+
+def _unequal_starts(records: Sequence[ScriptRecord]) -> tuple[tuple[Check, ...], tuple[Finding, ...]] | None:
+    """Say of parameters that have one name and shape on all ranks, and other values, what they are; None if all agree.
+
+    Where the ranks then make equal gradients, these are replicas that nobody made equal. Else they may be parts of
+    something larger (experts), and nothing is decided.
+    """
+    plain = [{held.name: held for held in record.held if held.layout == "plain"} for record in records]
+    first = records[0]
+    shared = [n for n in plain[0] if all(n in other and other[n].shape == plain[0][n].shape for other in plain)]
+    unequal = [n for n in shared if any(not torch.equal(first.start[n], other.start[n]) for other in records[1:])]
+    if not unequal:
+        return None
+    summed = [n for n in unequal if (own := first.steps[0].gradients.get(n)) is not None and own.abs().max() > 0]
+    synchronised = (
+        bool(summed)
+        and all(
+            other.steps[0].gradients.get(n) is not None
+            and torch.equal(other.steps[0].gradients[n], first.steps[0].gradients[n])  # type: ignore[arg-type]
+            for n in summed
+            for other in records[1:]
+        )
+    )
+    named = ", ".join(unequal[:4]) + (f" and {len(unequal) - 4} more" if len(unequal) > 4 else "")
+    if synchronised:
+        message = f"ranks start from different values of {named}, and add the same gradients to them"
+        check = Check("replicas start equal", Verdict.REFUTED, len(shared), len(unequal))
+        help = "broadcast the parameters of rank 0, or seed every rank alike, before the first step"
+        return (check,), (Finding("replicas_differ", message, None, {"tensors": ", ".join(unequal)}, help=help),)
+    message = (
+        f"ranks hold different values of {named} from the start, and have different gradients of them: they may be "
+        "parts of something larger, or replicas that nobody made equal"
+    )
+    checks, (finding,) = _undecided(message, None)
+    return checks, (replace(finding, counter_example={"tensors": ", ".join(unequal)}),)
+
+
+def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> list[str]:
+    """Say what was assumed."""
+    notes = []
+    if layout.count > 1:
+        by_part = [[str(r) for r, part in enumerate(layout.parts) if part == p] for p in range(layout.count)]
+        text = "; ".join(" ".join(ranks) for ranks in by_part)
+        notes.append(f"data parts, by what the ranks took in: {text} (ranks)")
+    elif len(records) > 1:
+        notes.append(
+            "every rank takes in the same data: right for tensor and pipeline parallelism; with data parallelism all "
+            "ranks do the work of one, and a missing reduction does not show"
+        )
+    groups = sorted({group for record in records for group in record.groups})
+    if groups:
+        notes.append(f"process groups: {', '.join(str(list(group)) for group in groups)}")
+    if judged.attempt is not None:
+        notes.append(SAID[judged.attempt.way])
+        notes += judged.attempt.notes
+    if any(record.drew for record in records):
+        notes.append("the forward pass draws random numbers")
+    return notes

@@ -1,0 +1,304 @@
+"""Watch a script from inside of its process: what its models take in, its losses, its optimizers' steps.
+
+Torch's public entry points are wrapped while a `Watch` is open: calls of modules, data loaders, pipeline schedules,
+backward passes and optimizers. Data come in three ways: from a data loader, as inputs of a model, and in what is
+computed of a model's output (targets). Each is an event with a number. In a run on one rank, a `Feed` says what is used
+in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.pipelining.schedules as schedules
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from nnscaler.runtime.training.autocast import autocast_on
+from nnscaler.tracing.precision import exact, exact_tensor
+from verify.external.addresses import local_value
+from verify.external.torchrun.data import ScriptMode, exchanged, settings_of
+from verify.external.torchrun.devices import replaced
+from verify.external.torchrun.names import held, local_gradient, outermost, parameters_of
+from verify.external.torchrun.records import Held, ScriptRecord, SeenStep, Stopped, Tensors
+
+State = dict[str, tuple[nn.Parameter, tuple[str, ...]]]  # name -> parameter, its other names
+
+
+class Feed(Protocol):
+    """What a run on one rank is given.
+
+    steps  of optimizers, after which it is stopped
+    """
+
+    @property
+    def steps(self) -> int: ...
+
+    def data(self, kind: str, number: int, natural: Tensors) -> Tensors:
+        """Return what is used in place of the script's own. Raises Unmatched."""
+
+    def start(self, state: Mapping[str, nn.Parameter]) -> None:
+        """Give parameters the values that they have on the ranks. Raises Unmatched."""
+
+    def before_step(self, number: int, optimizer: Optimizer, taken: Mapping[str, int]) -> None:
+        """Give the optimizer the settings of the ranks. Raises Unmatched where other data came in than there."""
+
+    def after_backward(self, parameters: Sequence[Tensor]) -> None:
+        """Make the gradients those of all data parts."""
+
+
+class Watch:
+    """Watches one process. `steps`: of each optimizer; `save`: keeps the record, before the script is stopped."""
+
+    def __init__(
+        self, rank: int, steps: int, double: bool, save: Callable[[ScriptRecord], None], feed: Feed | None = None
+    ) -> None:
+        self.notes: dict[str, None] = {}
+        self.groups: list[tuple[int, ...]] = []
+        self._rank, self._wanted, self._double, self._save, self._feed = rank, steps, double, save, feed
+        self._inside = 0  # models, backward passes and schedules that run
+        self._stepping = 0
+        self._models: list[nn.Module] = []
+        self._called: set[int] = set()
+        self._held: dict[str, Held] = {}
+        self._start: dict[str, Tensor] = {}
+        self._events: dict[str, list[Tensors]] = {}
+        self._loaders: dict[int, int] = {}
+        self._losses: list[Tensor] = []
+        self._own: dict[str, Tensor | None] = {}
+        self._gradients: dict[str, Tensor | None] = {}
+        self._steps: list[SeenStep] = []
+        self._made: dict[int, int] = {}  # optimizer -> its steps
+        self._drew = self._stopped = self._scheduled = False
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether enough was seen."""
+        return self._stopped
+
+    def tell(self, note: str) -> None:
+        """Keep a note for the report."""
+        self.notes[note] = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Wrap torch's entry points in this process."""
+        hooks = (register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after))
+        with ExitStack() as stack:
+            stack.enter_context(replaced(self._changes()))
+            stack.enter_context(exact(dropout=True) if self._double else autocast_on("cpu"))
+            stack.enter_context(ScriptMode(self.tell, self._outside, self._take))
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+    def record(self) -> ScriptRecord:
+        """Return what was seen."""
+        dtypes = [start.dtype for start in self._start.values()]
+        dtype = max(set(dtypes), key=lambda d: (dtypes.count(d), str(d))) if dtypes else torch.get_default_dtype()
+        return ScriptRecord(
+            self._rank,
+            tuple(self._held.values()),
+            dict(self._start),
+            tuple(self._steps),
+            {kind: tuple(events) for kind, events in self._events.items()},
+            tuple(dict.fromkeys(self.groups)),
+            tuple(self.notes),
+            self._drew,
+            dtype,
+        )
+
+    # Data.
+
+    def _outside(self) -> bool:
+        return not self._inside and not self._stepping and torch.is_grad_enabled()
+
+    def _take(self, kind: str, tensors: Tensors) -> Tensors:
+        """Count an event, and return what is to be used."""
+        used = tuple(exact_tensor(t) if self._double and t.is_floating_point() else t for t in tensors)
+        events = self._events.setdefault(kind, [])
+        if self._feed is not None:
+            used = self._feed.data(kind, len(events), used)
+        events.append(tuple(t.detach().clone() for t in used))
+        return used
+
+    def _changes(self) -> list[tuple[Any, str, Any]]:
+        call, loader, autograd = nn.Module.__call__, DataLoader.__iter__, torch.autograd.backward
+        single, several = schedules.PipelineScheduleSingle.step, schedules.PipelineScheduleMulti.step
+        from_numpy = torch.from_numpy
+
+        def called(module: nn.Module, *args: Any, **named: Any) -> Any:
+            if self._inside or not torch.is_grad_enabled() or next(module.parameters(), None) is None:
+                if self._inside == 1 and self._scheduled:
+                    self._enter(module)
+                return call(module, *args, **named)
+            self._enter(module)
+            args, named = exchanged([args, named], "input", self._take)
+            with self._entered():
+                return call(module, *args, **named)
+
+        def loaded(this: Any) -> Iterator[Any]:
+            number = self._loaders.setdefault(id(this), len(self._loaders))
+            for batch in loader(this):
+                yield exchanged(batch, f"batch {number}", self._take)
+
+        def backward(tensors: Any, grad_tensors: Any = None, *rest: Any, **named: Any) -> None:
+            if self._inside:
+                return autograd(tensors, grad_tensors, *rest, **named)
+            roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+            self._losses += [_scalar(root) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+            with self._differentiating():
+                autograd(tensors, grad_tensors, *rest, **named)
+            return None
+
+        def tensor_backward(
+            this: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
+        ) -> None:
+            # torch's own would leave our modes for the time that it runs, and with them what is computed again
+            torch.autograd.backward(this, gradient, retain_graph, create_graph, inputs=inputs)
+
+        return [
+            (nn.Module, "__call__", called),
+            (DataLoader, "__iter__", loaded),
+            (torch.autograd, "backward", backward),
+            (Tensor, "backward", tensor_backward),
+            (schedules.PipelineScheduleSingle, "step", self._schedule(single)),
+            (schedules.PipelineScheduleMulti, "step", self._schedule(several)),
+            (torch, "from_numpy", lambda array: exact_tensor(from_numpy(array)) if self._double else from_numpy(array)),
+        ]
+
+    def _schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(this: Any, *args: Any, target: Any = None, losses: Any = None, **named: Any) -> Any:
+            if self._inside or not torch.is_grad_enabled():
+                return step(this, *args, target=target, losses=losses, **named)
+            args = self._given("input", args)
+            (target,) = self._given("target", (target,) if target is not None else ()) or (None,)
+            losses = [] if losses is None else losses
+            before = len(losses)
+            self._scheduled = True
+            try:
+                with self._differentiating():
+                    output = step(this, *args, target=target, losses=losses, **named)
+            finally:
+                self._scheduled = False
+            found = [_scalar(loss) for loss in losses[before:] if isinstance(loss, Tensor) and loss.numel() == 1]
+            if found:
+                self._losses.append(torch.stack(found).mean())
+            return output
+
+        return stepped
+
+    def _given(self, kind: str, values: Any) -> Any:
+        """Return what a schedule is given. One rank is first and last stage: it may lack what other ranks have."""
+        values = tuple(values)
+        if values or self._feed is None:
+            return exchanged(values, kind, self._take)
+        return self._take(kind, ())
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            self._drew = self._drew or not torch.equal(before, torch.get_rng_state())
+
+    # Models and their parameters.
+
+    def _enter(self, module: nn.Module) -> None:
+        """Get to know the model of a module that is called, and give it its values at the start."""
+        if self._stopped:
+            raise Stopped
+        if id(module) in self._called:
+            return
+        self._called.add(id(module))
+        model = outermost(module)
+        if any(model is known for known in self._models):
+            return
+        self._models.append(model)
+        new = {name: entry for name, entry in self._state().items() if name not in self._held}
+        if self._feed is not None:
+            self._feed.start({name: parameter for name, (parameter, _) in new.items()})
+        for name, (parameter, tied) in new.items():
+            self._held[name] = held(name, parameter, tied)
+            self._start[name] = local_value(parameter).clone()
+
+    def _state(self) -> State:
+        found: State = {}
+        seen: set[int] = set()
+        for number, model in enumerate(self._models):
+            for name, parameter, tied in parameters_of(model, number):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found[name] = parameter, tied
+        return found
+
+    # Backward passes and steps.
+
+    @contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        """Run a backward pass. On one rank, note what it adds to each gradient, then average over the data parts."""
+        if self._feed is None:
+            with self._entered():
+                yield
+            return
+        before = {name: local_gradient(parameter) for name, (parameter, _) in self._state().items()}
+        with self._entered():
+            yield
+        state = self._state()
+        for name, (parameter, _) in state.items():
+            added, earlier = local_gradient(parameter), before.get(name)
+            if added is not None:
+                added = added if earlier is None else added - earlier
+                own = self._own.get(name)
+                self._own[name] = added if own is None else own + added
+        self._feed.after_backward([parameter for parameter, _ in state.values()])
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stopped:
+            raise Stopped
+        self._stepping += 1
+        if self._stepping > 1:
+            return
+        if self._feed is not None:
+            taken = {kind: len(events) for kind, events in self._events.items()}
+            self._feed.before_step(len(self._steps), optimizer, taken)
+        state = self._state()
+        self._gradients = {name: local_gradient(parameter) for name, (parameter, _) in state.items()}
+        known = {id(parameter) for parameter, _ in state.values()}
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            self.tell("an optimizer has parameters of no model that was called: they are not compared")
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping -= 1
+        if self._stepping:
+            return
+        state = {name: local_value(parameter).clone() for name, (parameter, _) in self._state().items()}
+        settings = tuple(settings_of(group) for group in optimizer.param_groups)
+        taken = {kind: len(events) for kind, events in self._events.items()}
+        losses, self._losses = tuple(self._losses), []
+        own, self._own = self._own, {}
+        self._steps.append(SeenStep(losses, self._gradients, own, state, settings, taken))
+        self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
+        enough = (
+            min(self._made.values()) >= self._wanted if self._feed is None else len(self._steps) >= self._feed.steps
+        )
+        if enough:
+            self._stopped = True
+            self._save(self.record())
+            raise Stopped
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    value = loss.detach()
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return local_value(value).reshape(()).clone().double()
