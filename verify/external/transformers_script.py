@@ -51,14 +51,11 @@ def minimal_script(built: BuiltModel, sizes: PlanSizes, options: Mapping[str, An
     given = ", ".join(f"{name}={value}" for name, value in options.items())
     ranks = sizes.fsdp * sizes.shared
     lines = [
-        f"# torchrun --nproc_per_node {ranks} this.py (transformers loads distributed models with accelerate)",
-        "import os, torch, torch.distributed as dist",
-        f"from {config.__module__} import {config.__name__}",
-        f"from {model.__module__} import {model.__name__}",
+        f"import os, torch, torch.distributed as dist  # torchrun --nproc_per_node {ranks} this.py; needs accelerate",
+        *_imports(config, model),
         "from transformers.distributed import DistributedConfig",
-        'dist.init_process_group("gloo")',
+        'dist.init_process_group("gloo"), torch.manual_seed(0)',
         f"config = {config.__name__}({_arguments(built.config)})",
-        "torch.manual_seed(0)",
         f'plain, folder = {model.__name__}(config).train(), os.environ.get("FOLDER", "small_model")',
         f"with torch.no_grad(): [p.add_({NOISE} * torch.randn_like(p)) for p in plain.parameters()]",
         f"batch = {_batch(built)}",
@@ -74,6 +71,12 @@ def minimal_script(built: BuiltModel, sizes: PlanSizes, options: Mapping[str, An
         '        print(f"rank {dist.get_rank()}: {name} relative error {1.0 if g is None else error:.3g}", flush=True)',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _imports(config: type, model: type) -> list[str]:
+    if all(hasattr(library(), cls.__name__) for cls in (config, model)):
+        return [f"from transformers import {config.__name__}, {model.__name__}"]
+    return [f"from {cls.__module__} import {cls.__name__}" for cls in (config, model)]
 
 
 def _arguments(config: Any) -> str:
