@@ -31,6 +31,7 @@ Addresses = range | Tensor  # a run of addresses, or one for each element of the
 _WRAPPERS = frozenset(
     ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_flat_param", "parametrizations")
 )
+_SAME = 8  # elements of one value among which the right one is looked for
 _REARRANGED = 0.5  # of a tensor's elements: more of them in the model's are no accident
 
 
@@ -169,13 +170,33 @@ class Lookup:
         return Lookup(space, flat, ordered, candidates[order])
 
     def by_value(self, values: Tensor) -> tuple[Tensor, float]:
-        """Return an address for each value, and the share of them that the model has; others get address 0."""
+        """Return an address for each value, and the share of them that the model has; others get address 0.
+
+        Where several elements of the model have one value, as happens in thousands of float32 numbers, the one that
+        continues the run of a neighbour is taken.
+        """
         wanted = values.detach().reshape(-1).double()
         if not len(self.ordered) or not len(wanted):
             return torch.zeros(len(wanted), dtype=torch.long), 0.0
-        places = torch.searchsorted(self.ordered, wanted).clamp_max(len(self.ordered) - 1)
-        right = self.ordered[places] == wanted
-        return torch.where(right, self.order[places], 0), float(right.double().mean())
+        first = torch.searchsorted(self.ordered, wanted)
+        after = torch.searchsorted(self.ordered, wanted, right=True)
+        places = first.clamp_max(len(self.ordered) - 1)
+        addresses = torch.where(after > first, self.order[places], 0)
+        addresses = self._settled(addresses, first, after)
+        return addresses, float((after > first).double().mean())
+
+    def _settled(self, addresses: Tensor, first: Tensor, after: Tensor) -> Tensor:
+        """Choose among the addresses `order[first:after]` of each value the neighbour of one that is sure."""
+        sure = after - first == 1
+        several = int((after - first).max())
+        for step in (1, -1, 1, -1) if several > 1 else ():
+            wanted, known = addresses.roll(step) + step, sure.roll(step)
+            known[0 if step == 1 else -1] = False  # there is no neighbour on that side
+            for number in range(min(several, _SAME)):
+                candidate = self.order[(first + number).clamp_max(len(self.order) - 1)]
+                hit = known & ~sure & (first + number < after) & (candidate == wanted)
+                addresses, sure = torch.where(hit, candidate, addresses), sure | hit
+        return addresses
 
 
 def clean_name(name: str) -> str:

@@ -182,8 +182,10 @@ def optimizer_of(program: ExternalProgram, made: Any, learning_rate: float) -> t
 
 def modules_of(made: Any) -> tuple[nn.Module, ...]:
     """Return the modules in what `parallelize` returned: itself, a pipeline schedule's stages, or those in a container
-    or object."""
-    return tuple(_modules(made, 2))
+    or object. Each is returned once, and none that is a part of another: an optimizer would update it twice."""
+    found = tuple(dict.fromkeys(_modules(made, 2)))
+    inner = {id(part) for module in found for part in module.modules() if part is not module}
+    return tuple(module for module in found if id(module) not in inner)
 
 
 def _modules(made: Any, depth: int) -> Iterator[nn.Module]:

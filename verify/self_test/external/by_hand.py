@@ -156,7 +156,7 @@ def keep_columns(weight: nn.Parameter, group: Group) -> nn.Parameter:
 def marked(piece: Tensor) -> nn.Parameter:
     """Mark a parameter as a shard, for the norm of gradients."""
     parameter = nn.Parameter(piece)
-    parameter.split = True  # type: ignore[attr-defined]
+    parameter.is_split = True  # type: ignore[attr-defined]
     return parameter
 
 

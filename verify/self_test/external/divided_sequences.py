@@ -268,12 +268,10 @@ def total_norm_clip(model: Any, limit: float) -> Tensor:
     square = torch.zeros(())
     for parameter in model.parameters():
         if parameter.grad is not None:
-            share = 1.0 if getattr(parameter, "split", False) else 1.0 / size
+            share = 1.0 if getattr(parameter, "is_split", False) else 1.0 / size
             square = square + share * parameter.grad.square().sum()
     norm = all_reduced(square, dist.group.WORLD).sqrt()  # type: ignore[arg-type]
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad *= torch.clamp(limit / (norm + 1e-6), max=1.0)
     return norm
-
-

@@ -20,7 +20,6 @@ from torch.distributed.pipelining import (
 from verify.external.program import ExternalProgram
 from verify.self_test.external import pipelines as pp
 from verify.self_test.external import tensor_parallel as tp
-from verify.self_test.external.data_parallel import Ddp
 from verify.self_test.external.models import Gpt, Llama, Mlp, Sizes, summed_cross_entropy
 from verify.self_test.external.sharded_data import FullyShard
 from verify.self_test.external.tensor_rows import SMALL, program
@@ -79,10 +78,10 @@ def summed_step(model: Any, batch: Any) -> torch.Tensor:
 def _two_axes() -> Iterator[ExternalProgram]:
     gpt = partial(Gpt, DEEP)
     mesh = {"mesh": (("pp", 2), ("dp", 2)), "data_axes": ("dp",)}
-    for name, inner in (("ddp", Ddp()), ("fsdp", FullyShard(("blocks.*",), reshard=False))):
-        if name == "fsdp":
-            stages = pp.Pipelined(Schedule1F1B, 3, inner=(inner,))
-            yield program(f"pp=2 {name}=2 gpt", gpt, stages, 0, pp.pipeline_step, **mesh)
+    sharded = FullyShard(("blocks.*",), reshard=False)
+    for name, inner in (("by hand dp", pp.average_when_ready), ("fsdp", sharded)):
+        stages = pp.Pipelined(Schedule1F1B, 3, inner=(inner,))
+        yield program(f"pp=2 {name}=2 gpt", gpt, stages, 0, pp.pipeline_step, **mesh)
         single = pp.Pipelined(ScheduleGPipe, 2, inner=(inner,))
         yield program(f"pp=2 {name}=2 gpt gpipe", gpt, single, 0, pp.pipeline_step, **mesh)
     looped = pp.Pipelined(ScheduleInterleaved1F1B, 2, 2, inner=(FullyShard(("blocks.*",)),))

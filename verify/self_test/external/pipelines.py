@@ -175,6 +175,22 @@ def schedule_step(made: PipelineScheduleSingle | PipelineScheduleMulti, batch: A
     return None
 
 
+def average_when_ready(part: nn.Module, mesh: DeviceMesh) -> None:
+    """Average over the data parts what each micro-batch leaves in `.grad`: an average of averages stays what it is.
+
+    Torch's DistributedDataParallel as a stage raises in the second step (its buckets count every micro-batch).
+    """
+    group = mesh.get_group("dp")
+
+    def average(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= group.size()
+
+    for parameter in part.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
 @dataclass(frozen=True)
 class TiedStep:
     """A step of a pipeline whose first and last stage hold one weight: its two gradients are summed after it."""
