@@ -6,15 +6,16 @@ What can be said of a request without torch and without the user's code is said 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from shlex import split
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError
-from nnscaler.files import check_temporary
+from nnscaler.files import check_temporary, write_text
 from nnscaler.model_file import find_target
-from verify.external.request import EXAMPLE, SIZES, ExternalRequest, check_values
+from verify.external.request import DEFAULT_RANKS, EXAMPLE, SIZES, ExternalRequest, check_values
 from verify.external.token import reproduce_line, script_file
 from verify.programs.subject import RunContext
 from verify.results.finding import Finding
@@ -36,10 +37,9 @@ def verify_external_request(request: ExternalRequest, context: RunContext | None
     context = context or RunContext()
     check_usage(request)
     check_temporary()
-    if request.kind == "file":
-        report = _verify_file(request, context)
-    else:
-        return _verify_library(request, context)
+    if request.kind == "library":
+        return _verify_library(request, context)  # with a line for each program
+    report = _verify_file(request, context) if request.kind == "file" else _verify_script(request, context)
     return [_with_reproduce(report, request, context)]
 
 
@@ -97,37 +97,19 @@ def _verify_file(request: ExternalRequest, context: RunContext) -> Report:
 
 
 def _verify(program: ExternalProgram, request: ExternalRequest, context: RunContext) -> Report:
-    from verify.external.verify import Settings, verify_program
+    from verify.external.levels import verify_levels
 
-    executors = ("simulator", "gloo") if request.executor == "both" else (request.executor,)
-    reports: list[Report] = []
-    for executor in executors:
-        how = Settings(executor, request.seed, request.steps, request.timeout)
-        reports.append(verify_program(program, how, dtypes=request.dtypes, progress=context.say))
-    return reports[0] if len(reports) == 1 else _of_both(*reports)
+    return verify_levels(program, request, context.say)
 
 
-def _of_both(threads: Report, processes: Report) -> Report:
-    """Return one report of a program's runs on the simulator and over gloo; what only one of them finds says so."""
-    told = {(finding.code, finding.message) for finding in threads.findings}
-    more = [finding for finding in processes.findings if (finding.code, finding.message) not in told]
-    notes = list(dict.fromkeys((*threads.notes, *processes.notes)))
-    words = threads.verdict.word, processes.verdict.word
-    if words[0] != words[1]:
-        notes.insert(0, f"threads say {words[0]} and processes say {words[1]}: the program depends on where it runs")
-    return replace(
-        threads,
-        setting=f"{threads.setting}, on threads and on processes",
-        checks=tuple(
-            replace(check, name=f"{check.name}, {executor}")
-            for executor, report in (("simulator", threads), ("gloo", processes))
-            for check in report.checks
-        ),
-        findings=(*threads.findings, *more),
-        notes=tuple(notes),
-        environment={**threads.environment, "executor": "simulator, gloo"},
-        seconds=threads.seconds + processes.seconds,
-    )
+def _verify_script(request: ExternalRequest, context: RunContext) -> Report:
+    from verify.external.torchrun.verify import verify_script
+
+    words = split(request.script or "")
+    if request.ranks is None:
+        context.say(f"{DEFAULT_RANKS} ranks, for --ranks was not given")
+    ranks = request.ranks or DEFAULT_RANKS
+    return verify_script(words, ranks=ranks, steps=request.steps, timeout=request.timeout, progress=context.say)
 
 
 # Programs of a library: one here, several in child processes, so that one that cannot be made does not end the others.
@@ -139,7 +121,9 @@ def _verify_library(request: ExternalRequest, context: RunContext) -> list[Repor
 
     requests = expand(request)
     if len(requests) == 1:
-        return [_with_reproduce(_verify(program_of(requests[0]), requests[0], context), requests[0], context)]
+        report = _verify(program_of(requests[0]), requests[0], context)
+        _emit({0: report}, requests, request.emit_script, context)
+        return [_with_reproduce(report, requests[0], context)]
 
     def task(one: ExternalRequest) -> Task[Report]:
         def run(note: Note) -> Report:
@@ -166,7 +150,24 @@ def _verify_library(request: ExternalRequest, context: RunContext) -> list[Repor
         context.say(f"{without} of {len(requests)} have no such plan, and are left out")
     if not found:
         raise NnscalerError("nothing_named", f"none of {len(requests)} models has such a plan", help="--tp 2")
+    _emit(found, requests, request.emit_script, context)
     return [found[index] for index in sorted(found)]
+
+
+def _emit(
+    found: Mapping[int, Report], requests: Sequence[ExternalRequest], path: str | None, context: RunContext
+) -> None:
+    """Write the script of the first program that is refuted, where one is asked for."""
+    from verify.external.library import script_of
+
+    if path is None:
+        return
+    wrong = [index for index in sorted(found) if found[index].verdict is Verdict.REFUTED]
+    if not wrong:
+        context.say(f"nothing is refuted, so {path} was not written")
+        return
+    write_text(Path(path), script_of(requests[wrong[0]]))
+    context.say(f"wrote {path}: {found[wrong[0]].subject}")
 
 
 def _lost(request: ExternalRequest, event: Event[Report]) -> Report:

@@ -13,7 +13,14 @@ from nnscaler.errors import NnscalerError
 from verify.external.program import ExternalProgram
 from verify.external.request import LIBRARY, SIZES, ExternalRequest, read_setting
 from verify.external.transformers_config import targets
-from verify.external.transformers_target import PlanSizes, transformers_program
+from verify.external.transformers_script import minimal_script
+from verify.external.transformers_target import (
+    PlanChanges,
+    PlanSizes,
+    build,
+    distributed_options,
+    transformers_program,
+)
 
 ALL = f"{LIBRARY}all"
 _WORDS = {"True": True, "False": False, "None": None}  # as Python has them; JSON's are read too
@@ -34,8 +41,19 @@ def expand(request: ExternalRequest) -> list[ExternalRequest]:
 
 def program_of(request: ExternalRequest) -> ExternalProgram:
     """Make the program of a request for one. Raises NnscalerError as `transformers_program`."""
-    sizes = PlanSizes(**{name: (getattr(request, name) or (1,))[0] for name in SIZES})
-    return transformers_program(request.target, sizes, _settings(request), exact="float64" in request.dtypes)
+    exact = "float64" in request.dtypes
+    return transformers_program(request.target, _sizes(request), _settings(request), exact=exact)
+
+
+def script_of(request: ExternalRequest) -> str:
+    """Return a short script that compares the gradients of a request's program, and has nothing of ours in it."""
+    sizes = _sizes(request)
+    built = build(request.target.removeprefix(LIBRARY), sizes, _settings(request), exact=False)
+    return minimal_script(built, sizes, distributed_options(sizes, PlanChanges()))
+
+
+def _sizes(request: ExternalRequest) -> PlanSizes:
+    return PlanSizes(**{name: (getattr(request, name) or (1,))[0] for name in SIZES})
 
 
 def _settings(request: ExternalRequest) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ DEFAULT_RANKS = 2
 TIMEOUT = 120.0  # seconds
 SIZES = ("tp", "ep", "fsdp", "pp")  # of plans of a library's models
 _OF_THE_LIBRARY = (*SIZES, "settings", "sweep_flags", "emit_script")
-_NOT_OF_A_SCRIPT = ("mesh", "dtypes", "checkpoint", *_OF_THE_LIBRARY)
+_NOT_OF_A_SCRIPT = ("mesh", "executor", "dtypes", "checkpoint", "level", *_OF_THE_LIBRARY)
 _NOT_OF_THE_LIBRARY = ("ranks", "mesh")
 Kind = Literal["file", "library", "script"]
 
@@ -103,7 +103,7 @@ _KINDS = {"file": "a check file", "library": "a model of transformers", "script"
 _HELP = {
     "file": "it goes with hf:TYPE, a model of transformers",
     "library": "--tp, --ep, --fsdp and --pp say how many ranks there are: --tp 2 --fsdp 2",
-    "script": "a script lays out its ranks, chooses its dtypes and saves its state itself",
+    "script": "a script lays out its ranks itself, and runs as processes over gloo, in float64 where it can",
 }
 
 

@@ -65,6 +65,8 @@ WRONG: list[tuple[ExternalRequest, dict[str, Any], str]] = [
     (LIBRARY, {"settings": ("attention_bias",)}, "is no key=value"),
     (SCRIPT, {"mesh": "dp=2"}, "--mesh is not for a script"),
     (SCRIPT, {"dtypes": ("float32",)}, "--dtype is not for a script"),
+    (SCRIPT, {"executor": "gloo"}, "--executor is not for a script"),
+    (SCRIPT, {"level": "static"}, "--level is not for a script"),
     (SCRIPT, {"checkpoint": True}, "--checkpoint is not for a script"),
     (FILE, {"mesh": "dp"}, "'dp' of the mesh 'dp' is no axis with a size"),
     (FILE, {"mesh": "dp=0"}, "is no axis with a size"),
