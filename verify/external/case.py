@@ -16,7 +16,8 @@ from torch import nn
 
 from nnscaler.errors import NnscalerError
 from verify.external.checkpoint import NAME, load_on_rank, load_plain, other_mesh, save_after_step, temporary_folder
-from verify.external.compare import Compared, Run, compare
+from verify.external.compare import compare
+from verify.external.differences import Compared, Run
 from verify.external.localise import FirstDifference, first_differences, traced_model, traced_rank
 from verify.external.noise import Noise
 from verify.external.observe import RankRecord, observe
@@ -132,7 +133,7 @@ class Case:
         found = tuple(
             Finding(
                 "random_numbers_differ",
-                f"copies of {one.name} on ranks {one.ranks[0]} and {one.ranks[1]} get unequal gradients with dropout on",
+                f"copies of {one.name} on ranks {one.ranks[0]} and {one.ranks[1]} get other gradients with dropout on",
                 self.program.where,
                 {"relative difference": f"{one.relative:.3g}", "cause": "random_numbers"},
                 "ranks that hold copies and see the same rows do not drop the same elements",

@@ -3,101 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from verify.external.addresses import Piece, taken
 from verify.external.cause import MEAN_OF_MEANS, Cause, Wrong, cause_of
-from verify.external.noise import Noise
+from verify.external.differences import Compared, Difference, Run
 from verify.external.observe import ObservedStep, RankRecord
-from verify.external.program import ExternalProgram
-from verify.external.reference import Reference, data_part, mean_of
-from verify.results.report import Check
-from verify.results.tolerance import difference, largest
-from verify.results.verdict import Verdict, merge
-
-PartGradients = Callable[[int, int], Tensor]  # step and data part -> gradients over all addresses
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a program in one dtype, and its oracle.
-
-    tolerance       what agrees
-    part_gradients  make the gradients of one data part by itself
-    """
-
-    program: ExternalProgram
-    reference: Reference
-    records: tuple[RankRecord, ...]
-    tolerance: Noise
-    part_gradients: PartGradients
-
-    @cached_property
-    def sizes(self) -> Mapping[str, int]:
-        """Return the size of each mesh axis."""
-        return dict(self.program.mesh)
-
-    @cached_property
-    def at(self) -> Mapping[int, Mapping[str, int]]:
-        """Return the coordinate of each rank."""
-        return {record.rank: record.coordinate for record in self.records}
-
-    @property
-    def dtype(self) -> str:
-        """Return the dtype of the run, as torch names it."""
-        return str(self.reference.dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A value of one rank that is not the model's.
-
-    code      of the finding
-    name      in the plain model
-    relative  difference
-    verdict   INCONCLUSIVE where rounding may explain it
-    cause     by arithmetic
-    """
-
-    code: str
-    name: str
-    rank: int
-    step: int
-    verdict: Verdict
-    relative: float = 0.0
-    expected: str = ""
-    actual: str = ""
-    cause: Cause = field(default_factory=lambda: Cause("differs", ""))
-    layout: str = ""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The result of one kind of comparison."""
-
-    name: str
-    count: int
-    differences: tuple[Difference, ...]
-    worst: float = 0.0
-
-    def check(self, level: Verdict) -> Check:
-        """Return the row of the report."""
-        bad = [d.verdict for d in self.differences]
-        verdict = merge([level, *bad]) if self.count or bad else Verdict.INCONCLUSIVE
-        refuted = sum(v is Verdict.REFUTED for v in bad)
-        detail = f"worst relative difference {self.worst:.2g}" if self.count else "nothing to compare"
-        return Check(self.name, verdict, self.count, refuted, detail=detail)
+from verify.external.reference import data_part
+from verify.external.scalars import compare_losses, compare_norms
+from verify.results.tolerance import FAMILY_SHARE, difference, largest
+from verify.results.verdict import Verdict
 
 
 def compare(run: Run) -> tuple[Compared, ...]:
     """Compare everything. What follows from an earlier difference alone is left out."""
-    gradients, norms = _gradients(run), _norms(run)
+    gradients, norms = _gradients(run), compare_norms(run)
     wrong = min((d.step for d in gradients.differences), default=len(run.reference.steps))
-    losses = _losses(run, wrong)
+    losses = compare_losses(run, wrong)
     after = () if _refuted(losses) or _refuted(gradients) or _refuted(norms) else (_states(run, "parameter"),)
     buffers = _states(run, "buffer")
     return (_held(run), losses, gradients, norms, *after, *((buffers,) if buffers.count else ()))
@@ -150,70 +74,6 @@ def _held(run: Run) -> Compared:
     return Compared("parameters are held", len(parameters), tuple(found))
 
 
-# Losses.
-
-
-def _losses(run: Run, last: int) -> Compared:
-    """Compare each rank's loss up to step `last`, the first one in which a gradient is wrong.
-
-    It may be that of the whole batch, that of the rank's rows, or a part of the mean.
-    """
-    found: list[Difference] = []
-    count, worst = 0, 0.0
-    for number, step in enumerate(run.reference.steps[: last + 1]):
-        own = {record.rank: record.steps[number].loss for record in run.records}
-        values = {rank: loss.double() for rank, loss in own.items() if loss is not None}
-        if not values:
-            found.append(Difference("loss_missing", "loss", -1, number, Verdict.INCONCLUSIVE))
-            continue
-        expected = _expected_losses(run, number)
-        for rank, value in sorted(values.items()):
-            count += 1
-            gap = min(difference(value, right).relative for right in expected[rank])
-            mean = _agreeing_mean(run, rank, values, step.loss.double())
-            gap = min(gap, mean)
-            worst = max(worst, gap)
-            verdict = run.tolerance.judge(("loss", number, ""), gap)
-            if not verdict.passes:
-                cause = _cause_of_loss(run, number, rank, values, expected[rank][0])
-                numbers = (f"{float(expected[rank][0]):.10g}", f"{float(value):.10g}")
-                found.append(Difference("loss_differs", "loss", rank, number, verdict, gap, *numbers, cause))
-    return Compared("losses", count, tuple(found), worst)
-
-
-def _expected_losses(run: Run, number: int) -> Mapping[int, tuple[Tensor, ...]]:
-    """Return, by rank, the losses that are right: of the whole batch, and of its own rows."""
-    step = run.reference.steps[number]
-    parts = [data_part(run.program, coordinate) for coordinate in run.at.values()]
-    losses = step.part_losses
-    # a mean over unequal parts is another number than the loss of the whole batch
-    right = [step.loss.double()]
-    return {
-        rank: (*right, *([losses[index].double()] if count > 1 and index < len(losses) else []))
-        for rank, (index, count) in zip(run.at, parts, strict=True)
-    }
-
-
-def _agreeing_mean(run: Run, rank: int, values: Mapping[int, Tensor], whole: Tensor) -> float:
-    """Return how far the mean over the ranks of some axis is from the whole loss: each may have a part of the mean."""
-    best, here = float("inf"), run.at[rank]
-    for axis, size in run.sizes.items():
-        group = [r for r, c in run.at.items() if all(c[a] == here[a] for a in run.sizes if a != axis)]
-        if size > 1 and all(r in values for r in group):
-            best = min(best, difference(mean_of([values[r] for r in group]), whole).relative)
-    return best
-
-
-def _cause_of_loss(run: Run, number: int, rank: int, values: Mapping[int, Tensor], expected: Tensor) -> Cause:
-    losses = run.reference.steps[number].part_losses
-    mean = mean_of(losses) if losses else expected
-    if len(losses) > 1 and run.tolerance.judge(("loss", number, ""), difference(values[rank], mean).relative).passes:
-        return MEAN_OF_MEANS
-    before = run.reference.steps[number - 1].loss.double() if number else None
-    wrong = Wrong("loss", values[rank], expected, rank, run.sizes, values, run.at, before=before)
-    return cause_of(wrong)
-
-
 # Gradients.
 
 
@@ -257,7 +117,7 @@ def _gradient(
             return None, 0.0
         cause = Cause("zero", "the parameter has no gradient on this rank")
         return Difference("gradient_missing", *key, Verdict.REFUTED, cause=cause, layout=piece.layout), 0.0
-    gap = difference(value.double(), expected, scale)
+    gap = difference(value.double(), expected, _scale(run, piece, run.reference.steps[number].gradients, scale))
     verdict = _judge(run, ("gradient", number), piece, gap.relative)
     if verdict.passes:
         return None, gap.relative
@@ -267,6 +127,13 @@ def _gradient(
     )
     numbers = (f"{gap.expected:.10g}", f"{gap.actual:.10g}")
     return Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout), gap.relative
+
+
+def _scale(run: Run, piece: Piece, values: Tensor, family: float) -> float:
+    """Return the scale that makes a difference relative to the whole tensors: a shard itself may be small."""
+    space = run.reference.space
+    whole = max((_largest_finite(taken(values, space.whole(name))) for name in piece.names), default=0.0)
+    return max(family, whole / FAMILY_SHARE)
 
 
 def _judge(run: Run, kind: tuple[str, int], piece: Piece, relative: float) -> Verdict:
@@ -333,31 +200,7 @@ def _largest_finite(tensor: Tensor) -> float:
     return largest(finite)
 
 
-# Norms, parameters and buffers.
-
-
-def _norms(run: Run) -> Compared:
-    found: list[Difference] = []
-    count, worst = 0, 0.0
-    for number, step in enumerate(run.reference.steps):
-        if step.norm is None:
-            continue
-        norms = {record.rank: n for record in run.records if (n := record.steps[number].norm) is not None}
-        values = {rank: norm.double() for rank, norm in norms.items()}
-        for rank, value in values.items():
-            count += 1
-            gap = difference(value, step.norm.double()).relative
-            worst = max(worst, gap)
-            verdict = run.tolerance.judge(("norm", number, ""), gap)
-            if not verdict.passes:
-                squares = {r: v.square() for r, v in values.items()}
-                wrong = Wrong("square", squares[rank], step.norm.double().square(), rank, run.sizes, squares, run.at)
-                numbers = (f"{float(step.norm):.10g}", f"{float(value):.10g}")
-                cause = cause_of(wrong)
-                found.append(Difference("gradient_norm_differs", "norm", rank, number, verdict, gap, *numbers, cause))
-        if found:
-            break
-    return Compared("gradient norm", count, tuple(found), worst)
+# Parameters and buffers.
 
 
 def _states(run: Run, kind: str) -> Compared:
@@ -374,7 +217,7 @@ def _states(run: Run, kind: str) -> Compared:
                 if value is None or not expected.numel():
                     continue
                 count += 1
-                gap = difference(value.double(), expected, scale)
+                gap = difference(value.double(), expected, _scale(run, piece, step.parameters, scale))
                 worst = max(worst, gap.relative)
                 verdict = _judge(run, (kind, number), piece, gap.relative)
                 if not verdict.passes:

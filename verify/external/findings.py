@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from verify.external.cause import common
-from verify.external.compare import Compared, Difference, Run
+from verify.external.differences import Compared, Difference, Run
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

@@ -2,15 +2,16 @@
 
 In float64 the bound of `verify.results.tolerance` decides, and noise is measured only where something exceeds it. In
 narrower dtypes the truth is the model in float64 from values of the dtype, and noise is the largest distance from it of
-some runs of the model in the dtype: as it is, with parameters moved by a unit in the last place, and with choices among
-nearly equal values made otherwise (`verify.programs.low_precision`).
+some runs of the model in the dtype: as it is, in the data parts of the program, with parameters moved by a unit in the
+last place, sums taken in another order, and choices among nearly equal values made otherwise
+(`verify.programs.low_precision`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from verify.external.program import ExternalProgram
 from verify.external.reference import Reference, run_reference
 from verify.programs.low_precision.noise import NearTies, moved_model, rounded_model
+from verify.programs.low_precision.reassociation_mode import Reassociated
 from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest
 from verify.results.verdict import Verdict
 
 DRAWS = 3  # runs with moved parameters
+_PARTS = (2, 3, 4)  # in which a sum may be computed
 AGREES = 8.0  # times the noise of a tensor: the largest of a few draws is rarely exceeded by so much
 UNDECIDED = 64.0
 
@@ -62,20 +65,41 @@ def measure(program: ExternalProgram, model: nn.Module, truth: Reference, dtype:
     """Measure the noise of `dtype` around `truth`, which is float64 from the same values."""
     exact = dtype == torch.float64
     noise: dict[Key, float] = {}
-    for run in _draws(program, model, truth, dtype):
-        for key, value in distances(run, truth):
+    for run, right in _draws(program, model, truth, dtype):
+        for key, value in distances(run, right):
             noise[key] = max(noise.get(key, 0.0), value)
     return Noise(noise, torch.finfo(dtype).eps, exact)
 
 
-def _draws(program: ExternalProgram, model: nn.Module, truth: Reference, dtype: torch.dtype) -> Iterator[Reference]:
+def _draws(
+    program: ExternalProgram, model: nn.Module, truth: Reference, dtype: torch.dtype
+) -> Iterator[tuple[Reference, Reference]]:
+    """Yield runs of the plain model in the dtype, each with what it would be in float64.
+
+    Ranks sum in parts, in another order, and the mean over data parts cancels what is large in each of them: a run in
+    the parts of the program has the noise of that, whether or not the mean over parts is the loss of the whole batch.
+    """
     generator = torch.Generator().manual_seed(0)
-    steps, rate = len(truth.steps), truth.learning_rate
-    for draw in range(DRAWS + 1):
-        mine = moved_model(model, dtype, generator) if draw else model
-        ties = NearTies(generator) if draw and dtype != torch.float64 else nullcontext()
-        with ties:
-            yield run_reference(program, mine, truth.batch, steps=steps, dtype=dtype, learning_rate=rate)
+    parted = replace(program, reference="parts")
+
+    def run(how: ExternalProgram, one: nn.Module, which: torch.dtype) -> Reference:
+        rate = truth.learning_rate
+        return run_reference(how, one, truth.batch, steps=len(truth.steps), dtype=which, learning_rate=rate)
+
+    narrow = dtype != torch.float64
+    programs = [(program, truth)]
+    if program.data_axes and program.reference != "parts":
+        programs.append((parted, run(parted, model, torch.float64)))
+    for how, right in programs:
+        yield run(how, model, dtype), right
+        for draw in range(DRAWS):
+            moved = moved_model(model, dtype, generator)
+            with ExitStack() as stack:
+                if narrow:
+                    stack.enter_context(NearTies(generator))
+                if narrow and draw:
+                    stack.enter_context(Reassociated(generator, _PARTS))
+                yield run(how, moved, dtype), right
 
 
 def distances(run: Reference, truth: Reference) -> Iterator[tuple[Key, float]]:

@@ -12,7 +12,7 @@ from torch import nn
 from op_registry.spec import SourceLocation
 
 from verify.external.case import Case, Settings
-from verify.external.compare import Compared
+from verify.external.differences import Compared
 from verify.external.findings import findings
 from verify.external.noise import Noise, measure, rounded
 from verify.external.observe import RankRecord

@@ -10,9 +10,12 @@ from types import FrameType, TracebackType
 
 import torch
 
+from nnscaler.tracing import precision
+
 _FOREIGN = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.abspath(precision.__file__),  # its mode is around every function of torch
     "<",  # frozen modules, and code that was made at run time
 )
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))

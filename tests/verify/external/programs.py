@@ -1,0 +1,87 @@
+"""A small model, and right and wrong ways to make it parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from verify.external.program import ExternalProgram
+
+
+class Net(nn.Module):
+    """A residual block with a norm, and a head with a loss."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.head = nn.Linear(6, 5)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.down(F.gelu(self.up(self.norm(x))))
+        return F.cross_entropy(self.head(x + F.dropout(hidden, self.dropout)), y)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(12, 6, generator=generator), torch.randint(0, 5, (12,), generator=generator)
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def fully_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def both(model: nn.Module, mesh: DeviceMesh) -> None:
+    tensor_parallel(model, mesh)
+    fully_sharded(model, mesh)
+
+
+def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def unreduced(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Wrong: nothing sums the gradients."""
+    return model
+
+
+def summed(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Wrong: gradients are summed over dp, and not averaged."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+
+
+def seeded_by_rank(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Wrong with dropout: copies drop other elements on each rank."""
+    tensor_parallel(model, mesh)
+    torch.manual_seed(mesh.get_local_rank("tp"))
+
+
+def crossed(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Wrong: rank 1 waits for another collective than rank 0."""
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(2))
+    else:
+        dist.broadcast(torch.ones(2), 0)
+
+
+def program(
+    parallelize: Callable[[nn.Module, DeviceMesh], Any], *, model: Callable[[], nn.Module] = Net, **sizes: int
+) -> ExternalProgram:
+    """Return the program on a mesh of these sizes; dp divides the rows."""
+    data_axes = ("dp",) if "dp" in sizes else ()
+    return ExternalProgram(parallelize.__name__, model, batch, parallelize, tuple(sizes.items()), data_axes)

@@ -1,0 +1,100 @@
+"""Right programs pass, and each kind of fault is refuted with its cause, its axis and a repair that was tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from nnscaler.errors import NnscalerError
+from tests.verify.external import programs
+from tests.verify.external.programs import Net, program
+from verify.external.case import Settings
+from verify.external.verify import verify_program
+from verify.results.verdict import Verdict
+
+RIGHT = {
+    "tp": program(programs.tensor_parallel, tp=2),
+    "fsdp": program(programs.fully_sharded, dp=3),
+    "both": program(programs.both, dp=2, tp=2),
+    "ddp": program(programs.replicated, dp=2),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_are_verified_in_two_dtypes(name: str) -> None:
+    report = verify_program(RIGHT[name], dtypes=("float64", "float32"))
+    assert report.verdict is Verdict.TESTED_CALIBRATED, [f.message for f in report.findings]
+    counts = {check.name: check.count for check in report.checks}
+    ranks = RIGHT[name].ranks
+    assert counts["parameters are held, float64"] == 8
+    assert counts["losses, float64"] == 2 * ranks
+    assert counts["gradients, float64"] == counts["parameters after steps, float32"] == 2 * ranks * 8
+
+
+def test_a_missing_reduction_is_named_with_its_axis_and_a_repair() -> None:
+    report = verify_program(program(programs.unreduced, dp=2))
+    (finding,) = report.findings
+    assert (report.verdict, finding.code) == (Verdict.REFUTED, "gradient_differs")
+    assert finding.counter_example["cause"] == "missing_reduction"
+    assert finding.counter_example["axis"] == "dp"
+    assert finding.cause is not None
+    assert "average to the model's" in finding.cause
+    assert finding.help is not None
+    assert finding.help.endswith("over dp after backward (tried: with it every check passes)")
+
+
+def test_a_sum_for_a_mean_is_named_with_its_factor() -> None:
+    report = verify_program(program(programs.summed, dp=3))
+    (finding,) = report.findings
+    assert finding.code == "gradient_differs"
+    assert (finding.counter_example["cause"], finding.counter_example["factor"]) == ("scaled", "3")
+    assert finding.counter_example["axis"] == "dp"
+
+
+def test_copies_that_drop_other_elements_are_refuted() -> None:
+    model = partial(Net, 0.2)
+    assert verify_program(program(programs.tensor_parallel, model=model, tp=2)).verdict is Verdict.TESTED_EXACT
+    report = verify_program(program(programs.seeded_by_rank, model=model, tp=2))
+    assert [finding.code for finding in report.findings] == ["random_numbers_differ"]
+
+
+def test_ranks_that_call_different_collectives_are_named() -> None:
+    report = verify_program(program(programs.crossed, dp=2))
+    (finding,) = report.findings
+    assert (report.verdict, finding.code) == (Verdict.REFUTED, "communication_mismatch")
+    assert finding.message.count("programs.py:") == 2
+
+
+def test_a_checkpoint_is_loaded_elsewhere() -> None:
+    report = verify_program(RIGHT["both"], Settings(checkpoint=True))
+    checks = {check.name: check for check in report.checks}
+    assert checks["checkpoint"].verdict is Verdict.TESTED_EXACT
+    assert checks["checkpoint"].count == 3 * 8  # the plain model, and two ranks of another mesh
+
+
+def test_unequal_parts_are_told_from_a_missing_reduction() -> None:
+    def uneven() -> tuple[Tensor, Tensor]:
+        x, y = programs.batch()
+        return x, torch.where(torch.arange(12) < 4, -100, y)
+
+    wrong = replace(RIGHT["ddp"], batch=uneven)
+    report = verify_program(wrong)
+    assert {f.counter_example["cause"] for f in report.findings} == {"mean_of_means"}
+    assert verify_program(replace(wrong, reference="parts")).verdict.passes
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(NnscalerError, match="the 12 rows of `batch\\(\\)` in replicated do not divide into 5 data parts"):
+        verify_program(program(programs.replicated, dp=5))
+
+
+def test_what_has_no_module_is_refused() -> None:
+    def nothing(model: object, mesh: object) -> int:
+        return 3
+
+    with pytest.raises(NnscalerError, match="returns int, in which there is no torch.nn.Module"):
+        verify_program(program(nothing, dp=2))  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""Compare the losses and the norms of gradients of every rank with the plain model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from verify.external.cause import MEAN_OF_MEANS, Cause, Wrong, cause_of
+from verify.external.differences import Compared, Difference, Run
+from verify.external.reference import data_part, mean_of
+from verify.results.tolerance import difference
+from verify.results.verdict import Verdict
+
+# Losses.
+
+
+def compare_losses(run: Run, last: int) -> Compared:
+    """Compare each rank's loss up to step `last`, the first one in which a gradient is wrong.
+
+    It may be that of the whole batch, that of the rank's rows, or a part of the mean.
+    """
+    found: list[Difference] = []
+    count, worst = 0, 0.0
+    for number, step in enumerate(run.reference.steps[: last + 1]):
+        own = {record.rank: record.steps[number].loss for record in run.records}
+        values = {rank: loss.double() for rank, loss in own.items() if loss is not None}
+        if not values:
+            found.append(Difference("loss_missing", "loss", -1, number, Verdict.INCONCLUSIVE))
+            continue
+        expected = _expected_losses(run, number)
+        for rank, value in sorted(values.items()):
+            count += 1
+            gap = min(difference(value, right).relative for right in expected[rank])
+            mean = _agreeing_mean(run, rank, values, step.loss.double())
+            gap = min(gap, mean)
+            worst = max(worst, gap)
+            verdict = run.tolerance.judge(("loss", number, ""), gap)
+            if not verdict.passes:
+                cause = _cause_of_loss(run, number, rank, values, expected[rank][0])
+                numbers = (f"{float(expected[rank][0]):.10g}", f"{float(value):.10g}")
+                found.append(Difference("loss_differs", "loss", rank, number, verdict, gap, *numbers, cause))
+    return Compared("losses", count, tuple(found), worst)
+
+
+def _expected_losses(run: Run, number: int) -> Mapping[int, tuple[Tensor, ...]]:
+    """Return, by rank, the losses that are right: of the whole batch, and of its own rows."""
+    step = run.reference.steps[number]
+    parts = [data_part(run.program, coordinate) for coordinate in run.at.values()]
+    losses = step.part_losses
+    # a mean over unequal parts is another number than the loss of the whole batch
+    right = [step.loss.double()]
+    return {
+        rank: (*right, *([losses[index].double()] if count > 1 and index < len(losses) else []))
+        for rank, (index, count) in zip(run.at, parts, strict=True)
+    }
+
+
+def _agreeing_mean(run: Run, rank: int, values: Mapping[int, Tensor], whole: Tensor) -> float:
+    """Return how far the mean over the ranks of some axis is from the whole loss: each may have a part of the mean."""
+    best, here = float("inf"), run.at[rank]
+    for axis, size in run.sizes.items():
+        group = [r for r, c in run.at.items() if all(c[a] == here[a] for a in run.sizes if a != axis)]
+        if size > 1 and all(r in values for r in group):
+            best = min(best, difference(mean_of([values[r] for r in group]), whole).relative)
+    return best
+
+
+def _cause_of_loss(run: Run, number: int, rank: int, values: Mapping[int, Tensor], expected: Tensor) -> Cause:
+    losses = run.reference.steps[number].part_losses
+    mean = mean_of(losses) if losses else expected
+    if len(losses) > 1 and run.tolerance.judge(("loss", number, ""), difference(values[rank], mean).relative).passes:
+        return MEAN_OF_MEANS
+    before = run.reference.steps[number - 1].loss.double() if number else None
+    wrong = Wrong("loss", values[rank], expected, rank, run.sizes, values, run.at, before=before)
+    return cause_of(wrong)
+
+
+# Norms of gradients.
+
+
+def compare_norms(run: Run) -> Compared:
+    found: list[Difference] = []
+    count, worst = 0, 0.0
+    for number, step in enumerate(run.reference.steps):
+        if step.norm is None:
+            continue
+        norms = {record.rank: n for record in run.records if (n := record.steps[number].norm) is not None}
+        values = {rank: norm.double() for rank, norm in norms.items()}
+        for rank, value in values.items():
+            count += 1
+            gap = difference(value, step.norm.double()).relative
+            worst = max(worst, gap)
+            verdict = run.tolerance.judge(("norm", number, ""), gap)
+            if not verdict.passes:
+                squares = {r: v.square() for r, v in values.items()}
+                wrong = Wrong("square", squares[rank], step.norm.double().square(), rank, run.sizes, squares, run.at)
+                numbers = (f"{float(step.norm):.10g}", f"{float(value):.10g}")
+                cause = cause_of(wrong)
+                found.append(Difference("gradient_norm_differs", "norm", rank, number, verdict, gap, *numbers, cause))
+        if found:
+            break
+    return Compared("gradient norm", count, tuple(found), worst)
