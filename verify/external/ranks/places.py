@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 from functools import cache
+from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
@@ -15,6 +16,7 @@ from nnscaler.tracing import precision
 _FOREIGN = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    str(Path(__file__).resolve().parents[1] / "torchrun") + os.sep,  # wraps torch
     os.path.abspath(precision.__file__),  # its mode is around every function of torch
     "<",  # frozen modules, and code that was made at run time
 )

@@ -121,10 +121,12 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
     """Return the numbers that an optimizer goes by for one group of parameters: the learning rate, betas and so on."""
     found: dict[str, float | tuple[float, ...]] = {}
     for name, value in group.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = float(value)
-        elif (isinstance(value, int | float) and not isinstance(value, bool)) or (
-            isinstance(value, tuple) and all(isinstance(part, int | float) for part in value)
-        ):
+        if isinstance(value, Tensor):
+            found |= {name: float(value)} if value.numel() == 1 else {}
+        elif _is_number(value) or (isinstance(value, tuple) and all(map(_is_number, value))):
             found[name] = value
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

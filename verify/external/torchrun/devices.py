@@ -87,7 +87,9 @@ def cpu_changes(ranks: int, here: int, store: Any, tell: Tell, groups: list[tupl
         if (rank, size) != (here, ranks):
             raise ValueError(f"the script joins as rank {rank} of {size}, and torchrun started rank {here} of {ranks}")
         options = {name: named[name] for name in ("timeout", "group_name") if named.get(name)}
-        start("gloo", store=store, rank=rank, world_size=size, **options)
+        if store is not None:
+            options["store"] = store
+        start("gloo", rank=rank, world_size=size, **options)
 
     def init_device_mesh(device_type: str, *args: Any, **named: Any) -> Any:
         named.pop("backend_override", None)

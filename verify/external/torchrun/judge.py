@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from verify.external.addresses import Piece
-from verify.external.compare import Compared, Difference, PartGradients, Run, compare
+from verify.external.compare import compare
+from verify.external.differences import Compared, Difference, PartGradients, Run
 from verify.external.findings import findings
 from verify.external.noise import DRAWS, Noise, distances
 from verify.external.observe import RankRecord
-from verify.external.ranks.records import RanksFailed
 from verify.external.reference import Reference, ReferenceStep
 from verify.external.torchrun.feed import Material, Way
 from verify.external.torchrun.match import Layout, own_gradients, program_of, rank_record, reference_of
-from verify.external.torchrun.processes import NotMatched
+from verify.external.torchrun.processes import Failed, NotMatched
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.runs import Runner
 from verify.programs.low_precision.noise import moved
@@ -85,8 +85,8 @@ def judge(
         except NotMatched as problem:
             reasons.append((way, str(problem)))
             continue
-        except RanksFailed as problem:
-            reasons.append((way, f"the run fails: {problem.message.splitlines()[0]}"))
+        except Failed as problem:
+            reasons.append((way, f"it fails with {problem}"))
             continue
         made.append(attempt)
         if attempt.agrees:
@@ -152,7 +152,7 @@ def _noise(runner: Runner, material: Material, double: bool, way: Way, truth: Re
         }
         try:
             made = runner.fed(double, replace(material, start=start), way)
-        except (NotMatched, RanksFailed):
+        except (NotMatched, Failed):
             continue
         for key, value in distances(reference_of(made, len(truth.steps)), truth):
             noise[key] = max(noise.get(key, 0.0), value)

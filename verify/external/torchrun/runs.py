@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from nnscaler.files import save_tensors
+from verify.external.ranks.run import run_ranks
 from verify.external.torchrun.feed import Material, RanksFeed, Way
-from verify.external.torchrun.processes import run_processes
+from verify.external.torchrun.processes import redirect, run_apart
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.script import Start, run_script
 
@@ -43,26 +45,32 @@ class Runner:
         """Run the script on all ranks. Raises RanksFailed."""
         folder = self._folder("ranks")
 
-        def task(rank: int) -> None:
-            start = Start(self.words, rank, self.ranks, folder / "store", self.steps, double)
-            run_script(start, _saver(folder, rank))
+        def on_rank(rank: int) -> None:
+            redirect(folder / f"output-{rank}")
+            start = Start(self.words, rank, self.ranks, None, self.steps, double)
+            try:
+                run_script(start, _saver(folder, rank))
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
 
-        return self._run(task, self.ranks, folder)
+        run_ranks(on_rank, self.ranks, "gloo", initialise=False, timeout=self.timeout)
+        return _records(folder, self.ranks)
 
-    def alone(self, double: bool) -> tuple[ScriptRecord, ...]:
-        """Run the script on one rank as it is. Raises RanksFailed."""
+    def alone(self, double: bool) -> None:
+        """Run the script on one rank as it is. Raises Failed."""
         folder = self._folder("alone")
 
-        def task(rank: int) -> None:
+        def task(number: int) -> None:
             start = Start(self.words, 0, 1, folder / "store", self.steps, double)
-            run_script(start, _saver(folder, rank))
+            run_script(start, _saver(folder, number))
 
-        return self._run(task, 1, folder)
+        run_apart(task, 1, self.timeout, folder)
 
     def fed(self, double: bool, material: Material, way: Way) -> tuple[ScriptRecord, ...]:
         """Run the script on one rank with the data of the ranks: once, or once for each data part at the same time.
 
-        Raises RanksFailed, and NotMatched where its data cannot be matched with theirs.
+        Raises Failed, and NotMatched where its data cannot be matched with theirs.
         """
         folder = self._folder(way)
         count = len(material.parts) if way == "part" else 1
@@ -74,7 +82,8 @@ class Runner:
             start = Start(self.words, 0, 1, folder / f"store-{part}", self.steps, double)
             run_script(start, _saver(folder, part, notes), feed)
 
-        return self._run(task, count, folder)
+        run_apart(task, count, self.timeout, folder)
+        return _records(folder, count)
 
     def output(self) -> str:
         """Return the last lines that the ranks printed in the last run on all ranks."""
@@ -89,10 +98,10 @@ class Runner:
         folder.mkdir()
         return folder
 
-    def _run(self, task: Callable[[int], None], count: int, folder: Path) -> tuple[ScriptRecord, ...]:
-        run_processes(task, count, self.timeout, folder)
-        loaded = [torch.load(folder / f"record-{number}.pt", weights_only=False) for number in range(count)]
-        return tuple(replace(record, notes=(*record.notes, *dict.fromkeys(notes))) for record, notes in loaded)
+
+def _records(folder: Path, count: int) -> tuple[ScriptRecord, ...]:
+    loaded = [torch.load(folder / f"record-{number}.pt", weights_only=False) for number in range(count)]
+    return tuple(replace(record, notes=(*record.notes, *dict.fromkeys(notes))) for record, notes in loaded)
 
 
 def _saver(folder: Path, number: int, notes: list[str] | None = None) -> Callable[[ScriptRecord], None]:

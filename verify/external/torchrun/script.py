@@ -25,7 +25,7 @@ class Start:
 
     words   of the command line after `torchrun`: a file, or `-m` and a module, and its arguments
     rank    and how many `ranks` there are
-    store   a file through which they find each other
+    store   a file through which they find each other; None: torch is told elsewhere how
     steps   of each optimizer that are watched
     double  every floating-point tensor is float64
     """
@@ -33,7 +33,7 @@ class Start:
     words: tuple[str, ...]
     rank: int
     ranks: int
-    store: Path
+    store: Path | None
     steps: int
     double: bool
 
@@ -88,7 +88,7 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: Feed | 
     module, words = start.words[0] == "-m", start.words[start.words[0] == "-m" :]
     sys.argv = list(words)
     sys.path.insert(0, str(Path.cwd()) if module else str(Path(words[0]).resolve().parent))
-    store = FileStore(str(start.store), start.ranks)
+    store = None if start.store is None else FileStore(str(start.store), start.ranks)
     with replaced(cpu_changes(start.ranks, start.rank, store, watch.tell, watch.groups)), watch.open():
         try:
             if module:

@@ -15,6 +15,7 @@ from op_registry.spec import SourceLocation
 from verify.external.ranks.records import RanksFailed
 from verify.external.torchrun.judge import SAID, Judged, judge
 from verify.external.torchrun.match import Layout, NoParts, material_of, parts_of
+from verify.external.torchrun.processes import Failed, first_line
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.runs import Runner
 from verify.external.torchrun.script import check_words
@@ -102,7 +103,7 @@ def _run(runner: Runner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRe
         if not double or failure.code != "rank_raises":
             raise
         records = runner.on_ranks(False)
-        notes.append(f"the script does not run in float64 ({failure.message}): its own dtypes were used")
+        notes.append(f"the script does not run in float64 ({first_line(failure.message)}): its own dtypes were used")
         return records, False
 
 
@@ -119,9 +120,9 @@ def _failed(runner: Runner, failure: RanksFailed, double: bool) -> Outcome:
     if failure.code in ("rank_raises", "rank_died"):
         try:
             runner.alone(False)
-        except RanksFailed as alone:
+        except Failed as alone:
             verdict = Verdict.INCONCLUSIVE
-            notes.append(f"on one rank the script fails as well: {alone.message}")
+            notes.append(f"on one rank the script fails as well: {alone}")
     example = {} if failure.rank is None else {"rank": str(failure.rank)}
     example |= {f"rank {rank}": text for rank, text in failure.by_rank.items() if text}
     output = runner.output()

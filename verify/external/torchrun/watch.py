@@ -64,7 +64,7 @@ class Watch:
         self._inside = 0  # models, backward passes and schedules that run
         self._stepping = 0
         self._models: list[nn.Module] = []
-        self._called: set[int] = set()
+        self._known: set[int] = set()  # modules of models
         self._held: dict[str, Held] = {}
         self._start: dict[str, Tensor] = {}
         self._events: dict[str, list[Tensors]] = {}
@@ -218,10 +218,10 @@ class Watch:
         """Get to know the model of a module that is called, and give it its values at the start."""
         if self._stopped:
             raise Stopped
-        if id(module) in self._called:
+        if id(module) in self._known:
             return
-        self._called.add(id(module))
         model = outermost(module)
+        self._known |= {id(part) for part in (module, *model.modules())}
         if any(model is known for known in self._models):
             return
         self._models.append(model)
