@@ -54,7 +54,7 @@ class Exchange:
         self._counts: dict[tuple[GroupKey, int], int] = defaultdict(int)  # (group, place) -> collectives it began
         self._sent: dict[tuple[GroupKey, int, int], deque[Message]] = defaultdict(deque)  # group, receiver, tag
         self._awaited: dict[tuple[GroupKey, int, int], deque[Message]] = defaultdict(deque)
-        turns.describe_messages = self.undelivered
+        turns.remarks = self.remarks
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -162,6 +162,18 @@ class Exchange:
         """Say which messages nobody has received, the lock held."""
         messages = [message for sent in self._sent.values() for message in sent]
         return [f"  never received: {message.call}" for message in messages]
+
+    def remarks(self) -> list[str]:
+        """Say what explains a deadlock, the lock held: lost messages, and groups that have another name elsewhere."""
+        names: dict[tuple[int, ...], dict[str, list[int]]] = defaultdict(dict)
+        for (key, _), meeting in self._meetings.items():
+            names[key[1]][key[0]] = sorted(key[1][place] for place in meeting.parts)
+        lines = []
+        for members, by_name in names.items():
+            if len(by_name) > 1:
+                which = ", ".join(f"{name!r} on {ranks}" for name, ranks in by_name.items())
+                lines.append(f"  groups of ranks {members} that were not made in the same order: {which}")
+        return [*self.undelivered(), *lines]
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 

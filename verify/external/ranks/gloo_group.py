@@ -16,9 +16,9 @@ from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.job import StatusWriter
 from verify.external.ranks.answers import Part
 from verify.external.ranks.call_log import CallWriter, Entry
-from verify.external.ranks.group import RankGroup, Real
+from verify.external.ranks.group import RankGroup, Real, completed
 from verify.external.ranks.places import place_of_call
-from verify.external.ranks.torch_private import Store, Work, done_work, gloo_group
+from verify.external.ranks.torch_private import Store, Work, gloo_group
 
 
 class Reporter:
@@ -99,9 +99,7 @@ class GlooWork(Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._results)
-        return future
+        return completed(self._results)
 
 
 class GlooGroup(RankGroup):
@@ -137,9 +135,6 @@ class GlooGroup(RankGroup):
             else:
                 work = self._real.recv([tensor], peer, tag)
         return GlooWork(self._reporter, call, work, [tensor], None)
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return done_work()
 
     def shutdown(self) -> None:
         self._real.shutdown()

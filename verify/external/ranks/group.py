@@ -17,7 +17,7 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.answers import Part
 from verify.external.ranks.places import place_of_call
-from verify.external.ranks.torch_private import BACKEND, ProcessGroup, current_worlds, premultiplier
+from verify.external.ranks.torch_private import BACKEND, ProcessGroup, Work, current_worlds, premultiplier
 
 Items = Sequence[Sequence[Tensor]]
 Real = tuple[Any, ...]  # the name of a method of a group of torch, and its arguments without options
@@ -25,6 +25,29 @@ Real = tuple[Any, ...]  # the name of a method of a group of torch, and its argu
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 _SUM = torch.distributed.ReduceOp.SUM
+
+
+class AllWorks(Work):  # type: ignore[misc]
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        self.wait()
+        return completed(self.result())
 
 
 class RankGroup(ProcessGroup):  # type: ignore[misc]
@@ -44,6 +67,7 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         self.place = place
         self.members = members
         self.key = (name, members)
+        self._coalesced: list[Any] | None = None
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
@@ -88,7 +112,12 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         return False
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing to do: calls between this and the end of coalescing are made one by one."""
+        """Calls between this and the end of coalescing are made one by one; who waits at the end waits for all."""
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+        return AllWorks(works)
 
     def shutdown(self) -> None:
         """Nothing to do: a group holds nothing that must be closed."""
@@ -202,7 +231,7 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         ranks = (self.members[source] if source >= 0 else -1, self.members[target])
         place = place_of_call()
         call = CommunicationCall(kind, ranks, _shapes(tensors), tensor.dtype, key=(f"tag {tag}",), place=place)
-        return self.begin_message(call, tensor, target if kind == "send" else source, tag)
+        return self._begun(self.begin_message(call, tensor, target if kind == "send" else source, tag))
 
     def _in_place(self, kind: str, tensors: Sequence[Tensor], options: Any, name: str) -> Any:
         items = [[tensor] for tensor in tensors]
@@ -224,9 +253,14 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
             place=place_of_call(),
         )
         waits_now = getattr(options, "asyncOp", True) is False
-        work = self.begin_collective(Part(call, given, taken, factor, not waits_now), root, options, real)
+        work = self._begun(self.begin_collective(Part(call, given, taken, factor, not waits_now), root, options, real))
         if waits_now:
             work.wait()
+        return work
+
+    def _begun(self, work: Any) -> Any:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def _equal_parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -235,6 +269,13 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         if tensor.numel() % size:
             raise ValueError(f"a tensor of shape {list(tensor.shape)} does not divide into {size} equal parts")
         return tensor.detach().view(size, -1).unbind()
+
+
+def completed(results: list[Tensor]) -> Any:
+    """Return a future that has its value: torch would run callbacks in whatever thread completes it."""
+    future: Any = torch.futures.Future()
+    future.set_result(results)
+    return future
 
 
 def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.answers import Part
 from verify.external.ranks.exchange import Exchange, Message
-from verify.external.ranks.group import RankGroup, Real
+from verify.external.ranks.group import RankGroup, Real, completed
 from verify.external.ranks.places import place_of_call
 from verify.external.ranks.torch_private import Store, Work
 
@@ -63,9 +62,7 @@ class SimulatedWork(Work):  # type: ignore[misc]
     def get_future(self) -> Any:
         """Wait, and return a future that has its value: torch lets callbacks run in the thread that completes it."""
         self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._results)
-        return future
+        return completed(self._results)
 
 
 class SimulatedGroup(RankGroup):
@@ -90,10 +87,6 @@ class SimulatedGroup(RankGroup):
             message = Message(call, tensor, peer)
             self._exchange.receive(self.key, self.place, tag, message)
         return SimulatedWork(self._exchange, call, lambda: message.done, [tensor], lambda: message.source)
-
-    def _end_coalescing(self, device: torch.device) -> SimulatedWork:
-        call = CommunicationCall("barrier", self.members, place=place_of_call())
-        return SimulatedWork(self._exchange, call, lambda: True, [])
 
     def _check_thread(self) -> None:
         turn = self._exchange.turns.here()

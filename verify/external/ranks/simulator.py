@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
 from verify.external.ranks.exchange import Exchange
+from verify.external.ranks.helpers import helpers_of_ranks
 from verify.external.ranks.places import place_of_error
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
 from verify.external.ranks.records import RankRun, RanksFailed
@@ -26,13 +27,15 @@ from verify.external.ranks.torch_private import (
     RankWorlds,
     new_world,
     ranks_as_threads,
-    register_groups_here,
     unwaited_collectives,
 )
 from verify.external.ranks.turns import RankStopped, Turns
 
 T = TypeVar("T")
 
+_AWAY = 0.4  # seconds in which a rank that runs does nothing, after which another one may run
+_STALL = 4.0  # seconds in which nothing happens at all
+_BUSY = 0.1  # seconds of processor time a second, of a process that does something
 _GRACE = 2.0  # seconds, on the wall, for threads to end after a failure
 
 
@@ -58,7 +61,7 @@ def run_simulated(
         members = tuple(options.global_ranks_in_group) or tuple(range(ranks))
         return SimulatedGroup(exchange, options.group_id, options.group_rank, members)
 
-    with ranks_as_threads(create) as worlds, _helpers_of_ranks(turns, worlds):
+    with ranks_as_threads(create) as worlds, helpers_of_ranks(turns, worlds):
 
         def work(rank: int) -> None:
             world = new_world(
@@ -135,12 +138,33 @@ def _report(turns: Turns, rank: int, error: BaseException) -> None:
             turns.fail(RanksFailed("rank_raises", message, rank=rank, place=place, by_rank=by_rank))
 
 
+class _Idle:
+    """Looks whether nothing happens although ranks have helpers, which may wait for what is not known here."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._since = time.monotonic()
+        self._used = time.process_time()
+
+    def look(self) -> None:
+        """Let another rank run when nobody has used the processor for some time; later call it a deadlock."""
+        now, used = time.monotonic(), time.process_time()
+        if not self._turns.helpers or used - self._used > _BUSY * (now - self._since):
+            self._since, self._used = now, used
+        elif now - self._since > _STALL:
+            self._turns.give_up()
+        elif now - self._since > _AWAY:
+            self._turns.lend()
+
+
 def _follow(threads: list[threading.Thread], turns: Turns, timeout: float) -> None:
     """Wait until all ranks have ended, or one has failed; fail the run when the time is up."""
     clock = FairClock(os.getpid())
+    idle = _Idle(turns)
     for thread in threads:
         while thread.is_alive() and turns.failure is None:
             thread.join(LEAST)
+            idle.look()
             if clock.seconds() > timeout:
                 with turns.lock:
                     doing = turns.by_rank()
@@ -160,35 +184,3 @@ def _stop(threads: list[threading.Thread]) -> None:
             thread.join(0.05)
             if thread.is_alive() and thread.ident is not None and time.monotonic() > until - _GRACE / 2:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(RankStopped))
-
-
-@contextlib.contextmanager
-def _helpers_of_ranks(turns: Turns, worlds: RankWorlds) -> Iterator[None]:
-    """Hand the rank of a thread, and its groups, on to the threads that it starts."""
-    start = threading.Thread.start
-
-    def start_helper(thread: threading.Thread) -> None:
-        turn, world = turns.here(), worlds.world()
-        if turn is not None and world is not None:
-            run = thread.run
-
-            def run_as_helper() -> None:
-                worlds.enter(world)
-                register_groups_here(world)
-                helper = turns.begin_helper(turn.rank)
-                try:
-                    run()
-                except RankStopped:
-                    pass
-                finally:
-                    turns.end(helper)
-                    worlds.leave()
-
-            thread.run = run_as_helper  # type: ignore[method-assign]
-        start(thread)
-
-    threading.Thread.start = start_helper  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]

@@ -216,13 +216,6 @@ def gloo_group(store: Any, place: int, size: int, timeout: Any) -> Any:
     return group
 
 
-def done_work() -> Any:
-    """Return a work that has ended."""
-    future: Any = torch.futures.Future()
-    future.set_result(None)
-    return _C10D_CPP._create_work_from_future(future)
-
-
 # -- facts of collectives ---------------------------------------------------------------------------------------------
 
 
@@ -301,3 +294,15 @@ def autograd_sequence_number() -> int:
 def current_autograd_node() -> Any:
     """Return the autograd node whose backward runs; None outside of a backward pass."""
     return torch._C._current_autograd_node()
+
+
+def unboxed(value: Any) -> str:
+    """Return the name of the process group, or of the reduction ("sum"), that an operator of `c10d` is given; of any
+    other object of C++, its type."""
+    kind = str(value._type())
+    if "ProcessGroup" in kind:
+        return str(dist.ProcessGroup.unbox(value).group_name)
+    if "ReduceOp" in kind:
+        names = {int(number): name for name, number in dist.ReduceOp.RedOpType.__members__.items()}
+        return names[int(value.op())].lower()
+    return kind

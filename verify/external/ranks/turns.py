@@ -66,7 +66,7 @@ class Turns:
         self.helpers: list[Turn] = []
         self.holder: Turn | None = None
         self.note = note  # told who runs, and after which call
-        self.describe_messages: Callable[[], list[str]] = list
+        self.remarks: Callable[[], list[str]] = list  # on a deadlock
         self._here = threading.local()
 
     # -- threads begin and end ----------------------------------------------------------------------------------------
@@ -90,13 +90,16 @@ class Turns:
             self.holder = self.mains[0]
             load_state(states[0])
 
-    def begin_helper(self, rank: int) -> Turn:
-        """Make the current thread a helper of a rank."""
+    def new_helper(self, rank: int) -> Turn:
+        """Return the turn of a thread that a rank is about to start."""
         turn = Turn(rank, threading.Condition(self.lock), helper=True, status="running")
-        self._here.turn = turn
         with self.lock:
             self.helpers.append(turn)
         return turn
+
+    def begin_helper(self, turn: Turn) -> None:
+        """Make the current thread that helper."""
+        self._here.turn = turn
 
     def end(self, turn: Turn) -> None:
         """Note that a thread has ended, and let another go on."""
@@ -136,6 +139,18 @@ class Turns:
         if self.baton and self.holder is None:
             self._hand_on(self.mains[-1])
 
+    def lend(self) -> None:
+        """Take the baton from a rank that does nothing, for it waits for what is not known here, and hand it on."""
+        with self.lock:
+            if self.holder is not None and any(t.can_go_on for t in self.mains if t is not self.holder):
+                self._hand_on(self.holder)
+
+    def give_up(self) -> None:
+        """Call it a deadlock when nothing happens: all ranks wait, and so do helpers, for what is not known here."""
+        with self.lock:
+            if self.failure is None and not any(t.status in ("running", "new") or t.can_go_on for t in self.mains):
+                self.fail(self.deadlock())
+
     def turn(self) -> Turn:
         """Return the current thread's turn."""
         turn = self.here()
@@ -161,7 +176,7 @@ class Turns:
 
     def _go_on(self, turn: Turn) -> None:
         """After `turn` has stopped to run: hand the baton on, and find out whether nobody can go on."""
-        if self.baton and turn is self.holder:
+        if self.baton and (turn is self.holder or self.holder is None):
             self._hand_on(turn)
         if self.failure is None and not self._anybody_runs():
             self.fail(self.deadlock())
@@ -206,7 +221,7 @@ class Turns:
             f"  rank {turn.rank}{' (a helper thread)' if turn.helper else ''} {turn.text()}"
             for turn in [*self.mains, *(h for h in self.helpers if h.status == "waiting")]
         ]
-        message = "\n".join(["deadlock: no rank can go on", *lines, *self.describe_messages()])
+        message = "\n".join(["deadlock: no rank can go on", *lines, *self.remarks()])
         first = waiting[0] if waiting else None
         return RanksFailed(
             "deadlock",
