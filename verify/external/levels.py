@@ -61,7 +61,7 @@ def _of_both(threads: Report, processes: Report) -> Report:
 
 
 def _prove(program: ExternalProgram, timeout: float) -> ExternalProof:
-    def task(note: Note) -> ExternalProof:
+    def task(_note: Note) -> ExternalProof:
         logging.getLogger("torch").setLevel(logging.CRITICAL)  # what cannot be traced is told once, in the reason
         return prove_external(program)
 
