@@ -124,15 +124,22 @@ def _unreached_parameters(built: BuiltModel) -> Iterator[PlanLint]:
 
 @dataclass(frozen=True)
 class _Graph:
-    """Nodes of autograd: those that make sharded tensors, and those whose results the ends of shards read."""
+    """Nodes of autograd.
+
+    begins  make sharded tensors
+    ends    their results are read as sharded tensors
+    wholes  a rule makes their results whole
+    """
 
     begins: frozenset[Any]
     ends: tuple[Any, ...]
+    wholes: frozenset[Any]
 
 
 def _record(built: BuiltModel, plan: Mapping[str, str]) -> _Graph:
     begins: set[Any] = set()
     ends: list[Any] = []
+    wholes: set[Any] = set()
 
     def reads(_module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor) and args[0].grad_fn is not None:
@@ -142,16 +149,27 @@ def _record(built: BuiltModel, plan: Mapping[str, str]) -> _Graph:
         if isinstance(output, Tensor) and output.grad_fn is not None:
             begins.add(output.grad_fn)
 
+    def gathers(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        for item in (output,) if isinstance(output, Tensor) else output if isinstance(output, tuple) else ():
+            if isinstance(item, Tensor) and item.grad_fn is not None:
+                wholes.add(item.grad_fn)
+
     with ExitStack() as stack:
         for name, module in built.model.named_modules():
             style = plan.get(generic(name))
             if style is not None and _gives_shards(style):
                 stack.callback(module.register_forward_hook(makes).remove)
+            elif style is not None and type(_style(style)).__name__ not in _TRANSPARENT:
+                stack.callback(module.register_forward_hook(gathers).remove)
             if style is not None and _takes_shards(style):
                 stack.callback(module.register_forward_pre_hook(reads).remove)
         with torch.enable_grad():
             built.step(built.model, dict(built.batch))
-    return _Graph(frozenset(begins), tuple(ends))
+    return _Graph(frozenset(begins), tuple(ends), frozenset(wholes))
+
+
+# Classes of styles under which a module gives shards where it is given shards
+_TRANSPARENT = ("ReplicatedWithGradAllReduce", "LocalParamsParallel", "TensorParallelLayer", "PackedRowwiseParallel")
 
 
 def _gives_shards(style: str) -> bool:
@@ -194,7 +212,7 @@ def _between(graph: _Graph) -> dict[Any, None]:
             node, is_done = stack.pop()
             if is_done:
                 reached[node] = any(child in graph.begins or reached.get(child, False) for child in _inputs(node))
-            elif node not in reached and node not in graph.begins:
+            elif node not in reached and node not in graph.begins and node not in graph.wholes:
                 reached[node] = False
                 stack.append((node, True))
                 stack.extend((child, False) for child in _inputs(node))

@@ -25,18 +25,23 @@ from verify.external.transformers_target import NOISE, BuiltModel, PlanSizes
 
 WRONG = 1e-2  # relative error of a gradient in float32 from which the script calls it wrong; rounding gives 1e-6
 _MOMENT = 3.0  # seconds that the other ranks have once one failed
-_LINE = re.compile(r"^rank (\d+): (\S+) relative error (\S+)$", re.MULTILINE)
+_MOVED = "(held in another order)"
+_LINE = re.compile(rf"^rank (\d+): (\S+) relative error (\S+) *({re.escape(_MOVED)})?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class ScriptResult:
     """How a script ended.
 
-    wrong  (rank, parameter, relative error) of each gradient that it calls wrong
+    wrong  (rank, parameter, relative error) of each gradient that it calls wrong; infinity where there is none
+    moved  parameters that are held in another order than their layout says, so that their gradients say nothing
+    loss   relative error of the loss, on the rank where it is largest
     error  the last line of the first rank that failed; empty where none did
     """
 
     wrong: tuple[tuple[int, str, float], ...]
+    moved: frozenset[str]
+    loss: float
     error: str
 
     @property
@@ -44,39 +49,45 @@ class ScriptResult:
         """The parameters whose gradient is wrong on some rank."""
         return frozenset(name for _, name, _ in self.wrong)
 
+    @property
+    def is_wrong(self) -> bool:
+        """True where the loss or a gradient is wrong."""
+        return bool(self.wrong) or self.loss > WRONG / 10
+
 
 def minimal_script(built: BuiltModel, sizes: PlanSizes, options: Mapping[str, Any]) -> str:
-    """Return the script. `options`: of the library's DistributedConfig."""
+    """Return the script, of at most 20 lines. `options`: of the library's DistributedConfig."""
     config, model = type(built.config), type(built.model)
-    given = ", ".join(f"{name}={value}" for name, value in options.items())
-    ranks = sizes.fsdp * sizes.shared
+    ranks, part = sizes.fsdp * sizes.shared, _part(sizes)
     lines = [
         f"import os, torch, torch.distributed as dist  # torchrun --nproc_per_node {ranks} this.py; needs accelerate",
-        *_imports(config, model),
-        "from transformers.distributed import DistributedConfig",
+        _imports(config, model),
         'dist.init_process_group("gloo"), torch.manual_seed(0)',
         f"config = {config.__name__}({_arguments(built.config)})",
         f'plain, folder = {model.__name__}(config).train(), os.environ.get("FOLDER", "small_model")',
         f"with torch.no_grad(): [p.add_({NOISE} * torch.randn_like(p)) for p in plain.parameters()]",
         f"batch = {_batch(built)}",
+        *([f"part = {part}"] if sizes.fsdp > 1 else ["part = batch"]),
         *_loss(built),
         "loss(plain, batch).backward()",
-        "if dist.get_rank() == 0: plain.save_pretrained(folder)",
-        "dist.barrier()",
-        f"model = {model.__name__}.from_pretrained(folder, distributed_config=DistributedConfig({given})).train()",
-        f"loss(model, {_part(sizes)}).backward()",
+        "plain.save_pretrained(folder) if dist.get_rank() == 0 else None; dist.barrier()",
+        f"model = {model.__name__}.from_pretrained(folder, distributed_config={dict(options)!r}).train()",
+        "(found := loss(model, part)).backward()",
+        'print(f"rank {dist.get_rank()}: loss relative error {abs(found / loss(plain, part) - 1):.3g}")',
+        'full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t',
         "for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):",
-        '    g = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad',
-        f"    if q.grad is not None and (g is None or (error := (g - q.grad).norm() / q.grad.norm()) > {WRONG}):",
-        '        print(f"rank {dist.get_rank()}: {name} relative error {1.0 if g is None else error:.3g}", flush=True)',
+        "    held, grad = full(p.detach()), p.grad if p.grad is None else full(p.grad)",
+        f"    if q.grad is not None and (grad is None or (grad - q.grad).norm() > {WRONG} * q.grad.norm()):",
+        '        error = float("inf") if grad is None else float((grad - q.grad).norm() / q.grad.norm())',
+        '        print(f"rank {dist.get_rank()}: {name} relative error {error:.3g}", "" if held.allclose(q) else MOVED)',
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace("MOVED", repr(_MOVED)) + "\n"
 
 
-def _imports(config: type, model: type) -> list[str]:
+def _imports(config: type, model: type) -> str:
     if all(hasattr(library(), cls.__name__) for cls in (config, model)):
-        return [f"from transformers import {config.__name__}, {model.__name__}"]
-    return [f"from {cls.__module__} import {cls.__name__}" for cls in (config, model)]
+        return f"from transformers import {config.__name__}, {model.__name__}"
+    return "; ".join(f"from {cls.__module__} import {cls.__name__}" for cls in (config, model))
 
 
 def _arguments(config: Any) -> str:
@@ -177,9 +188,14 @@ def _wait(started: Sequence[subprocess.Popen[str]], until: float) -> None:
 
 
 def _result(codes: Sequence[int], logs: Sequence[str]) -> ScriptResult:
-    wrong = tuple((int(rank), name, float(error)) for log in logs for rank, name, error in _LINE.findall(log))
+    found = [line for log in logs for line in _LINE.findall(log)]
+    losses = [float(error) for _, name, error, _ in found if name == "loss"]
+    moved = frozenset(name for _, name, _, moved in found if moved)
+    wrong = tuple(
+        (int(rank), name, float(error)) for rank, name, error, _ in found if name != "loss" and name not in moved
+    )
     failed = [log for code, log in zip(codes, logs, strict=True) if code]
-    return ScriptResult(wrong, _cause_of_end(failed) if failed else "")
+    return ScriptResult(wrong, moved, max(losses, default=0.0), _cause_of_end(failed) if failed else "")
 
 
 def _cause_of_end(logs: Sequence[str]) -> str:
