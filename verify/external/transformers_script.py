@@ -79,7 +79,7 @@ def minimal_script(built: BuiltModel, sizes: PlanSizes, options: Mapping[str, An
         "    held, grad = full(p.detach()), p.grad if p.grad is None else full(p.grad)",
         f"    if q.grad is not None and (grad is None or (grad - q.grad).norm() > {WRONG} * q.grad.norm()):",
         '        error = float("inf") if grad is None else float((grad - q.grad).norm() / q.grad.norm())',
-        '        print(f"rank {dist.get_rank()}: {name} relative error {error:.3g}", "" if held.allclose(q) else MOVED)',
+        '        print(f"rank {dist.get_rank()}: {name} relative error {error:.3g}", MOVED * (not held.allclose(q)))',
     ]
     return "\n".join(lines).replace("MOVED", repr(_MOVED)) + "\n"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nnscaler.errors import NnscalerError
 from verify.external.program import Batch, ExternalProgram, Step, default_step
@@ -130,7 +132,9 @@ def parallelize(model: Any, options: Mapping[str, Any]) -> Any:
     config = distributed.DistributedConfig(**copy.deepcopy(dict(options)))
     _, manager = utilities.initialize_distributed_mesh(config)
     _untie(model)
+    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     made = type(model).maybe_distribute_model(model, config, manager)
+    _lay_out_as_loaded(made, whole)
     made.tie_weights(recompute_mapping=False)
     return made
 
@@ -142,6 +146,32 @@ def _untie(model: Any) -> None:
             owner, _, field_name = name.rpartition(".")
             copied = nn.Parameter(model.get_parameter(source).detach().clone())
             setattr(model.get_submodule(owner), field_name, copied)
+
+
+def _lay_out_as_loaded(model: Any, whole: Mapping[str, Tensor]) -> None:
+    """Give shards the order in which they are after loading: files have the rows of some weights interleaved, and the
+    loader takes a rank's part of the file before it sorts them."""
+    mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    sorting = [(converter.target_patterns, operation) for converter in mapping for operation in _sorts_rows(converter)]
+    for name, parameter in model.named_parameters():
+        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+        for patterns, operation in sorting:
+            is_cut = any(isinstance(p, Shard) and p.dim % parameter.ndim == operation.dim for p in placements)
+            if is_cut and any(re.search(pattern, name) for pattern in patterns):
+                file = _sorted_rows(whole[name], operation.reverse_op)
+                part = distribute_tensor(file, parameter.device_mesh, placements, src_data_rank=None)
+                with torch.no_grad():
+                    parameter.to_local().copy_(_sorted_rows(part.to_local(), operation))
+
+
+def _sorts_rows(converter: Any) -> list[Any]:
+    """Return the operations of a converter that sort interleaved rows."""
+    return [operation for operation in getattr(converter, "operations", ()) if type(operation).__name__ == "Interleave"]
+
+
+def _sorted_rows(value: Tensor, operation: Any) -> Tensor:
+    converted: Mapping[str, Tensor] = operation.convert({"": value}, source_patterns=[""], target_patterns=[""])
+    return converted[""]
 
 
 def distributed_options(sizes: PlanSizes, changes: PlanChanges) -> dict[str, Any]:
