@@ -49,7 +49,7 @@ def script_of(request: ExternalRequest) -> str:
     """Return a short script that compares the gradients of a request's program, and has nothing of ours in it."""
     sizes = _sizes(request)
     built = build(request.target.removeprefix(LIBRARY), sizes, _settings(request), exact=False)
-    return minimal_script(built, sizes, distributed_options(sizes, PlanChanges()))
+    return minimal_script(built, sizes, distributed_options(sizes, PlanChanges(), built.model))
 
 
 def _sizes(request: ExternalRequest) -> PlanSizes:

@@ -21,7 +21,7 @@ _PATHS = re.compile(
 )
 # Names that change no path, or what is returned
 _REPORTS = re.compile(
-    r"^(use_cache|is_decoder|is_encoder_decoder|output_\w+|return_\w+|rescale_\w+|init_\w+|use_\w*kernels?)$"
+    r"use_cache|is_decoder|is_encoder_decoder|output_\w+|return_\w+|rescale_\w+|init_\w+|use_\w*kernels?"
 )
 _RANKS = re.compile(r"\w*_lora_rank|moe_latent_size|shared_expert_intermediate_size|shared_intermediate_size")
 _RANK = 16
@@ -65,16 +65,16 @@ def flag_variants(name: str, sizes: PlanSizes) -> tuple[FlagVariant, ...]:
 def _candidates(config: Any, sizes: PlanSizes) -> Iterator[dict[str, Any]]:
     fields = fields_of(config)
     for name, value in fields.items():
-        if isinstance(value, bool) and not _REPORTS.match(name):
+        if isinstance(value, bool) and not _REPORTS.fullmatch(name):
             yield {name: not value}
         elif _RANKS.fullmatch(name) and (value is None or isinstance(value, int)):
             yield {name: None if value else _RANK}
     heads = fields.get("num_key_value_heads")
     if isinstance(heads, int) and sizes.shared > 1 and not fields.get("kv_lora_rank"):
         yield {"num_key_value_heads": 1}
-    for name in ("num_attention_heads",):
-        if isinstance(value := fields.get(name), int) and sizes.shared > 1 and fields.get("head_dim"):
-            yield {name: value + value // 2, "num_key_value_heads": value // 2}
+    queries = fields.get("num_attention_heads")
+    if isinstance(queries, int) and isinstance(heads, int) and sizes.shared > 1 and fields.get("head_dim"):
+        yield {"num_attention_heads": queries + queries // 2, "num_key_value_heads": queries // 2}
 
 
 def _parameters(config: Any) -> dict[str, tuple[int, ...]] | None:
@@ -85,8 +85,7 @@ def _parameters(config: Any) -> dict[str, tuple[int, ...]] | None:
             model: Any = classes[0](copy.deepcopy(config))
     except Exception:  # noqa: BLE001 - the library refuses this combination
         return None
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return shapes
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _reason(plain: Mapping[str, Any], changed: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

@@ -112,7 +112,7 @@ def transformers_program(
     name = target.removeprefix(LIBRARY)
     built = build(name, sizes, settings or {}, exact=exact)
     _check_plans(built.model, sizes)
-    options = distributed_options(sizes, changes or PlanChanges())
+    options = distributed_options(sizes, changes or PlanChanges(), built.model)
     return ExternalProgram(
         name=f"{LIBRARY}{name} {sizes}".strip(),
         model=lambda: copy.deepcopy(built.model),
@@ -174,11 +174,13 @@ def _sorted_rows(value: Tensor, operation: Any) -> Tensor:
     return converted[""]
 
 
-def distributed_options(sizes: PlanSizes, changes: PlanChanges) -> dict[str, Any]:
-    """Return the arguments of the library's DistributedConfig."""
+def distributed_options(sizes: PlanSizes, changes: PlanChanges, model: Any) -> dict[str, Any]:
+    """Return the arguments of the library's DistributedConfig for a model."""
     options: dict[str, Any] = {"tp_size": sizes.shared, "fsdp_size": sizes.fsdp}
     if sizes.experts_alone:
-        options["tp_plan"] = {}  # the library: no tensor rule, only its ranks
+        # an empty plan is refused, whatever the library's manual says: rules that do nothing stand in its place
+        whole = model.tp_plan or [next(name for name, _ in model.named_children())]
+        options["tp_plan"] = dict.fromkeys(whole, "replicate")
     elif changes.tp:
         options["tp_plan"] = dict(changes.tp)
     if sizes.ep > 1:
