@@ -228,12 +228,11 @@ def sweep(jobs: Sequence[Job], arguments: argparse.Namespace) -> list[Row]:
 def _rows(tasks: Sequence[Task[Row]], jobs: Sequence[Job], arguments: argparse.Namespace) -> Iterator[Row]:
     found: dict[int, Row] = {}
     for index, result, seconds in every(tasks, arguments):
-        row = (
-            jobs[index].row("timed out" if result == "TimedOut" else "crashes", result)
-            if isinstance(result, str)
-            else result
-        )
-        found[index] = replace(result, seconds=round(seconds, 2))
+        if isinstance(result, str):
+            row = jobs[index].row("timed out" if result == "TimedOut" else "crashes", result)
+        else:
+            row = result
+        found[index] = replace(row, seconds=round(seconds, 2))
         if found[index].status not in ("equal", "no plan"):
             say(found[index])
     yield from (found[index] for index in sorted(found))
