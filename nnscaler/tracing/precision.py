@@ -113,12 +113,20 @@ def run_backward(tensor: Tensor, gradient: Tensor) -> None:
     _engine_run_backward((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def convert_floats(module: nn.Module, floating: torch.dtype) -> None:
+    """Give the module's parameters and buffers of floating-point dtypes this dtype, complex ones its complex one.
+
+    `module.to` would take the imaginary part from complex ones, such as rotary factors.
+    """
+    module._apply(lambda tensor: exact_tensor(tensor, floating))
+
+
 def _convert(module: nn.Module, floating: torch.dtype, dropout: bool) -> None:
-    module.to(floating)
+    convert_floats(module, floating)
     for part in module.modules():
         for name, value in list(vars(part).items()):
-            if isinstance(value, Tensor) and value.is_floating_point():  # tensors that are not registered
-                setattr(part, name, value.to(floating))
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):  # not registered
+                setattr(part, name, exact_tensor(value, floating))
         if isinstance(part, nn.RNNBase) and not dropout:
             part.dropout = 0.0
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.locations import location_of_exception
-from nnscaler.tracing.precision import exact, run_backward, without_dropout
+from nnscaler.tracing.precision import convert_floats, exact, run_backward, without_dropout
 from verify.external.addresses import Lookup, StateMap, state_of
 from verify.external.program import Batch, ExternalProgram
 from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
@@ -42,7 +42,7 @@ def computing_in(model: nn.Module | None, dtype: torch.dtype, dropout: bool = Fa
             stack.enter_context(exact(model, dropout=dropout))
         else:
             if model is not None:
-                model.to(dtype)
+                convert_floats(model, dtype)
             stack.enter_context(without_dropout(model))
         yield
 

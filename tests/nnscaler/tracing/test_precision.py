@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nnscaler.tracing.precision import exact, without_dropout
+from nnscaler.tracing.precision import convert_floats, exact, without_dropout
 
 
 class Islands(nn.Module):
@@ -102,3 +102,29 @@ def test_nothing_is_dropped(convert: bool) -> None:
     if convert:
         with exact(module, dropout=True):
             assert not torch.equal(module(x), module(x))
+
+
+class Rotary(nn.Module):
+    """Turns pairs of channels by stored complex factors, as Llama's first code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.linspace(0.1, 1.5, 4)
+        self.register_buffer("factors", torch.polar(torch.ones(4), angles))
+        self.plain = torch.polar(torch.ones(4), angles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(-1, 4, 2))
+        return torch.view_as_real(pairs * self.factors * self.plain)
+
+
+def test_complex_buffers_keep_their_imaginary_part() -> None:
+    module, x = Rotary(), torch.randn(3, 8)
+    expected = module(x)
+    for dtype, found in ((torch.float64, torch.complex128), (torch.bfloat16, torch.complex64)):
+        mine = copy.deepcopy(module)
+        convert_floats(mine, dtype)
+        assert mine.factors.dtype == found and torch.equal(mine.factors.imag.float(), module.factors.imag)
+    with exact(module):
+        assert module.plain.dtype == torch.complex128
+        torch.testing.assert_close(module(x.double()), expected.double(), rtol=1e-5, atol=1e-6)

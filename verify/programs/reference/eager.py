@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.locations import location_of_exception
 from nnscaler.tracing.export.loss_module import Results, results_of
-from nnscaler.tracing.precision import exact, run_backward, with_draws, without_dropout
+from nnscaler.tracing.precision import convert_floats, exact, run_backward, with_draws, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale
@@ -278,7 +278,7 @@ def running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None)
         if dtype == torch.float64:
             stack.enter_context(exact(model, draws=draws))
         else:
-            model.to(dtype)
+            convert_floats(model, dtype)
             stack.enter_context(without_dropout(model) if draws is None else with_draws(draws, model))
         yield
 
