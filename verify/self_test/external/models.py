@@ -20,7 +20,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a transformer. `kv_heads` 0: as many as `heads`."""
+    """Sizes of a transformer. `kv_heads` 0: as many as `heads`. `normed`: queries and keys are normalised by heads."""
 
     words: int = 24
     width: int = 24
@@ -29,7 +29,7 @@ class Sizes:
     hidden: int = 36
     layers: int = 2
     length: int = 12
-    experts: int = 4
+    normed: bool = False
 
 
 class Layer(nn.Module):
@@ -120,10 +120,13 @@ class Attention(nn.Module):
         self.k = nn.Linear(sizes.width, kv, bias=bias)
         self.v = nn.Linear(sizes.width, kv, bias=bias)
         self.o = nn.Linear(sizes.width, sizes.width, bias=bias)
+        self.q_norm = nn.RMSNorm(self.of_head) if sizes.normed else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.of_head) if sizes.normed else nn.Identity()
         self.rotary = rotary
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, self.of_head)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
             q, k = rotated(q), rotated(k)
         repeats = q.shape[1] // k.shape[1]

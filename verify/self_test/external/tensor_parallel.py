@@ -171,6 +171,21 @@ def llama_sequence_plan() -> Plan:
     }
 
 
+def llama_normed_plan() -> Plan:
+    """Split heads that are normalised: the norms' gradients are summed, as they see some heads alone."""
+    return {
+        **llama_plan(),
+        "blocks.*.attention.q_norm": SequenceParallel(sequence_dim=1, use_local_output=True),
+        "blocks.*.attention.k_norm": SequenceParallel(sequence_dim=1, use_local_output=True),
+    }
+
+
+def llama_local_plan() -> Plan:
+    """Sequence parallelism in which plain tensors go between modules: every rule must say how its input lies."""
+    local = SequenceParallel(use_local_output=True)
+    return {**llama_sequence_plan(), "blocks.*.norm1": local, "blocks.*.norm2": local, "norm": local}
+
+
 def llama_module_input_plan() -> Plan:
     """Gather once at the door of the layer's norm's output, for gate and up together."""
     return {

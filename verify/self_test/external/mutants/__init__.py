@@ -1,0 +1,1 @@
+"""Mistakes in right programs, as rows."""
