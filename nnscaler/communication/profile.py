@@ -19,7 +19,7 @@ from nnscaler.manifest import CommunicationClass, CommunicationProfile, Communic
 from nnscaler.scheduling.schedule import Schedule
 
 VERSION = 1
-_RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+_RING = {"all_reduce": 2.0}  # all other collectives: once
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class CollectiveClass:
             return float(self.call.bytes * self.calls)
         if self.call.kind == "all_gather":
             return float(self.call.bytes * (size - 1) * self.calls)
-        return _RING[self.call.kind] * (size - 1) / size * self.call.bytes * self.calls
+        return _RING.get(self.call.kind, 1.0) * (size - 1) / size * self.call.bytes * self.calls
 
     @property
     def record(self) -> CommunicationClass:

@@ -19,6 +19,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.tracing.precision import run_backward
 from verify.external.addresses import Kind, Lookup, Piece, local_value, match, state_of
 from verify.external.program import Batch, ExternalProgram
+from verify.external.ranks.places import in_phase
+from verify.external.ranks.torch_private import watch_redistributions
 from verify.external.reference import (
     Reference,
     batch_of_step,
@@ -55,6 +57,10 @@ class RankRecord:
     pieces      its parameters and buffers
     steps       one for each step
     dtypes      floating dtypes of what its modules return
+    optimizer_bytes
+                of its states, after the last step
+    redistributed
+                operators for which DTensor changed the layout of an operand in the first step, one entry each time
     """
 
     rank: int
@@ -62,6 +68,8 @@ class RankRecord:
     pieces: tuple[Piece, ...]
     steps: tuple[ObservedStep, ...]
     dtypes: frozenset[torch.dtype] = frozenset()
+    optimizer_bytes: int = 0
+    redistributed: tuple[str, ...] = ()
 
 
 def observe(
@@ -82,14 +90,25 @@ def observe(
         optimizer = optimizer_of(program, made, reference.learning_rate)
         steps: list[ObservedStep] = []
         dtypes: set[torch.dtype] = set()
+        moves: list[str] = []
         for module in (module for part in modules_of(made) for module in part.modules()):
             module.register_forward_hook(partial(_note_dtype, dtypes))
         for number in range(len(reference.steps)):
             optimizer.zero_grad(set_to_none=True)
             for part in modules_of(made):
                 part.zero_grad(set_to_none=True)
-            steps.append(_step(program, made, optimizer, rows_of(program, reference, rank, number)))
-    return RankRecord(rank, coordinates(program)[rank], pieces, tuple(steps), frozenset(dtypes))
+            with watch_redistributions(moves.append if number == 0 else lambda move: None):
+                steps.append(_step(program, made, optimizer, rows_of(program, reference, rank, number), number))
+        held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
+    at = coordinates(program)[rank]
+    return RankRecord(rank, at, pieces, tuple(steps), frozenset(dtypes), held, tuple(moves))
+
+
+def _bytes(value: object) -> int:
+    if not isinstance(value, Tensor):
+        return 0
+    local = local_value(value)
+    return local.numel() * local.element_size()
 
 
 def _note_dtype(dtypes: set[torch.dtype], _module: nn.Module, _inputs: object, output: object) -> None:
@@ -106,7 +125,8 @@ def parallelised(
     with computing_in(mine, dtype, dropout):
         axes = tuple(axis for axis, _ in program.mesh)
         mesh = init_device_mesh("cpu", tuple(size for _, size in program.mesh), mesh_dim_names=axes)
-        made = program.parallelize(mine, mesh)
+        with in_phase("parallelize"):
+            made = program.parallelize(mine, mesh)
         yield mine if made is None else made
 
 
@@ -116,20 +136,34 @@ def rows_of(program: ExternalProgram, reference: Reference, rank: int, number: i
     return copied(part_of(batch_of_step(reference.batch, number, parts), index, parts), reference.dtype)
 
 
-def run_step(program: ExternalProgram, made: Any, batch: Batch) -> Tensor | None:
+PHASES = ("forward", "backward", "clip", "optimizer")  # a step that runs its backward pass by itself is all forward
+
+
+def phase_of_step(name: str, number: int) -> str:
+    """Return the name of a phase of a step, which calls of that time are recorded with."""
+    return f"{name} of step {number}"
+
+
+def run_step(program: ExternalProgram, made: Any, batch: Batch, number: int = 0) -> Tensor | None:
     """Run forward and backward, and return what `step` returned."""
-    loss = program.step(made, batch)
+    with in_phase(phase_of_step("forward", number)):
+        loss = program.step(made, batch)
     if isinstance(loss, Tensor) and loss.requires_grad and not _has_gradients(made):
-        run_backward(loss, torch.ones_like(loss))
+        with in_phase(phase_of_step("backward", number)):
+            run_backward(loss, torch.ones_like(loss))
     return loss
 
 
-def _step(program: ExternalProgram, made: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> ObservedStep:
-    loss = run_step(program, made, batch)
+def _step(
+    program: ExternalProgram, made: Any, optimizer: torch.optim.Optimizer, batch: Batch, number: int
+) -> ObservedStep:
+    loss = run_step(program, made, batch, number)
     named = list(tensors_of_program(made, program))
     gradients = {name: _gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
-    norm = _clip(program, made) if program.max_norm is not None else None
-    optimizer.step()
+    with in_phase(phase_of_step("clip", number)):
+        norm = _clip(program, made) if program.max_norm is not None else None
+    with in_phase(phase_of_step("optimizer", number)):
+        optimizer.step()
     state = {name: local_value(tensor).clone() for name, tensor, _ in tensors_of_program(made, program)}
     return ObservedStep(_whole(loss), gradients, state, norm)
 

@@ -16,6 +16,7 @@ from verify.external.differences import Compared
 from verify.external.findings import findings
 from verify.external.noise import Noise, measure, rounded
 from verify.external.observe import RankRecord
+from verify.external.profile import communication_profile, memory, notes_of
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed
 from verify.external.reference import (
@@ -24,6 +25,7 @@ from verify.external.reference import (
     initial_model,
     run_reference,
 )
+from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -83,7 +85,17 @@ def verify_program(
         notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
         environment=environment() | {"executor": how.executor, "dtype": ", ".join(dtypes)},
         seconds=time.perf_counter() - started,
+        attachments=_measured(program, how, outcomes),
     )
+
+
+def _measured(program: ExternalProgram, how: Settings, outcomes: Sequence[Outcome]) -> Attachments:
+    """Return what the first run that ended shows of a step's communication and of memory."""
+    ran = next((outcome.ran for outcome in outcomes if outcome.ran is not None), None)
+    if ran is None:
+        return Attachments()
+    profile = communication_profile(program, ran.calls, how.steps - 1)
+    return Attachments(communication_profile=profile, memory=memory(ran.results))
 
 
 def _without_float64(
@@ -172,7 +184,7 @@ def verify_in(
     if how.checkpoint and not known:
         check, more = case.checkpoint(tolerance)
         checks, found = (*checks, check), (*found, *more)
-    return Outcome(dtype, checks, found, (*notes, *_notes(ran.results)), compared, ran)
+    return Outcome(dtype, checks, found, (*notes, *_notes(ran.results), *notes_of(ran)), compared, ran)
 
 
 def narrowest(ran: RankRun[RankRecord], dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.answers import Part
-from verify.external.ranks.places import place_of_call
+from verify.external.ranks.places import phase, place_of_call
 from verify.external.ranks.torch_private import BACKEND, ProcessGroup, Work, current_worlds, premultiplier
 
 Items = Sequence[Sequence[Tensor]]
@@ -230,7 +230,9 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         (tensor,) = tensors
         ranks = (self.members[source] if source >= 0 else -1, self.members[target])
         place = place_of_call()
-        call = CommunicationCall(kind, ranks, _shapes(tensors), tensor.dtype, key=(f"tag {tag}",), place=place)
+        call = CommunicationCall(
+            kind, ranks, _shapes(tensors), tensor.dtype, key=(f"tag {tag}",), place=place, context=phase()
+        )
         return self._begun(self.begin_message(call, tensor, target if kind == "send" else source, tag))
 
     def _in_place(self, kind: str, tensors: Sequence[Tensor], options: Any, name: str) -> Any:
@@ -251,6 +253,7 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
             reduction,
             None if root is None else self.members[root],
             place=place_of_call(),
+            context=phase(),
         )
         waits_now = getattr(options, "asyncOp", True) is False
         work = self._begun(self.begin_collective(Part(call, given, taken, factor, not waits_now), root, options, real))

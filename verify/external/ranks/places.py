@@ -1,10 +1,13 @@
-"""The line of the program from which torch was called."""
+"""Where in a program torch was called: the line, and the phase of the step."""
 
 from __future__ import annotations
 
 import os
 import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -15,7 +18,7 @@ from nnscaler.tracing import precision
 
 _FOREIGN = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     str(Path(__file__).resolve().parents[1] / "torchrun") + os.sep,  # wraps torch
     os.path.abspath(precision.__file__),  # its mode is around every function of torch
     "<",  # frozen modules, and code that was made at run time
@@ -23,6 +26,25 @@ _FOREIGN = (
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 _WRAPPERS = frozenset({"typing_extensions.py"})  # decorators of torch's deprecated functions
+
+
+_here = threading.local()
+
+
+@contextmanager
+def in_phase(name: str) -> Iterator[None]:
+    """While open, calls of this thread are recorded as made in that phase of a step: "forward", "backward"."""
+    before = phase()
+    _here.phase = name
+    try:
+        yield
+    finally:
+        _here.phase = before
+
+
+def phase() -> str:
+    """Return the phase in which this thread is; empty where none was named."""
+    return getattr(_here, "phase", "")
 
 
 def place_of_call() -> str | None:

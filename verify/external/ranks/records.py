@@ -28,6 +28,7 @@ class RankCall:
     reduction  "sum", "avg", "max" and so on; "" where nothing is reduced
     bytes      that this rank gives
     place      "file:line" of the innermost frame of the program; None where there is none
+    phase      of the step, as `places.in_phase` named it; empty where it named none
     """
 
     kind: str
@@ -37,11 +38,12 @@ class RankCall:
     reduction: str
     bytes: int
     place: str | None
+    phase: str = ""
 
     @classmethod
     def of(cls, call: CommunicationCall, given: int) -> RankCall:
         """Make the record of a call that gives so many bytes."""
-        return cls(call.kind, call.ranks, call.shapes, call.dtype, call.reduction, given, call.place)
+        return cls(call.kind, call.ranks, call.shapes, call.dtype, call.reduction, given, call.place, call.context)
 
 
 @dataclass(frozen=True)

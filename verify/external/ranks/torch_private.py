@@ -273,6 +273,13 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def has_sharding_rule(operator: Any) -> bool:
+    """Return whether DTensor knows how to divide an operator. torch 2.11 to 2.13."""
+    propagator = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher.sharding_propagator
+    names = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
+    return any(operator in getattr(propagator, name, ()) for name in names)
+
+
 def forget_shardings() -> None:
     """Empty the caches of DTensor's sharding rules, in Python and in C++."""
     debug = sys.modules.get("torch.distributed.tensor.debug")
@@ -306,3 +313,41 @@ def unboxed(value: Any) -> str:
         names = {int(number): name for name, number in dist.ReduceOp.RedOpType.__members__.items()}
         return names[int(value.op())].lower()
     return kind
+
+
+# -- what DTensor does on its own -------------------------------------------------------------------------------------
+
+_watching = threading.local()
+
+
+@contextmanager
+def watch_redistributions(note: Callable[[str], None]) -> Iterator[None]:
+    """While open, tell `note` each operator for which DTensor brings an operand of this thread to another layout."""
+    from torch.distributed.tensor._dispatch import OpDispatcher
+
+    dispatcher: Any = OpDispatcher
+    if not hasattr(dispatcher, "_nnscaler_watched"):  # once in a process: other ranks' threads may be inside of it
+        dispatcher.redistribute_local_args = staticmethod(_watched(dispatcher.redistribute_local_args))
+        dispatcher._nnscaler_watched = True
+    before = getattr(_watching, "note", None)
+    _watching.note = note
+    try:
+        yield
+    finally:
+        _watching.note = before
+
+
+def _watched(original: Callable[..., None]) -> Callable[..., None]:
+    def redistribute_local_args(op_info: Any, suggested: Any, *rest: Any, **named: Any) -> None:
+        note = getattr(_watching, "note", None)
+        if note is not None:
+            wanted = suggested.args_schema
+            if op_info.args_tree_spec is not None:
+                wanted = torch.utils._pytree.tree_leaves(wanted)
+            pairs = zip(op_info.flat_args_schema, wanted, strict=False)
+            moved = [(a, b) for a, b in pairs if hasattr(a, "placements") and hasattr(b, "placements") and a != b]
+            for given, asked in moved:
+                note(f"{suggested.op} from {tuple(given.placements)} to {tuple(asked.placements)}")
+        original(op_info, suggested, *rest, **named)
+
+    return redistribute_local_args
