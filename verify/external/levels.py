@@ -8,6 +8,7 @@ from dataclasses import replace
 from verify.external.case import Settings
 from verify.external.program import ExternalProgram
 from verify.external.proof.prove import ExternalProof, prove_external
+from verify.external.ranks.attention import register_attention
 from verify.external.request import ExternalRequest
 from verify.external.verify import TOOL, Progress, verify_program
 from verify.processes.pool import Died, Done, Note, Raised, run_forked, run_here, why_not_fork
@@ -20,6 +21,7 @@ PROOF = "proof"
 
 def verify_levels(program: ExternalProgram, request: ExternalRequest, progress: Progress) -> Report:
     """Verify a program as the request says. Raises NnscalerError for what cannot be run at all."""
+    register_attention()
     if request.level == "static":
         return _static(program, request, progress)
     executors = ("simulator", "gloo") if request.executor == "both" else (request.executor,)
