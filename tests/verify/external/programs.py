@@ -71,6 +71,23 @@ def seeded_by_rank(model: nn.Module, mesh: DeviceMesh) -> None:
     torch.manual_seed(mesh.get_local_rank("tp"))
 
 
+def doubled_down(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Wrong: one module returns twice its output."""
+    tensor_parallel(model, mesh)
+    model.down.register_forward_hook(lambda module, given, output: 2 * output)
+
+
+def doubled_backward(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Wrong: the gradient of what one module returns is doubled."""
+    tensor_parallel(model, mesh)
+
+    def hook(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        output.register_hook(lambda gradient: 2 * gradient)
+        return output
+
+    model.up.register_forward_hook(hook)
+
+
 def crossed(model: nn.Module, mesh: DeviceMesh) -> None:
     """Wrong: rank 1 waits for another collective than rank 0."""
     if dist.get_rank() == 0:
