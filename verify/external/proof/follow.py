@@ -29,6 +29,7 @@ from verify.external.proof.reference import Reference, captured
 from verify.external.proof.vocabulary import VocabularyLookup, vocabulary_lookup
 
 _MOST_FACTS = 6
+_MOST_OTHERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,12 @@ class Followed:
     typed: int = 0
     collectives: int = 0
 
-    def set(self, ref: Ref, found: Sequence[Fact]) -> None:
-        """Note what is known of a tensor."""
-        self.facts[ref] = tuple(dict.fromkeys(found))[:_MOST_FACTS]
+    def set(self, ref: Ref, found: Sequence[Fact], size: int) -> None:
+        """Note what is known of a tensor: what it is of the model (terms below `size`), or else some of the rest."""
+        facts = tuple(dict.fromkeys(found))
+        whole = [f for f in facts if f.pieces is None]
+        known = [f for f in whole if f.term < size] or whole[:_MOST_OTHERS]
+        self.facts[ref] = (*known, *(f for f in facts if f.pieces is not None))[:_MOST_FACTS]
 
 
 class Follower:
@@ -87,7 +91,7 @@ class Follower:
             self.found.typed += 1
             for output, found in enumerate(made):
                 if found:
-                    self.found.set(Ref(number, output), found)
+                    self.found.set(Ref(number, output), found, self.reference.size)
                 else:
                     lost = Lost(number, f"nothing is known of output {output} of `{call.name}`")
                     self.found.lost[Ref(number, output)] = lost
@@ -102,11 +106,11 @@ class Follower:
     def _begin(self, ref: Ref, call: RecordedCall, given: Mapping[Ref, Fact | str]) -> None:
         known = given.get(ref)
         if isinstance(known, Fact):
-            self.found.set(ref, [known])
+            self.found.set(ref, [known], self.reference.size)
             return
         whole = captured(call, self.terms)
         if known is None and whole is not None:
-            self.found.set(ref, [self.operators.everywhere(whole)])
+            self.found.set(ref, [self.operators.everywhere(whole)], self.reference.size)
             return
         self.found.lost[ref] = Lost(ref.call, known or f"a tensor of unknown origin ({call.name})")
 
@@ -155,7 +159,8 @@ class Follower:
 
         match normal_form(call, self.form):
             case Identity(of):
-                return [pieces.get(of) or self._facts(of)]
+                found = list(pieces.get(of) or self._facts(of))
+                return [found + self._expanded(call, facts)]
             case Constant(value):
                 return [[self.operators.everywhere(self.terms.constant(value))]]
             case View(of, out):
@@ -167,6 +172,18 @@ class Follower:
             case Call() as found:
                 return self._moved(found, facts) or self.operators.called(found, facts)
         raise AssertionError(call.name)
+
+    def _expanded(self, call: RecordedCall, facts: FactsOf) -> list[Fact]:
+        """Return what else a tensor is that a rank does not have to expand, as it has one row: the model expands it."""
+        if call.name != "aten.expand.default":
+            return []
+        size = {"size": call.arguments["size"]}
+        expand = Call(call.overload, {"self": call.arguments["self"], **size}, call.outputs, tuple(size))
+        try:
+            (found,) = self.operators.called(expand, facts)
+        except NoFact:
+            return []
+        return [f for f in found if f.term < self.reference.size]
 
     # -- what follows the rank's coordinates
 

@@ -126,13 +126,16 @@ class Lifting:
 
     def _results(self, call: PairedCall) -> tuple[Laid | None, ...] | Failure:
         failure = Failure("its sizes are not those of a shard's call")
+        best: tuple[Laid | None, ...] = ()
         for way in self._ways(call):
             found = self._along(call, way)
-            if not isinstance(found, Failure):
-                return found
-            if found.partial or not failure.partial:
-                failure = found
-        return failure
+            if isinstance(found, Failure):
+                failure = found if found.partial or not failure.partial else failure
+            elif _known(found) > _known(best):
+                best = found
+                if _known(best) == sum(pair is not None for pair in call.outputs):
+                    break
+        return best or failure
 
     def _ways(self, call: PairedCall) -> Iterator[dict[Any, tuple[int, ...]]]:
         """Yield which axes divide each dim of results (and of constants), and each number: by position."""
@@ -213,6 +216,10 @@ class Lifting:
         for name in call.follows:
             arguments[name] = outputs[0].sizes if outputs[0] is not None else ()
         return RuleCall(call.overload, arguments, outputs, frozenset({K}))
+
+
+def _known(found: Sequence[Laid | None]) -> int:
+    return sum(laid is not None for laid in found)
 
 
 def divided_by(states: States, dim: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from verify.external.proof.graph import Form, Ref
 from verify.external.proof.lift import Failure, Laid, Lifting, Pair, PairedCall, local_shape
 from verify.external.proof.linear import tensors_of
 from verify.external.proof.normal import Call, Sum
+from verify.external.proof.own_rows import own_rows
 from verify.external.proof.reference import Reference, multiplied_by_one, operand_order, parameters
 from verify.external.proof.terms import Shape, Whole
 
@@ -169,10 +170,13 @@ class Operators:
         problems: list[NoFact] = []
         choices = [facts(ref) for ref in refs]
         for chosen in islice(combinations(*choices), MOST):
+            given = dict(zip(refs, chosen, strict=True))
             try:
-                found = self.of(call, dict(zip(refs, chosen, strict=True)))
+                found = self.of(call, given)
             except NoFact as no:
-                problems.append(no)
+                rows = own_rows(call, given, {ref: self.form(ref) for ref in refs}, self.terms, self.lifting)
+                made[0] += rows
+                problems += [] if rows else [no]
                 continue
             for own, facts in zip(made, found, strict=True):
                 own += facts
@@ -202,6 +206,8 @@ class Operators:
         ignored: frozenset[int] = frozenset().union(*(f.ignored for f in chosen))
         made: list[list[Fact]] = [[] for _ in call.outputs]
         for candidate in self._candidates(call, key, order, given):
+            if candidate.terms is None and any(made):
+                break
             try:
                 found = self._beside(call, given, candidate, order)
             except NoFact as no:
@@ -246,15 +252,12 @@ class Operators:
     def _candidates(
         self, call: Call, key: tuple[tuple[Fraction, int], ...], order: Sequence[int], given: Mapping[Ref, Fact]
     ) -> Iterator[Candidate]:
-        """Yield calls of the whole that this may be a shard's call of: the model's, or else new ones."""
-        own, some = parameters(call), False
+        """Yield calls of the whole that this may be a shard's call of: the model's, then new ones."""
+        own = parameters(call)
         for known in self.terms.known(str(call.overload), key):
             outputs = tuple(None if t is None else (self.terms[t].shape, self.terms[t].dtype) for t in known.outputs)
             if _fit(known.parameters, own) and _alike(call.outputs, outputs):
-                some = True
                 yield Candidate(known.parameters, known.shapes, outputs, known.outputs)
-        if some:
-            return
         refs = [tensors_of(call.arguments)[i][1] for i in order]
         shapes = tuple(self._shape(given[ref], self.form(ref)) for ref in refs)
         cuts = sorted({i for f in given.values() for i, s in enumerate(f.states) if isinstance(s, Shard)})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
@@ -65,13 +66,17 @@ class ExternalProof:
 
 
 def probes(program: ExternalProgram) -> tuple[int, ...]:
-    """Return the ranks to trace: the first, and for each axis the one that is last along it alone."""
-    found, stride = [0], 1
-    for _, size in reversed(program.mesh):
+    """Return the ranks to trace: the first, and one with another coordinate on each axis, so that a number that follows
+    one of them is seen not to follow another. Where axes are too short for that: one rank for each axis."""
+    places: list[int] = []
+    for _, size in sorted(program.mesh, key=lambda axis: axis[1]):
         if size > 1:
-            found.append((size - 1) * stride)
-        stride *= size
-    return tuple(found)
+            places.append(max((c for c in range(1, size) if c not in places), default=0))
+    sizes = sorted((size, i) for i, (_, size) in enumerate(program.mesh) if size > 1)
+    strides = [prod(size for _, size in program.mesh[i + 1 :]) for i in range(len(program.mesh))]
+    if len(places) > 1 and all(places):
+        return 0, sum(place * strides[i] for place, (_, i) in zip(places, sizes, strict=True))
+    return 0, *((size - 1) * strides[i] for size, i in sizes)
 
 
 def prove_external(program: ExternalProgram, *, ranks: Sequence[int] | None = None) -> ExternalProof:

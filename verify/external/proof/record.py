@@ -25,7 +25,7 @@ from op_registry.spec import SourceLocation
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of, flat, functional
 from verify.external.proof.graph import Form, RecordedCall, Ref
-from verify.external.ranks.torch_private import autograd_sequence_number, current_autograd_node
+from verify.external.ranks.torch_private import autograd_sequence_number, current_autograd_node, unboxed
 
 STALE, CAPTURED = "stale", "captured"
 
@@ -33,7 +33,6 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, torch.nn.Buffer})
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _FEW = 64  # elements of a tensor that is made out of numbers
-_REDUCTIONS = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
 
 
 class GraphRecorder(TorchDispatchMode):
@@ -78,11 +77,13 @@ class GraphRecorder(TorchDispatchMode):
         if not _PLAIN.issuperset(types):
             return NotImplemented  # a subclass, which comes down to operators on its own tensors
         given = kwargs or {}
+        if func is torch.ops.prim.device.default:  # most of all calls, and the fake mode is slow to answer
+            return getattr(args[0], "fake_device", None) or args[0].device
         if func.namespace == "prim":
             return func(*args, **given)
         arguments = arguments_of(func, args, given)
         read = {name: self._noted(value) for name, value in arguments.items()}  # before the call, which may write
-        targets = written(func, arguments)
+        targets = _communicated(func, arguments) if func.namespace == "c10d" else written(func, arguments)
         result = func(*args, **given)
         self._note(func, read, targets, result)
         return result
@@ -90,11 +91,8 @@ class GraphRecorder(TorchDispatchMode):
     def _note(self, func: Any, read: Mapping[str, Any], targets: list[Any], result: Any) -> None:
         node = current_autograd_node()
         where = self._where(node)
-        if func.namespace == "c10d" and targets:
-            made: list[Any] = list(flat(targets))
-        else:
-            made = flat(result)
-            made += [t for t in targets if not any(t is m for m in made)]
+        made = [] if func.namespace == "c10d" else flat(result)
+        made += [t for t in targets if not any(t is m for m in made)]
         overload = functional(func) if func.namespace == "aten" else func
         ref = self._added(overload, str(overload), read, tuple(made), where, node is not None)
         places = [_place(t) for t in made if isinstance(t, Tensor)]
@@ -138,19 +136,14 @@ class GraphRecorder(TorchDispatchMode):
         if isinstance(value, list | tuple):
             return tuple(map(self._noted, value))
         if isinstance(value, torch.ScriptObject):
-            return _unboxed(value)
+            return unboxed(value)
         return value
 
 
-def _unboxed(value: Any) -> Any:
-    """Return the name of a process group, or of a reduction, that an operator of `c10d` is given."""
-    kind = str(value._type())
-    if "ProcessGroup" in kind:
-        return torch.distributed.ProcessGroup.unbox(value).group_name
-    if "ReduceOp" in kind:
-        found = torch.distributed.ReduceOp.unbox(value) if hasattr(torch.distributed.ReduceOp, "unbox") else None
-        return _REDUCTIONS.get(str(getattr(found, "op", found)).rpartition(".")[2], kind)
-    return kind
+def _communicated(func: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """Return what a collective in place writes to, which its schema does not say: what is named an output, else all."""
+    outputs = [value for name, value in arguments.items() if name.startswith("output")]
+    return [t for t in flat(outputs or list(arguments.values())) if isinstance(t, Tensor)]
 
 
 def _place(tensor: Tensor) -> tuple[int, Any]:

@@ -22,6 +22,7 @@ class Reference:
     loss       None where nothing is known of it
     gradients  by parameter; a parameter without one is not in it. None: nothing is known of it
     changed    parameters and buffers that the step wrote to
+    size       terms that the model has; later ones are a rank's
     lost       the first operator of which nothing is known, by name; None: there is none
     """
 
@@ -31,6 +32,7 @@ class Reference:
     loss: Whole | None
     gradients: Mapping[str, Whole | None]
     changed: Mapping[str, Whole | None]
+    size: int
     lost: str | None
 
 
@@ -52,7 +54,7 @@ def read_reference(graph: RankGraph) -> Reference:
     gradients = {name: values.get(held.ref) for name, held in graph.gradients.items()}
     changed = {name: values.get(held.ref) for name, held in graph.changed.items()}
     loss = None if graph.loss is None else values.get(graph.loss.ref)
-    return Reference(terms, factors, named, loss, gradients, changed, lost)
+    return Reference(terms, factors, named, loss, gradients, changed, len(terms.rows), lost)
 
 
 def _made(

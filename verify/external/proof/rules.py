@@ -14,13 +14,14 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules import conclude
-from verify.evidence.dimension_types.rules.call import Rule, RuleCall, unknown
+from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, unknown
 from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, State, Unknown, checked, split_dims
 
 _SUM = 2  # `reduction`
 _MEAN = 1
 UNIT = Fraction(1)
+OWN_ROWS = "nnscaler.own_rows"  # stands for `aten.index.Tensor` whose first index counts the rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +112,28 @@ def _rms_norm_backward(call: RuleCall) -> tuple[State, ...]:
     return labelled(call, Labelled(inputs, [labels, [None] * count], rows, [["grad_out"]]))
 
 
+def _own_rows(call: RuleCall) -> tuple[State, ...]:
+    """`x[arange(rows), ...]`: each row of the result reads the same row of `x`, so that they are split together."""
+    x, rows = call.tensor("self"), call["indices"][0]
+    others = [o for o in call["indices"][1:] if isinstance(o, Operand)]
+    ndim = max(o.ndim for o in (rows, *others))
+    common = letters(ndim, prefix="i")
+    inputs: dict[str, Labels] = {}
+    for i, index in enumerate(call["indices"]):
+        if isinstance(index, Operand):
+            own = common[ndim - index.ndim :]
+            inputs[f"indices.{i}"] = [None if s == 1 else name for name, s in zip(own, index.sizes, strict=True)]
+    at = split_dims(rows.sizes, call.split)
+    inputs["self"] = [inputs["indices.0"][at[0]] if at else None, *[None] * (x.ndim - 1)]
+    rest = [None] * (x.ndim - 1 - len(others))
+    return labelled(call, Labelled(inputs, [[*common, *rest]]))
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
         "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
+        OWN_ROWS: _own_rows,
         "aten._fused_rms_norm_backward.default": _rms_norm_backward,
     }
 )

@@ -91,6 +91,10 @@ class Terms:
         """Return whether the term has one number everywhere, and no shape of its own."""
         return term in (self.one, self.zero)
 
+    def calls_of(self, operator: str) -> list[tuple[tuple[tuple[Coefficient, int], ...], KnownCall]]:
+        """Return the operands and the calls of an operator that were made so far."""
+        return [(operands, k) for (name, operands), calls in self._calls.items() if name == operator for k in calls]
+
     def known(self, operator: str, operands: tuple[tuple[Coefficient, int], ...]) -> list[KnownCall]:
         """Return the calls of this operator on these operands that were made so far."""
         return self._calls.get((operator, operands), [])

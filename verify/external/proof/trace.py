@@ -7,8 +7,9 @@ under the recorder.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
 
@@ -141,6 +142,7 @@ def _traced(
         inputs[path] = recorder.given(tensor, f"batch {path}")
     stored = {name: _held(recorder, tensor, spans, f"stored {name}") for name, tensor in state_of(runs)}
     with ExitStack() as stack:
+        stack.enter_context(without_collection())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(recorder)
         loss = _attempt("the step", lambda: step(runs, batch))
@@ -153,6 +155,18 @@ def _traced(
     named = {a for c in recorder.calls for a in c.arguments.values() if isinstance(a, str)}
     groups = {name: spans(name) for name in sorted(named) if _is_group(name)} if places else {}
     return pruned(RankGraph(rank, places, tuple(recorder.calls), stored, inputs, found, gradients, changed, groups))
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Collect no garbage until the end: a trace makes many objects, and keeps them."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _is_group(name: str) -> bool:
