@@ -87,6 +87,8 @@ def cause_of(wrong: Wrong) -> Cause:
         return Cause("zero", f"the {wrong.noun} is zero everywhere: nothing was added to it")
     if not bool(torch.isfinite(wrong.value).all()):
         return Cause("differs", f"the {wrong.noun} has values that are NaN or infinite")
+    if wrong.agrees(wrong.value, wrong.expected):
+        return Cause("differs", "")  # too little to say more
     return (
         _unsummed(wrong)
         or _stale(wrong)
@@ -152,7 +154,10 @@ def _factor(wrong: Wrong) -> Cause | None:
         if abs(factor * size - 1) < CLOSE:
             text = f"it is 1/{size} of the model's, and {name} has {size} ranks: averaged over {name} where it should"
             return Cause("scaled", f"{text} be summed, or averaged once too often", name, factor)
-    return Cause("scaled", f"it is {_fraction(factor)} times the model's", "", factor)
+    told = _fraction(factor)
+    if wrong.expected.numel() == 1 and "." in told:
+        return None  # any two numbers have a ratio
+    return Cause("scaled", f"it is {told} times the model's", "", factor)
 
 
 def _fraction(factor: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,13 +23,24 @@ def compare(run: Run) -> tuple[Compared, ...]:
     gradients, norms = _gradients(run), compare_norms(run)
     wrong = min((d.step for d in gradients.differences), default=len(run.reference.steps))
     losses = compare_losses(run, wrong)
-    after = () if _refuted(losses) or _refuted(gradients) or _refuted(norms) else (_states(run, "parameter"),)
-    buffers = _states(run, "buffer")
+    states, buffers = _states(run, "parameter"), _states(run, "buffer")
+    first, updated = min(map(_first_refuted, (losses, gradients, norms))), _first_refuted(states)
+    if updated < first:  # the update of a step comes after its gradients and before those of the next
+        losses, gradients, norms = (_until(result, updated) for result in (losses, gradients, norms))
+    after = (states,) if updated < first or first == _NEVER else ()
     return (_held(run), losses, gradients, norms, *after, *((buffers,) if buffers.count else ()))
 
 
-def _refuted(compared: Compared) -> bool:
-    return any(d.verdict is Verdict.REFUTED for d in compared.differences)
+_NEVER = 1 << 30  # a step that no run reaches
+
+
+def _first_refuted(compared: Compared) -> int:
+    return min((d.step for d in compared.differences if d.verdict is Verdict.REFUTED), default=_NEVER)
+
+
+def _until(compared: Compared, step: int) -> Compared:
+    """Leave out the differences of later steps."""
+    return replace(compared, differences=tuple(d for d in compared.differences if d.step <= step))
 
 
 # Which elements the ranks hold.
@@ -52,7 +64,7 @@ def _held(run: Run) -> Compared:
                 held[piece.addresses.start : piece.addresses.stop] = True
             else:
                 held[piece.addresses] = True
-            if piece.found == "given" and isinstance(piece.addresses, range) and piece.layout == "plain":
+            if piece.kind == "parameter" and isinstance(piece.addresses, range) and piece.layout == "plain":
                 first = starts.setdefault(
                     (piece.local, piece.name, piece.addresses.start), (record.rank, piece.started)
                 )
