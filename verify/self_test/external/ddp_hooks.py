@@ -31,6 +31,42 @@ def gathered_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[T
     return work.get_future().then(lambda done: torch.stack(parts).mean(0))
 
 
+def summed_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Sum, and never divide: a mistake."""
+    return _summed(group, bucket.buffer())
+
+
+def silent_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Reduce nothing: a mistake."""
+    return _done(bucket.buffer())
+
+
+def averaged_twice_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Divide before and after the sum: a mistake."""
+    size = group.size()
+    return _summed(group, bucket.buffer().div_(size)).then(lambda done: done.value() / size)
+
+
+def first_bucket_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Reduce the first bucket only: a mistake."""
+    return allreduce_hook(group, bucket) if bucket.index() == 0 else _done(bucket.buffer())
+
+
+def own_half_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Average all but the last tenth of a bucket: a mistake."""
+    whole = bucket.buffer()
+    part = whole[: len(whole) * 9 // 10]
+    dist.all_reduce(part, group=group)
+    part /= group.size()
+    return _done(whole)
+
+
+def _done(value: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(value)
+    return future
+
+
 def _summed(group: dist.ProcessGroup, share: Tensor) -> Future[Tensor]:
     work = dist.all_reduce(share, group=group, async_op=True)
     assert work is not None
