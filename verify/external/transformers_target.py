@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from nnscaler.errors import NnscalerError
 from verify.external.program import Batch, ExternalProgram, Step, default_step
 from verify.external.request import LIBRARY
-from verify.external.transformers_config import Sizes, configuration, library, shrink, with_settings
+from verify.external.transformers_config import configuration, library, with_settings
+from verify.external.transformers_shrink import Sizes, shrink
 
 ROWS, LENGTH = 4, 16  # of a batch: sequences, and tokens of each
 NOISE = 0.05  # standard deviation of what is added to every parameter: no unit norms, no zero biases
@@ -263,6 +264,10 @@ def model_classes(config: Any) -> list[type]:
             configured: Any = value
             if configured.config_class is type(config) and not value.__name__.endswith("PreTrainedModel"):
                 found.append(value)
+    if not found:  # a model type that runs another one's model
+        auto = importlib.import_module("transformers.models.auto.modeling_auto")
+        mappings = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_MAPPING)
+        found = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     return sorted((cls for cls in found if _preference(cls) < len(_KINDS)), key=_preference)
 
 
