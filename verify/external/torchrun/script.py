@@ -99,7 +99,8 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: Feed | 
             return
         except SystemExit as stop:
             if stop.code not in (None, 0):
-                raise ScriptExit(f"the script ended itself: sys.exit({stop.code!r})") from None
+                error = ScriptExit(f"the script ended itself: sys.exit({stop.code!r})")
+                raise error.with_traceback(stop.__traceback__) from None
     if not watch.stopped:
         save(watch.record())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from op_registry.spec import SourceLocation
 
 from verify.external.ranks.records import RanksFailed
 from verify.external.torchrun.judge import SAID, Judged, judge
-from verify.external.torchrun.match import Layout, NoParts, material_of, parts_of
+from verify.external.torchrun.match import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.processes import Failed, first_line
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.runs import Runner
@@ -97,14 +96,17 @@ def _verify(runner: Runner, name: str, double: bool, progress: Progress) -> Outc
 
 def _run(runner: Runner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
     """Run the script on all ranks, in float64 if it can; return what they did, and whether it was in float64."""
-    try:
-        return runner.on_ranks(double), double
-    except RanksFailed as failure:
-        if not double or failure.code != "rank_raises":
-            raise
-        records = runner.on_ranks(False)
-        notes.append(f"the script does not run in float64 ({first_line(failure.message)}): its own dtypes were used")
-        return records, False
+    told = ""
+    if double:
+        try:
+            return runner.on_ranks(True), True
+        except RanksFailed as failure:
+            if failure.code != "rank_raises":
+                raise
+            told = f"the script does not run in float64 ({first_line(failure.message)}): its own dtypes were used"
+    records = runner.on_ranks(False)
+    notes += [told] if told else []
+    return records, False
 
 
 def _undecided(message: str, output: str | None) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
@@ -116,13 +118,13 @@ def _undecided(message: str, output: str | None) -> tuple[tuple[Check, ...], tup
 def _failed(runner: Runner, failure: RanksFailed, double: bool) -> Outcome:
     """Judge a run of the ranks that did not end: it refutes the script where one rank ends well."""
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
-    message, notes = failure.message, []
+    code, message = failure.code, failure.message
     if failure.code in ("rank_raises", "rank_died"):
         try:
             runner.alone(False)
         except Failed as alone:
-            verdict = Verdict.INCONCLUSIVE
-            notes.append(f"on one rank the script fails as well: {alone}")
+            verdict, code = Verdict.INCONCLUSIVE, "nothing_checked"
+            message = f"the script fails on one rank as well: {alone}; on its ranks: {message}"
     example = {} if failure.rank is None else {"rank": str(failure.rank)}
     example |= {f"rank {rank}": text for rank, text in failure.by_rank.items() if text}
     output = runner.output()
@@ -130,44 +132,30 @@ def _failed(runner: Runner, failure: RanksFailed, double: bool) -> Outcome:
     file, _, line = (failure.place or "").rpartition(":")
     where = SourceLocation(file, int(line), "") if file and line.isdigit() else None
     check = Check("ranks run to their end", verdict, 1, int(verdict is Verdict.REFUTED))
-    finding = Finding(failure.code, message, where, example)
-    return (check,), (finding,), tuple(notes), "float64" if double else "its own dtypes"
+    finding = Finding(code, message, where, example)
+    return (check,), (finding,), (), "float64" if double else "its own dtypes"
 
 
 def _unequal_starts(records: Sequence[ScriptRecord]) -> tuple[tuple[Check, ...], tuple[Finding, ...]] | None:
-    """Say of parameters that have one name and shape on all ranks, and other values, what they are; None if all agree.
+    """Refute replicas that start from other values and are given the same gradients: nobody made them equal.
 
-    Where the ranks then make equal gradients, these are replicas that nobody made equal. Else they may be parts of
-    something larger (experts), and nothing is decided.
+    None where there are none. Where gradients differ too, they may be parts of something larger.
     """
-    plain = [{held.name: held for held in record.held if held.layout == "plain"} for record in records]
-    first = records[0]
-    shared = [n for n in plain[0] if all(n in other and other[n].shape == plain[0][n].shape for other in plain)]
-    unequal = [n for n in shared if any(not torch.equal(first.start[n], other.start[n]) for other in records[1:])]
-    if not unequal:
+    first, *others = records
+    unequal = unequal_starts(records)
+    replicas = [name for name in unequal if all(_same_gradient(first, other, name) for other in others)]
+    if not replicas:
         return None
-    summed = [n for n in unequal if (own := first.steps[0].gradients.get(n)) is not None and own.abs().max() > 0]
-    synchronised = (
-        bool(summed)
-        and all(
-            other.steps[0].gradients.get(n) is not None
-            and torch.equal(other.steps[0].gradients[n], first.steps[0].gradients[n])  # type: ignore[arg-type]
-            for n in summed
-            for other in records[1:]
-        )
-    )
-    named = ", ".join(unequal[:4]) + (f" and {len(unequal) - 4} more" if len(unequal) > 4 else "")
-    if synchronised:
-        message = f"ranks start from different values of {named}, and add the same gradients to them"
-        check = Check("replicas start equal", Verdict.REFUTED, len(shared), len(unequal))
-        help = "broadcast the parameters of rank 0, or seed every rank alike, before the first step"
-        return (check,), (Finding("replicas_differ", message, None, {"tensors": ", ".join(unequal)}, help=help),)
-    message = (
-        f"ranks hold different values of {named} from the start, and have different gradients of them: they may be "
-        "parts of something larger, or replicas that nobody made equal"
-    )
-    checks, (finding,) = _undecided(message, None)
-    return checks, (replace(finding, counter_example={"tensors": ", ".join(unequal)}),)
+    named = ", ".join(replicas[:4]) + (f" and {len(replicas) - 4} more" if len(replicas) > 4 else "")
+    message = f"ranks start from different values of {named}, and add the same gradients to them"
+    check = Check("replicas start equal", Verdict.REFUTED, len(first.held), len(replicas))
+    help = "broadcast the parameters of rank 0, or seed every rank alike, before the first step"
+    return (check,), (Finding("replicas_differ", message, None, {"tensors": ", ".join(replicas)}, help=help),)
+
+
+def _same_gradient(one: ScriptRecord, other: ScriptRecord, name: str) -> bool:
+    a, b = one.steps[0].gradients.get(name), other.steps[0].gradients.get(name)
+    return a is not None and b is not None and bool(a.abs().max() > 0) and torch.equal(a, b)
 
 
 def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> list[str]:
@@ -188,6 +176,10 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
     if judged.attempt is not None:
         notes.append(SAID[judged.attempt.way])
         notes += judged.attempt.notes
+        pieces = [piece for record in judged.attempt.run.records for piece in record.pieces]
+        by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
+        if by_value:
+            notes.append(f"which part a rank holds was found from the values at the start: {', '.join(by_value)}")
     if any(record.drew for record in records):
         notes.append("the forward pass draws random numbers")
     return notes

@@ -30,7 +30,6 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--batch-norm", action="store_true")
-    parser.add_argument("--broken", default="")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
@@ -44,17 +43,12 @@ def main():
         if last:
             loss = loss_fn(model(batch["image"]), batch["label"])
             (loss / args.accumulate).backward()
-            if args.broken != "clear":
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
         else:
             with model.no_sync():
                 loss = loss_fn(model(batch["image"]), batch["label"])
                 (loss / args.accumulate).backward()
-                if args.broken == "lost":
-                    optimizer.zero_grad()
     dist.destroy_process_group()
 
 
