@@ -93,6 +93,37 @@ def test_illegal():
 def test_no_inputs():
     return build_model
 """
+PROGRAMS = """
+def test_right(verify_external):
+    assert verify_external("check.py", ranks=2, steps=1).verdict.passes
+
+def test_wrong(verify_external):
+    verify_external("check.py::forgotten", ranks=2, steps=1)
+
+def test_none(verify_external):
+    verify_external("nothing.py")
+"""
+CHECK = """
+import torch
+from torch.distributed.fsdp import fully_shard
+
+mesh = ("dp",)
+
+def model():
+    return torch.nn.Linear(8, 4)
+
+def batch():
+    return torch.randn(12, 8)
+
+def step(model, batch):
+    return model(batch).square().mean()
+
+def parallelize(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+def forgotten(model, mesh):
+    return model
+"""
 WRONG_PLAN = """
 import pytest
 
@@ -157,6 +188,8 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
         "ops2.py": OPS.format(name="plugin_plan"),
         "wrong_model.py": wrong.replace("import torch\n", "import torch\nfrom ops2 import wrong\n", 1),
         "test_wrong.py": WRONG_PLAN,
+        "check.py": CHECK,
+        "test_programs.py": PROGRAMS,
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -183,6 +216,13 @@ def test_plans(suite: Suite) -> None:
     suite.lines.fnmatch_lines(["test_unused returned nothing, so nothing was verified: *"])
     suite.lines.fnmatch_lines(["could not be verified: *plan*"])
     suite.lines.fnmatch_lines(["could not be verified: a module needs its inputs: *"])
+
+
+def test_programs_of_others(suite: Suite) -> None:
+    expected = {"test_right": "passed", "test_wrong": "failed", "test_none": "failed"}
+    assert suite.outcomes("test_programs.py") == expected
+    suite.lines.fnmatch_lines(["REFUTED  check.py::forgotten on 2 ranks (dp=2)*", "gradient_differs *"])
+    suite.lines.fnmatch_lines(["could not be verified: there is no file 'nothing.py'*"])
 
 
 def test_a_wrong_plan_fails_with_its_report(suite: Suite) -> None:

@@ -187,7 +187,7 @@ def _lost(request: ExternalRequest, event: Event[Report]) -> Report:
         ended = event.how if isinstance(event, Died) else f"still running after {event.seconds:.0f} s"
         code = "item_died" if isinstance(event, Died) else "item_timed_out"
         message, facts = ended, {"running": event.note or "its first step"}
-    name = " ".join((request.target, *_sizes(request)))
+    name = " ".join((request.target, *_sizes(request), *(f"--set {text}" for text in request.settings)))
     finding = Finding(code, f"`{name}`: {message}", where, facts, help=help)
     check = Check("ran to its end", Verdict.INCONCLUSIVE, 0, detail=finding.message)
     return Report("verify-external", name, "", request.seed, (check,), (finding,), (), environment(), event.seconds)

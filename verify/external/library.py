@@ -13,6 +13,7 @@ from nnscaler.errors import NnscalerError
 from verify.external.program import ExternalProgram
 from verify.external.request import LIBRARY, SIZES, ExternalRequest, read_setting
 from verify.external.transformers_config import targets
+from verify.external.transformers_flags import flag_variants
 from verify.external.transformers_script import minimal_script
 from verify.external.transformers_target import (
     PlanChanges,
@@ -27,7 +28,10 @@ _WORDS = {"True": True, "False": False, "None": None}  # as Python has them; JSO
 
 
 def expand(request: ExternalRequest) -> list[ExternalRequest]:
-    """Return a request for each program: of each model, size and flag. Raises NnscalerError `usage`."""
+    """Return a request for each program: of each model, size and flag.
+
+    Raises NnscalerError `usage`, and for the flags of a single model as `flag_variants`.
+    """
     models = [f"{LIBRARY}{name}" for name in targets()] if request.target == ALL else [request.target]
     lists = [getattr(request, name) for name in SIZES]
     if not any(lists):
@@ -35,14 +39,28 @@ def expand(request: ExternalRequest) -> list[ExternalRequest]:
     found: list[ExternalRequest] = []
     for model, *sizes in product(models, *(values or (1,) for values in lists)):
         one: dict[str, Any] = {name: () if size == 1 else (size,) for name, size in zip(SIZES, sizes, strict=True)}
-        found.append(replace(request, target=model, **one))
+        plain = replace(request, target=model, sweep_flags=False, **one)
+        found += [plain, *(_with_flags(plain, len(models) > 1) if request.sweep_flags else [])]
     return found
+
+
+def _with_flags(request: ExternalRequest, one_of_many: bool) -> list[ExternalRequest]:
+    """Return a request for each variant of a model's flags; none where one of many models cannot be made."""
+    try:
+        variants = flag_variants(request.target.removeprefix(LIBRARY), _sizes(request))
+    except NnscalerError:
+        if not one_of_many:
+            raise
+        return []  # the plain one says why
+    texts = [tuple(f"{name}={json.dumps(value)}" for name, value in v.settings.items()) for v in variants]
+    return [replace(request, settings=(*request.settings, *text)) for text in texts]
 
 
 def program_of(request: ExternalRequest) -> ExternalProgram:
     """Make the program of a request for one. Raises NnscalerError as `transformers_program`."""
     exact = "float64" in request.dtypes
-    return transformers_program(request.target, _sizes(request), _settings(request), exact=exact)
+    program = transformers_program(request.target, _sizes(request), _settings(request), exact=exact)
+    return replace(program, name=" ".join((program.name, *(f"--set {text}" for text in request.settings))))
 
 
 def script_of(request: ExternalRequest) -> str:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, positive, seconds
+from nnscaler.cli.output.comm_profile import add_option, show_profile
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -20,6 +21,7 @@ EPILOG = """examples:
   nnscaler verify-external check.py --mesh dp=2,tp=2 --dtype float64 bfloat16 --checkpoint
   nnscaler verify-external check.py --ranks 2 --executor both    threads, then processes: they must agree
   nnscaler verify-external hf:llama --tp 2 4 --set attention_bias=true   a plan of transformers, on random weights
+  nnscaler verify-external hf:qwen3 --tp 2 --sweep-flags         and with each flag that changes its parameters or paths
   nnscaler verify-external hf:all --tp 2 --output-format jsonl   every model with a plan
   nnscaler verify-external --torchrun 'train.py --steps 2' --ranks 2     a script, against the same script on one rank
 
@@ -65,6 +67,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     _add_program(parser.add_argument_group("program"))
     _add_library(parser.add_argument_group("plans of transformers (hf:TYPE)"))
     _add_run(parser.add_argument_group("run"))
+    add_option(parser)
     add_report_options(parser)
     parser.set_defaults(command=run)
 
@@ -143,7 +146,25 @@ def run(options: argparse.Namespace) -> int:
     """Verify, print the reports, and return the exit code of the worst."""
     started = time.perf_counter()
     reports = verify(external_request(options), options.console)
-    return show(reports, options, time.perf_counter() - started)
+    code = show(reports, options, time.perf_counter() - started)
+    if options.comm_profile is not None:
+        _show_profiles(reports, options)
+    return code
+
+
+def _show_profiles(reports: list[Report], options: argparse.Namespace) -> None:
+    """Print what each program communicates in a step; warn where that is not known, or does not fit in one file."""
+    console: Console = options.console
+    measured = [report for report in reports if report.attachments.communication_profile is not None]
+    if len(measured) < len(reports):
+        console.warning(f"{len(reports) - len(measured)} of {len(reports)} reports have no communication profile")
+    for number, report in enumerate(measured):
+        if number and options.comm_profile.path is not None:
+            console.warning(f"{options.comm_profile.path} has the profile of {measured[0].subject} alone")
+            return
+        if len(measured) > 1 and options.comm_profile.path is None:
+            console.result(f"\n{report.subject} {report.setting}")
+        show_profile(report.attachments.communication_profile, options.comm_profile, console)
 
 
 def external_request(options: argparse.Namespace) -> ExternalRequest:

@@ -120,6 +120,40 @@ def test_a_batch_that_does_not_divide(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "8 rows" in err and "3" in err and "help" in err
 
 
+def test_what_is_communicated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "profile.json"
+    words = ["verify-external", str(EXAMPLES / "ddp.py"), "--ranks", "2", "--level", "run", "-q"]
+    assert main([*words, "--comm-profile", f"json={file}"]) == 0
+    classes = json.loads(file.read_text())["classes"]
+    assert "all_reduce" in {entry["kind"] for entry in classes}
+    capsys.readouterr()
+    assert main([*words, "--comm-profile"]) == 0
+    assert any(line.startswith("all_reduce") for line in capsys.readouterr().out.splitlines())
+    assert main(["verify-external", str(EXAMPLES / "ddp.py"), "--level", "static", "-q", "--comm-profile"]) == 3
+    assert "1 of 1 reports have no communication profile" in capsys.readouterr().err
+
+
+def test_a_proof_beside_the_run_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    example = str(EXAMPLES / "tensor_parallel.py")
+    for level, names in (("all", {"gradients", "proof"}), ("static", {"proof"}), ("run", {"gradients"})):
+        code, report = run(capsys, example, "--mesh", "tp=2", "--level", level)
+        assert code == 0, report
+        checks = {check["name"]: check["verdict"] for check in report["checks"]}
+        assert names <= set(checks) and ("proof" in checks) == ("proof" in names)
+        assert checks.get("proof") in (None, "PROVED (bounded)") and ("gradients" in checks) == (level != "static")
+    code, report = run(capsys, str(EXAMPLES / "fsdp2.py"), "--level", "static")
+    assert (code, report["verdict"]) == (3, "INCONCLUSIVE"), "what cannot be traced is no pass"
+
+
+def test_both_executors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "check.py").write_text(TEMPLATE)
+    words = ("--ranks", "2", "--steps", "1", "--executor", "both", "--level", "run")
+    code, report = run(capsys, str(tmp_path / "check.py"), *words)
+    assert code == 0 and report["setting"].endswith("on threads and on processes")
+    names = [check["name"] for check in report["checks"]]
+    assert {"gradients, simulator", "gradients, gloo"} <= set(names) and len(set(names)) == len(names)
+
+
 def test_the_front_door_in_python(tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text(TEMPLATE)
     file = str(tmp_path / "check.py")

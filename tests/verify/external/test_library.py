@@ -28,6 +28,17 @@ def test_sizes_are_programs_of_their_own() -> None:
     assert [(r.tp, r.fsdp) for r in expand(ExternalRequest("hf:llama", fsdp=(2,)))] == [((), (2,))]
 
 
+def test_flags_are_programs_of_their_own() -> None:
+    """Values survive the way through a token, which has texts."""
+    found = expand(ExternalRequest("hf:qwen3", tp=(2,), settings=("rms_norm_eps=1e-5",), sweep_flags=True))
+    assert found[0] == ExternalRequest("hf:qwen3", tp=(2,), settings=("rms_norm_eps=1e-5",))
+    assert all(r.settings[0] == "rms_norm_eps=1e-5" and len(r.settings) > 1 for r in found[1:])
+    assert ("rms_norm_eps=1e-5", "attention_bias=true") in {r.settings for r in found}
+    assert not any(r.sweep_flags for r in found) and len({r.settings for r in found}) == len(found)
+    with pytest.raises(NnscalerError, match="no model type"):
+        expand(ExternalRequest("hf:qwen33", sweep_flags=True))
+
+
 def test_all_models_with_a_plan() -> None:
     found = expand(ExternalRequest("hf:all", tp=(2,)))
     assert [r.target for r in found] == [f"hf:{name}" for name in targets()]
