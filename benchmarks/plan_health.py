@@ -1,7 +1,8 @@
 """The plans of the installed transformers, each verified: equal to the plain model, wrong, crashing, or not built.
 
     python benchmarks/plan_health.py [--models llama qwen3 ...] [--cases tp2 tp4 ep2 fsdp2 tp2-fsdp2 tp2-ep2 flags]
-                                     [--jobs 2] [--timeout 60] [--out docs/plan-health.md] [--no-confirm]
+                                     [--jobs 2] [--timeout 60] [--out docs/plan-health.md] [--keep]
+                                     [--no-confirm]
 
 Every configuration that declares a tensor or expert plan is shrunk, given random weights, parallelised through the
 library's own code, and compared with the plain model in float64: the loss, and every gradient on every rank. What is
@@ -216,6 +217,7 @@ def sweep(jobs: Sequence[Job], arguments: argparse.Namespace) -> list[Row]:
 
     rows = list(_rows([task(job) for job in jobs], jobs, arguments))
     doubtful = [index for index, row in enumerate(rows) if row.status in ("wrong", "crashes")]
+    print(f"{len(rows)} programs in {sum(row.seconds for row in rows):.0f} s of {arguments.jobs} children", flush=True)
     if arguments.confirm:
         again = [_confirmation(rows[index]) for index in doubtful]
         for number, result, _ in every(again, replace_jobs(arguments)):
@@ -260,6 +262,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--keep", action="store_true", help="keep rows of the file that are not run now")
     parser.add_argument("--no-confirm", dest="confirm", action="store_false")
     arguments = parser.parse_args()
     logging.disable(logging.ERROR)
@@ -274,7 +277,7 @@ def main() -> int:
     taken = [row.seconds for row in rows if row.status != "no plan"] or [0.0]
     print(Counter(row.status for row in rows), f"{seconds:.0f} s, median {statistics.median(taken):.2f} s a program")
     if arguments.out is not None:
-        write_reports(arguments.out, rows, seconds)
+        write_reports(arguments.out, rows, seconds, keep=arguments.keep)
     return int(any(row.status == "wrong" and row.confirmed != "yes" for row in rows) and arguments.confirm)
 
 

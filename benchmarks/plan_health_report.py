@@ -45,10 +45,18 @@ class Row:
     seconds: float = 0.0
 
 
-def write_reports(file: Path, rows: Sequence[Row], seconds: float) -> None:
-    """Write the Markdown file, and JSON and HTML beside it."""
-    data = {"versions": versions(), "seconds": round(seconds), "rows": [asdict(row) for row in rows]}
-    file.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+def write_reports(file: Path, rows: Sequence[Row], seconds: float, *, keep: bool = False) -> None:
+    """Write the Markdown file, and JSON and HTML beside it. `keep`: also the rows that are there and not among these."""
+    data = file.with_suffix(".json")
+    if keep and data.exists():
+        before = json.loads(data.read_text(encoding="utf-8"))
+        taken = {(row.model, row.case, row.flag) for row in rows}
+        old = [Row(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in before["rows"]]
+        rows = [*(row for row in old if (row.model, row.case, row.flag) not in taken), *rows]
+        seconds += before["seconds"]
+    rows = sorted(rows, key=lambda row: (bool(row.flag), row.case, row.model, row.flag))
+    found = {"versions": versions(), "seconds": round(seconds), "rows": [asdict(row) for row in rows]}
+    data.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     file.write_text("\n".join(markdown(rows, seconds)) + "\n", encoding="utf-8")
     file.with_suffix(".html").write_text(page(rows, seconds), encoding="utf-8")
 

@@ -93,12 +93,12 @@ def _shrunk(name: str, value: Any, fields: Mapping[str, Any], sizes: Sizes, laye
         return _shrunk_rope(value, fields, sizes)
     if name == "per_layer_config":
         return {number: _small_layer(value[layer], fields, sizes, layers) for number, layer in enumerate(layers)}
-    if name.endswith(("sizes", "_size")) and isinstance(value, list | tuple):
-        return [min(item, sizes.head_dim) if isinstance(item, int) else item for item in value]
     if isinstance(value, list | tuple) and value and _is_per_layer(name, value, fields):
         if _is_index_list(value, fields):
             return [layers.index(layer) for layer in value if layer in layers]
         return [_small_number(name, value[layer], fields, sizes, layers) for layer in layers]
+    if name.endswith(("sizes", "_size")) and isinstance(value, list | tuple):
+        return [min(item, sizes.head_dim) if isinstance(item, int) else item for item in value]
     return _small_number(name, value, fields, sizes, layers)
 
 
