@@ -102,6 +102,11 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
             "A parameter of the program cannot be matched with the plain model: nothing is decided about it.",
             undecided=True,
         ),
+        "checkpoint_not_tried": Code(
+            "The program could not be saved or loaded, so that no checkpoint was compared.",
+            undecided=True,
+            unfinished=True,
+        ),
         # verify-op
         "annotation_wrong": Code(
             "Shards computed as the annotation says do not make up what the whole operator computes."

@@ -175,3 +175,13 @@ def test_what_cannot_be_matched_is_inconclusive(tmp_path: Path, capsys: pytest.C
     assert (code, report["verdict"]) == (3, "INCONCLUSIVE")
     (finding,) = report["findings"]
     assert finding["code"] == "parameter_unmatched" and "`names`" in finding["help"]
+
+
+def test_a_program_that_cannot_be_saved_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hook = "    model.register_state_dict_pre_hook(lambda *_: 1 / 0)\n    return fully_shard"
+    (tmp_path / "check.py").write_text(TEMPLATE.replace("    return fully_shard", hook))
+    words = ("--ranks", "2", "--steps", "1", "--level", "run", "--checkpoint")
+    code, report = run(capsys, str(tmp_path / "check.py"), *words)
+    assert (code, report["verdict"]) == (3, "INCONCLUSIVE")
+    (finding,) = report["findings"]
+    assert finding["code"] == "checkpoint_not_tried" and "ZeroDivisionError" in finding["message"]
