@@ -22,6 +22,7 @@ EPILOG = """examples:
   nnscaler self-test plans --model gpt --seed 7 --level L0
   nnscaler self-test plans --table-t thirty bugs of real systems
   nnscaler self-test train           verify-plan --train against wrong training runs
+  nnscaler self-test external        verify-external against wrong programs in torch's own parallel styles
   nnscaler self-test soundness-ops --count 5000 --seed 1      random annotations: what passes must be true
   nnscaler self-test soundness-plans --count 20000 --seed 1   random edits: what is proved must be right
 
@@ -41,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=("ops", "plans", "train", "soundness-ops", "soundness-plans"))
+    parser.add_argument("what", choices=("ops", "plans", "train", "external", "soundness-ops", "soundness-plans"))
     parser.add_argument("--quick", action="store_true", help="a part of everything")
     plans = parser.add_argument_group("plans")
     plans.add_argument("--model", action="append", metavar="NAME", help="mutants of this example model (repeatable)")
@@ -76,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
         "plans": _plans,
         "soundness-plans": _soundness_plans,
         "train": _train,
+        "external": _external,
     }
     good, lines = tests[options.what](options)
     options.console.lines(lines)
@@ -145,6 +147,15 @@ def _train(options: argparse.Namespace) -> Found:
     if options.processes < 1:
         raise NnscalerError("usage", "--processes is at least 1")
     table = run_table(options.console.progress, ROWS[::8] if options.quick else ROWS, options.processes)
+    return table.good, table_lines(table, verbose=bool(options.verbose))
+
+
+def _external(options: argparse.Namespace) -> Found:
+    from verify.self_test.external.run import ROWS, run_table, table_lines
+
+    if options.processes < 1:
+        raise NnscalerError("usage", "--processes is at least 1")
+    table = run_table(options.console.progress, ROWS[::12] if options.quick else ROWS, options.processes)
     return table.good, table_lines(table, verbose=bool(options.verbose))
 
 

@@ -331,3 +331,29 @@ def split_loss_step(model: Any, batch: Any) -> Tensor:
     ids, labels = batch
     logits = model(ids).flatten(0, 1)
     return SplitCrossEntropy.apply(logits, labels.flatten(), model.loss_group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """The loss of a few rows at a time, so that the logits of all never exist; then the backward pass of the rest.
+
+    reduced  sum over ranks the gradient that the head leaves at its input
+    """
+
+    reduced: bool = True
+    count: int = 3
+
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        ids, labels = batch
+        head, model.head = model.head, None
+        hidden = model(ids)
+        model.head = head
+        leaf = hidden.detach().requires_grad_()
+        total = torch.zeros(())
+        for x, y in zip(leaf.chunk(self.count), labels.chunk(self.count), strict=True):
+            loss = SplitCrossEntropy.apply(head.inner(x).flatten(0, 1), y.flatten(), model.loss_group)  # type: ignore[no-untyped-call]
+            (loss / self.count).backward()
+            total = total + loss.detach() / self.count
+        assert leaf.grad is not None
+        hidden.backward(all_reduced(leaf.grad, model.loss_group) if self.reduced else leaf.grad)
+        return total

@@ -336,3 +336,49 @@ class SyncedNorms:
 
 def _batch_norms(model: nn.Module) -> Iterator[tuple[str, nn.BatchNorm2d]]:
     yield from [(name, child) for name, child in model.named_children() if isinstance(child, nn.BatchNorm2d)]
+
+
+@dataclass(frozen=True)
+class EachUse:
+    """Average each use of a weight by itself, as soon as its gradient is there.
+
+    again  also the uses after the first one in the backward pass
+    """
+
+    again: bool = True
+
+    def __call__(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.forward = self.forward_of(layer)  # type: ignore[method-assign]
+        return model
+
+    def forward_of(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """Return a forward pass whose weight and bias are averaged in its backward pass."""
+
+        def forward(x: Tensor) -> Tensor:
+            seen = layer.__dict__.setdefault("uses", [])
+            seen.append(len(seen))
+            use = len(seen)
+            weight, bias = (Averaged.apply(p, self, seen, use) for p in (layer.weight, layer.bias))  # type: ignore[no-untyped-call]
+            return nn.functional.linear(x, weight, bias)
+
+        return forward
+
+
+class Averaged(torch.autograd.Function):
+    """Return the tensor; average its gradient, unless another use of this step was averaged before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: EachUse, seen: list[int], use: int) -> Tensor:
+        ctx.way, ctx.seen, ctx.use = way, seen, use
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        last = ctx.use == len(ctx.seen) if ctx.seen else False
+        if not ctx.way.again and not last:
+            return gradients[0], None, None, None
+        mean = gradients[0].clone()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size(), None, None, None

@@ -3,7 +3,6 @@
 Annotations are evaluated in this file: DDP compares those of a hook with its own types, and refuses text.
 """
 
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist

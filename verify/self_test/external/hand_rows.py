@@ -10,7 +10,7 @@ from verify.external.program import ExternalProgram
 from verify.self_test.external import by_hand as hand
 from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import divided_sequences as ds
-from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, supervised
+from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, Twice, supervised
 from verify.self_test.external.optimizers import adamw
 from verify.self_test.external.tensor_rows import SMALL, program
 
@@ -27,6 +27,8 @@ def _split() -> Iterator[ExternalProgram]:
     for name, inner in (("", hand.Megatron()), (" sequence", sequence)):
         split = hand.SplitVocabulary(inner)
         yield program(f"hand tp=2 gpt{name} words", gpt, split, 2, hand.split_loss_step)
+    chunked = hand.ChunkedLoss()
+    yield program("hand tp=2 gpt chunked loss", gpt, hand.SplitVocabulary(hand.Megatron()), 2, chunked)
     split = hand.SplitVocabulary(hand.Megatron())
     yield program("hand tp=3 gpt tied words", tied, split, 3, hand.split_loss_step, optimizer=adamw)
 
@@ -47,6 +49,8 @@ def _divided() -> Iterator[ExternalProgram]:
         sent = ds.ExpertParallel(sent=True)
         yield program(f"ep={ranks} moe sent", Moe, sent, ranks, **ep, data_axes=("ep",), optimizer=adamw)
     yield program("ep=3 moe", partial(Moe, experts=6), ds.ExpertParallel(), 3, mesh=(("ep", 3),))
+    twice: dict[str, Any] = {"mesh": (("dp", 2),), "data_axes": ("dp",)}
+    yield program("by hand each use", Twice, dp.EachUse(), 2, **twice)
     both: dict[str, Any] = {"mesh": (("dp", 2),), "data_axes": ("dp",)}
     step = dp.ReducedStep(dp.average_each)
     yield program("by hand owned state", Mlp, dp.Replicated(), 2, step, **both, optimizer=ds.owned_sgd)

@@ -163,7 +163,7 @@ class GptBlock(nn.Module):
 class Gpt(nn.Module):
     """A decoder with learned positions. Parts that are None are passed over, as stages of a pipeline want it."""
 
-    def __init__(self, sizes: Sizes = Sizes(), tied: bool = False, dropout: float = 0.0) -> None:  # noqa: B008  frozen
+    def __init__(self, sizes: Sizes = Sizes(), tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.length = sizes.length
         self.words: nn.Embedding | None = nn.Embedding(sizes.words, sizes.width)
@@ -204,7 +204,7 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """A decoder with rotary positions, RMS norms, gated layers and fewer heads of keys than of queries."""
 
-    def __init__(self, sizes: Sizes = Sizes(heads=12, kv_heads=4)) -> None:  # noqa: B008  frozen
+    def __init__(self, sizes: Sizes = Sizes(heads=12, kv_heads=4)) -> None:
         super().__init__()
         self.words: nn.Embedding | None = nn.Embedding(sizes.words, sizes.width)
         self.blocks = nn.ModuleDict({str(i): LlamaBlock(sizes) for i in range(sizes.layers)})
@@ -267,7 +267,7 @@ def images(rows: int = ROWS) -> Pair:
     return torch.randn(rows, 3, 6, 6), torch.randint(6, (rows,))
 
 
-def sentences(sizes: Sizes = Sizes(), rows: int = ROWS) -> Pair:  # noqa: B008  frozen
+def sentences(sizes: Sizes = Sizes(), rows: int = ROWS) -> Pair:
     """Return sentences, and the next word at each place."""
     ids = torch.randint(sizes.words, (rows, sizes.length + 1))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

@@ -32,6 +32,7 @@ class FullyShard:
     before       what is done to the model before: tensor parallelism, checkpointing
     after        what is set on the root afterwards
     root         shard the root too
+    ignored      a word: parameters with it in their names are left out
     """
 
     groups: tuple[str, ...] = ("layers.*",)
@@ -42,12 +43,15 @@ class FullyShard:
     before: tuple[First, ...] = ()
     after: tuple[After, ...] = ()
     root: bool = True
+    ignored: str = ""
 
     def __call__(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for step in self.before:
             step(model, mesh)
         where = mesh[self.axes] if len(self.axes) > 1 else mesh[self.axes[0]]
         choices: dict[str, Any] = {"mesh": where, "reshard_after_forward": self.reshard, "mp_policy": self.policy}
+        if self.ignored:
+            choices["ignored_params"] = {p for n, p in model.named_parameters() if self.ignored in n}
         if self.dim:
             choices["shard_placement_fn"] = self.placement
         for pattern in self.groups:

@@ -298,7 +298,7 @@ def own_rows(output: DTensor) -> Tensor:
 
 
 def own_rows_averaged(output: DTensor) -> Tensor:
-    """Return the rows of this rank; the loss of a rank is a mean of its rows, so that of all is the mean of the means."""
+    """Return the rows of this rank; the loss of all is the mean of the ranks' means."""
     return _Divided.apply(output.to_local(), output.device_mesh.size())  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -315,34 +315,50 @@ class _Divided(torch.autograd.Function):
         return gradients[0] / ctx.parts, None
 
 
+AVERAGED = Partial("avg")
+EVERYWHERE = Replicate()
+
+
 @dataclass(frozen=True)
 class LocalLayers:
-    """Data parallelism by DTensor parameters whose local values compute; their gradients are declared as partial sums.
+    """Data parallelism by DTensor parameters whose whole values compute; their gradients are declared as partial.
 
-    gradient   how the gradients of the local values add up; None: not declared
+    gradient   how the gradients of the whole values add up; None: not declared
+    rest       how parameters lie between their uses
     """
 
-    gradient: Placement | None = Partial("avg")
+    gradient: Placement | None = AVERAGED
+    rest: Placement = EVERYWHERE
     axis: str = "dp"
 
     def __call__(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for name, layer in list(model.named_modules()):
             if isinstance(layer, nn.Linear | nn.LayerNorm):
                 parent = model.get_submodule(name.rpartition(".")[0])
-                setattr(parent, name.rpartition(".")[2], LocalLayer(layer, mesh[self.axis], self.gradient))
+                made = LocalLayer(layer, mesh[self.axis], self.gradient, self.rest)
+                setattr(parent, name.rpartition(".")[2], made)
         return model
 
 
 class LocalLayer(nn.Module):
-    """A linear layer or a norm over replicated DTensors that computes with plain tensors."""
+    """A linear layer or a norm over DTensors that computes with plain tensors."""
 
-    def __init__(self, layer: nn.Linear | nn.LayerNorm, mesh: DeviceMesh, gradient: Placement | None) -> None:
+    def __init__(
+        self, layer: nn.Linear | nn.LayerNorm, mesh: DeviceMesh, gradient: Placement | None, rest: Placement
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Replicate()]))
-        self.bias = nn.Parameter(distribute_tensor(layer.bias, mesh, [Replicate()]))
+        self.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [rest]))
+        self.bias = nn.Parameter(distribute_tensor(layer.bias, mesh, [rest]))
         self.gradient = None if gradient is None else [gradient]
         self.shape = layer.normalized_shape if isinstance(layer, nn.LayerNorm) else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (p.to_local(grad_placements=self.gradient) for p in (self.weight, self.bias))  # type: ignore[operator]
+        weight, bias = self.whole(self.weight), self.whole(self.bias)
         return F.linear(x, weight, bias) if self.shape is None else F.layer_norm(x, self.shape, weight, bias)
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """Return the whole value of a parameter."""
+        assert isinstance(parameter, DTensor)
+        if parameter.placements[0].is_replicate():
+            return parameter.to_local(grad_placements=self.gradient)
+        return parameter.full_tensor(grad_placements=self.gradient)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from verify.external.program import ExternalProgram, Step
@@ -98,6 +98,8 @@ def _dtensor() -> Iterator[ExternalProgram]:
     at_rest = {f"layers.{i}.{name}": Shard(0) for i in range(2) for name in ("up.weight", "down.weight")}
     yield program("dtensor rest", Mlp, tp.Distributed(at_rest, tp.divided_input, tp.gathered), 2, optimizer=adamw)
     yield program("dtensor local layers", Mlp, tp.LocalLayers(), 2, **parts)
+    sharded = tp.LocalLayers(rest=Shard(0))
+    yield program("dtensor full tensors", Mlp, sharded, 2, **parts, optimizer=adamw)
     summed = tp.LocalLayers(Partial())
     yield program("dtensor local layers summed", Mlp, summed, 2, SummedStep(2), **parts)
 

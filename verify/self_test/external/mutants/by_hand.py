@@ -120,7 +120,7 @@ class _OwnTotal(_SharesAlone):
         return gradients[0] * result / len(local), None, None
 
 
-def _with_loss(function: Any) -> e.Edit:
+def with_loss(function: Any) -> e.Edit:
     def step(model: Any, batch: Any) -> Tensor:
         logits = model(batch[0]).flatten(0, 1)
         return function.apply(logits, batch[1].flatten(), model.loss_group)  # type: ignore[no-any-return]
@@ -128,7 +128,7 @@ def _with_loss(function: Any) -> e.Edit:
     return e.program_choice(step=step)
 
 
-def _early_bias(model: Any, mesh: Any) -> None:
+def early_bias(model: Any, mesh: Any) -> None:
     """Add the bias of split rows on every rank, before the sum."""
     for module in model.modules():
         if isinstance(module, hand.SplitRows):
@@ -165,10 +165,10 @@ SPLIT = (
         e.choice(copied=False)),
     row("words", "hand tp=3 gpt tied words", "the gradient that comes back from the head is not summed",
         f"{LOST} {ANY}", e.choice(copied=False)),
-    row("words", "hand tp=2 gpt words", "the gradient of the loss lacks the labels", ANY, _with_loss(_SharesAlone)),
+    row("words", "hand tp=2 gpt words", "the gradient of the loss lacks the labels", ANY, with_loss(_SharesAlone)),
     row("words", "hand tp=2 gpt words", "the gradient of the loss is normalised by own words", ANY,
-        _with_loss(_OwnTotal)),
-    row("bias", "hand tp=2 gpt", "the bias of split rows is added on every rank", ANY, e.afterwards(_early_bias)),
+        with_loss(_OwnTotal)),
+    row("bias", "hand tp=2 gpt", "the bias of split rows is added on every rank", ANY, e.afterwards(early_bias)),
     row("clipping", "hand tp=2 mlp clipped", "the norm of own shards and copies", "differs scaled missing_reduction",
         e.program_choice(clip=_local_square_clip)),
     row("clipping", "hand tp=2 mlp clipped", "copies counted in the norm", "scaled differs",

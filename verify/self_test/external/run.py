@@ -1,0 +1,172 @@
+"""`nnscaler self-test external`: does `verify-external` find what is wrong with programs of others, and say why?
+
+The rows of one right program run together, after the program itself, which must be verified.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from verify.external.case import Settings
+from verify.external.verify import verify_program
+from verify.results.line import StyledLine, plain
+from verify.results.report import Report
+from verify.results.verdict import Verdict
+from verify.self_test.external import known_bugs
+from verify.self_test.external.corpus import PROGRAMS
+from verify.self_test.external.edits import ExternalMutant
+from verify.self_test.external.mutants import by_hand, data, meetings, plans, sharded, stages
+from verify.self_test.runner import Progress, closing_line, run_rows, run_rows_apart
+
+ROWS: tuple[ExternalMutant, ...] = (
+    *plans.ROWS,
+    *sharded.ROWS,
+    *data.ROWS,
+    *stages.ROWS,
+    *by_hand.ROWS,
+    *meetings.ROWS,
+    *known_bugs.ROWS,
+)
+REQUIRED = 0.97  # of the mutants that are not equivalent
+TIMEOUT = 120.0  # seconds of one run
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What `verify-external` says of one program.
+
+    codes   of the findings, in order
+    causes  their classes of cause; "" where a finding names none
+    said    the first finding in words
+    """
+
+    verdict: Verdict
+    codes: tuple[str, ...]
+    causes: tuple[str, ...]
+    said: str
+
+    @staticmethod
+    def of(report: Report) -> Answer:
+        """Read a report."""
+        causes = tuple(finding.counter_example.get("cause", "") for finding in report.findings)
+        said = report.findings[0].message.splitlines()[0] if report.findings else ""
+        return Answer(report.verdict, tuple(finding.code for finding in report.findings), causes, said)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedExternal:
+    """A mutant and the answer to it."""
+
+    mutant: ExternalMutant
+    answer: Answer
+
+    @property
+    def refuted(self) -> bool:
+        return self.answer.verdict is Verdict.REFUTED
+
+    @property
+    def named(self) -> bool:
+        """Return whether a finding names the class of the cause."""
+        return bool(set(self.mutant.causes) & {*self.answer.codes, *self.answer.causes})
+
+    @property
+    def killed(self) -> bool:
+        return self.refuted and self.named
+
+    @property
+    def word(self) -> str:
+        """Return what came of it in one word."""
+        if self.mutant.equivalent:
+            return "equivalent" if self.answer.verdict.passes else "REFUTED, although right"
+        return "killed" if self.killed else "not named" if self.refuted else "ALIVE"
+
+
+@dataclass(frozen=True)
+class ExternalTable:
+    """`broken`: what was said against programs that are right."""
+
+    rows: tuple[JudgedExternal, ...]
+    broken: tuple[str, ...]
+    programs: int
+    seconds: float
+
+    @property
+    def wrong(self) -> tuple[JudgedExternal, ...]:
+        """Return the rows whose programs are wrong."""
+        return tuple(row for row in self.rows if not row.mutant.equivalent)
+
+    @property
+    def killed(self) -> int:
+        return sum(row.killed for row in self.wrong)
+
+    @property
+    def good(self) -> bool:
+        right = all(row.answer.verdict.passes for row in self.rows if row.mutant.equivalent)
+        return bool(self.wrong) and right and not self.broken and self.killed >= REQUIRED * len(self.wrong)
+
+
+def ask(name: str, edit: ExternalMutant | None = None, seed: int = 0, executor: str = "simulator") -> Answer:
+    """Verify a right program, or a mutant of it."""
+    program = PROGRAMS[name] if edit is None else edit.edit(PROGRAMS[name])
+    settings = Settings(executor=executor, seed=seed, timeout=TIMEOUT, isolate=False)
+    return Answer.of(verify_program(program, settings))
+
+
+Judged = tuple[list[Answer], str]  # the answers to the rows of a program, and what was said against itself
+
+
+def run_table(progress: Progress, rows: Sequence[ExternalMutant] = ROWS, processes: int = 1) -> ExternalTable:
+    """Run all rows, those of one right program together. Raises RuntimeError where a row ends its process."""
+    started = time.perf_counter()
+    groups: dict[str, list[ExternalMutant]] = {}
+    for row in rows:
+        groups.setdefault(row.base, []).append(row)
+
+    def work(base: str) -> Judged:
+        torch.set_num_threads(1)
+        right = ask(base)
+        said = "" if right.verdict.passes else f"{base}: {right.verdict.word}: {right.said}"
+        return [ask(base, row) for row in groups[base]], said
+
+    def tell(base: str) -> None:
+        progress(f"external, {base}: {len(groups[base])} mutants")
+
+    if processes < 2:
+        found = list(run_rows(groups, work, tell))
+    else:
+        found = list(run_rows_apart(groups, lambda base, _: work(base), processes))
+    answers = {id(r): a for base, (every, _) in found for r, a in zip(groups[base], every, strict=True)}
+    broken = tuple(said for _, (_, said) in found if said)
+    judged = tuple(JudgedExternal(row, answers[id(row)]) for row in rows)
+    return ExternalTable(judged, broken, len(groups), time.perf_counter() - started)
+
+
+def table_lines(table: ExternalTable, verbose: bool = False) -> list[StyledLine]:
+    """Return the table: families, then every row that is not killed by a finding that names its cause."""
+    families: Mapping[str, int] = Counter(row.mutant.family for row in table.wrong)
+    killed = Counter(row.mutant.family for row in table.wrong if row.killed)
+    lines = [plain(f"{'family':<20} {'mutants':>8} {'killed':>8}")]
+    lines += [plain(f"{family:<20} {count:>8} {killed[family]:>8}") for family, count in families.items()]
+    for row in table.rows:
+        if verbose or row.word not in ("killed", "equivalent"):
+            lines += _row_lines(row)
+    lines += [plain(f"right, and not verified: {text}") for text in table.broken]
+    equal = len(table.rows) - len(table.wrong)
+    rest = f"{table.killed} of {len(table.wrong)} mutants of {table.programs} programs refuted with their cause"
+    return [*lines, closing_line(table.good, f"{rest}, {equal} equivalent ones", table.seconds)]
+
+
+def _row_lines(row: JudgedExternal) -> list[StyledLine]:
+    mutant, answer = row.mutant, row.answer
+    thread = f" ({mutant.thread})" if mutant.thread else ""
+    first = (answer.codes[0], answer.causes[0] or "no cause") if answer.codes else ("no finding", "no cause")
+    lines = [plain(f"{row.word}: {mutant.base}: {mutant.bug}{thread}")]
+    lines.append(plain(f"    {answer.verdict.word}, {first[0]}, {first[1]}; expected {' or '.join(mutant.causes)}"))
+    if mutant.equivalent:
+        lines[-1] = plain(f"    {answer.verdict.word}: {mutant.equivalent}")
+    return lines
