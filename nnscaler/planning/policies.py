@@ -19,9 +19,9 @@ from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.scheduling.registry import DEFAULT, get_schedule
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
+from nnscaler.transform.partition_stages import partition_stages
 from nnscaler.transform.plan import DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
-from nnscaler.transform.stages import partition_stages
 
 # Tensor parallelism from annotations alone: the legal choice per operation with the least work and communication.
 # From the cost of compute, memory traffic, parameter memory and communicated elements, `search` finds the

@@ -5,11 +5,15 @@ from __future__ import annotations
 from functools import cache
 
 from op_registry.samples import (
-    algebra,
     dims,
+    factories,
+    indexing,
+    linear_algebra,
+    losses,
     math,
+    networks,
     pointwise,
-    tables,
+    reductions,
     windows,
 )
 from op_registry.samples.sample import Sample, replace_tensors
@@ -20,9 +24,14 @@ SAMPLES: tuple[Sample, ...] = (
     *pointwise.SAMPLES,
     *dims.SAMPLES,
     *math.SAMPLES,
-    *tables.SAMPLES,
+    *indexing.SAMPLES,
+    *factories.SAMPLES,
+    *losses.SAMPLES,
     *windows.SAMPLES,
-    *algebra.SAMPLES,
+    *linear_algebra.SAMPLES,
+    *reductions.SAMPLES,
+    *factories.WINDOWS,
+    *networks.SAMPLES,
 )
 
 

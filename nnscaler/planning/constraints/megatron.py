@@ -11,7 +11,7 @@ from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.kinds import Constraint
-from nnscaler.planning.constraints.roles import Names, Roles, roles_of
+from nnscaler.planning.constraints.megatron_roles import Names, Roles, roles_of
 from nnscaler.transform.candidates import reach
 from nnscaler.transform.complete_plan import batch_of, batch_states
 from nnscaler.transform.plan import DP

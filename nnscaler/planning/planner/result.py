@@ -14,8 +14,8 @@ from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.policies import steps_of
+from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, Plan, RecomputeStep, Step
-from nnscaler.transform.stages import StagePartition, StageRules, partition_stages
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "

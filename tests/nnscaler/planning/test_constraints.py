@@ -31,7 +31,7 @@ from nnscaler.planning.constraints import (
     sizes,
     together,
 )
-from nnscaler.planning.constraints.roles import roles_of
+from nnscaler.planning.constraints.megatron_roles import roles_of
 from nnscaler.planning.planner.branch_and_bound import CLOSE
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.transform.balance import balanced_cuts
+from nnscaler.transform.partition_stages import StageRules, layers_of, partition_stages, repeated_operations
 from nnscaler.transform.select import describe_layers
-from nnscaler.transform.stages import StageRules, layers_of, partition_stages, repeated_operations
 
 
 @dataclass
