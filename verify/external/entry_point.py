@@ -116,18 +116,19 @@ def _verify_script(request: ExternalRequest, context: RunContext) -> Report:
 
 
 def _verify_library(request: ExternalRequest, context: RunContext) -> list[Report]:
-    from verify.external.library import expand, is_without_plan, program_of
+    from verify.external.library import expand, is_without_plan
+    from verify.external.plan_advice import verify_plan_of_library
     from verify.processes.pool import Done, Raised, run_forked, run_here, why_not_fork
 
     requests = expand(request)
     if len(requests) == 1:
-        report = _verify(program_of(requests[0]), requests[0], context)
+        report = verify_plan_of_library(requests[0], context.say)
         _emit({0: report}, requests, request.emit_script, context)
         return [_with_reproduce(report, requests[0], context)]
 
     def task(one: ExternalRequest) -> Task[Report]:
         def run(note: Note) -> Report:
-            return _verify(program_of(one), one, replace(context, say=note))
+            return verify_plan_of_library(one, note)
 
         return run
 

@@ -16,6 +16,7 @@ from verify.external.transformers_config import targets
 from verify.external.transformers_flags import flag_variants
 from verify.external.transformers_script import minimal_script
 from verify.external.transformers_target import (
+    BuiltModel,
     PlanChanges,
     PlanSizes,
     build,
@@ -56,18 +57,23 @@ def _with_flags(request: ExternalRequest, one_of_many: bool) -> list[ExternalReq
     return [replace(request, settings=(*request.settings, *text)) for text in texts]
 
 
-def program_of(request: ExternalRequest) -> ExternalProgram:
-    """Make the program of a request for one. Raises NnscalerError as `transformers_program`."""
+def program_of(request: ExternalRequest, changes: PlanChanges | None = None) -> ExternalProgram:
+    """Make the program of a request for one; `changes`: of its plan. Raises NnscalerError as `transformers_program`."""
     exact = "float64" in request.dtypes
-    program = transformers_program(request.target, _sizes(request), _settings(request), exact=exact)
+    program = transformers_program(request.target, _sizes(request), _settings(request), exact=exact, changes=changes)
     return replace(program, name=" ".join((program.name, *(f"--set {text}" for text in request.settings))))
 
 
 def script_of(request: ExternalRequest) -> str:
     """Return a short script that compares the gradients of a request's program, and has nothing of ours in it."""
-    sizes = _sizes(request)
-    built = build(request.target.removeprefix(LIBRARY), sizes, _settings(request), exact=False)
+    built, sizes = model_of(request, exact=False)
     return minimal_script(built, sizes, distributed_options(sizes, PlanChanges(), built.model))
+
+
+def model_of(request: ExternalRequest, *, exact: bool = True) -> tuple[BuiltModel, PlanSizes]:
+    """Make the plain model of a request for one, as `build` does, and the sizes of its plan."""
+    sizes = _sizes(request)
+    return build(request.target.removeprefix(LIBRARY), sizes, _settings(request), exact=exact), sizes
 
 
 def _sizes(request: ExternalRequest) -> PlanSizes:
