@@ -23,8 +23,8 @@ def disagreement_of(
 def _comparable(call: CommunicationCall) -> CommunicationCall:
     """Return a call with what must agree.
 
-    Dims of size one do not matter, for a loss is a scalar here and a vector there. Shapes do not where ranks may lawfully
-    give different ones.
+    Dims of size one do not matter, for a loss is a scalar here and a vector there. Shapes do not where ranks may
+    lawfully give different ones.
     """
     if call.kind in ("all_to_all", "gather", "scatter"):
         return replace(call, shapes=())

@@ -83,9 +83,15 @@ def _reduce_scatter(parts: Sequence[Part], item: int, _: int) -> None:
 
 
 def _all_gather(parts: Sequence[Part], item: int, _: int) -> None:
-    for part in parts:
-        for source, target in enumerate(part.outputs[item]):
-            _copy(parts[source], parts[source].inputs[item][0], part, target)
+    for source, sender in enumerate(parts):
+        (given,) = sender.inputs[item]
+        targets = [part.outputs[item][source] for part in parts]
+        for part, target in zip(parts, targets, strict=True):
+            _check_fit(sender, given, part, target)
+        for block, *copies in _blocks([given, *targets]):
+            for copy in copies:
+                if copy.data_ptr() != block.data_ptr():
+                    copy.copy_(block)
 
 
 def _all_to_all(parts: Sequence[Part], item: int, _: int) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
 from verify.external.ranks.exchange import Exchange
 from verify.external.ranks.helpers import helpers_of_ranks
+from verify.external.ranks.memory import kept_memory
 from verify.external.ranks.places import place_of_error
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
 from verify.external.ranks.records import RankRun, RanksFailed
@@ -61,7 +62,7 @@ def run_simulated(
         members = tuple(options.global_ranks_in_group) or tuple(range(ranks))
         return SimulatedGroup(exchange, options.group_id, options.group_rank, members)
 
-    with ranks_as_threads(create) as worlds, helpers_of_ranks(turns, worlds):
+    with kept_memory(), ranks_as_threads(create) as worlds, helpers_of_ranks(turns, worlds):
 
         def work(rank: int) -> None:
             world = new_world(
