@@ -138,17 +138,17 @@ class Functions:
     join: Callable[[Tensor, Group, int], Tensor] = lambda x, group, dim: x
 
 
-PLAIN = Functions(lambda x, group, dim: Copied.apply(x, group), lambda x, group, dim: Reduced.apply(x, group))
+PLAIN = Functions(lambda x, group, dim: Copied.apply(x, group), lambda x, group, dim: Reduced.apply(x, group))  # type: ignore[no-untyped-call]
 SEQUENCE = Functions(GatheredForSplit.apply, Scattered.apply, Divided.apply, GatheredWhole.apply)
 
 
-def keep_rows(weight: nn.Parameter, group: Group, sections: int = 1) -> nn.Parameter:
+def keep_rows(weight: Tensor, group: Group, sections: int = 1) -> nn.Parameter:
     """Keep this rank's rows of a weight, or of each of its sections."""
     parts = [own_piece(section, group, 0) for section in weight.detach().chunk(sections)]
     return marked(torch.cat(parts))
 
 
-def keep_columns(weight: nn.Parameter, group: Group) -> nn.Parameter:
+def keep_columns(weight: Tensor, group: Group) -> nn.Parameter:
     """Keep this rank's columns of a weight."""
     return marked(own_piece(weight.detach(), group, 1))
 
@@ -322,7 +322,7 @@ class SplitVocabulary:
             head.weight = words.weight
         model.words = words  # type: ignore[assignment]
         model.head = Entered(head, group, PLAIN, 1) if self.copied else head  # type: ignore[assignment]
-        model.loss_group = group
+        model.loss_group = group  # type: ignore[assignment]
         return model
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from verify.self_test.external.models import supervised
 
-Hook = Callable[[Any, dist.GradBucket], Future[Any]]
+Hook = Callable[[Any, Any], Future[Any]]
 Change = Callable[[nn.Module, DeviceMesh], Any]
 
 
@@ -44,7 +44,7 @@ class Ddp:
         group = mesh.get_group(self.axis)
         wrapped = DistributedDataParallel(model, process_group=group, **self.options)
         if self.hook is not None:
-            wrapped.register_comm_hook(group, self.hook)  # type: ignore[no-untyped-call]
+            wrapped.register_comm_hook(group, self.hook)
         for step in self.after:
             step(wrapped, mesh)
         return wrapped
@@ -80,7 +80,7 @@ def zero_adamw(model: Any) -> torch.optim.Optimizer:
     """AdamW whose state lies on one rank each, for the program; AdamW for the plain model."""
     if not isinstance(model, DistributedDataParallel):
         return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    return ZeroRedundancyOptimizer(  # type: ignore[no-untyped-call]
+    return ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.AdamW, process_group=model.process_group, lr=1e-2,
         weight_decay=0.1,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def zero_momentum(model: Any) -> torch.optim.Optimizer:
     """SGD with momentum whose state lies on one rank each, with parameters as views of a bucket."""
     if not isinstance(model, DistributedDataParallel):
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return ZeroRedundancyOptimizer(  # type: ignore[no-untyped-call]
+    return ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.SGD, process_group=model.process_group,
         parameters_as_bucket_view=True, lr=0.1, momentum=0.9,
     )  # fmt: skip
@@ -294,9 +294,9 @@ class SyncedBatchNorm(nn.Module):
         if not self.buffers_too:  # of the rank's own rows
             count = x.numel() / x.shape[1]
             mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
-        self.num_batches_tracked += 1  # type: ignore[operator]
-        self.running_mean.lerp_(mean, self.momentum)  # type: ignore[union-attr, operator]
-        self.running_var.lerp_(variance * count / (count - 1), self.momentum)  # type: ignore[union-attr, operator]
+        self.num_batches_tracked += 1  # type: ignore[operator, assignment]
+        self.running_mean.lerp_(mean, self.momentum)  # type: ignore[operator]
+        self.running_var.lerp_(variance * count / (count - 1), self.momentum)  # type: ignore[operator]
 
 
 class _Summed(torch.autograd.Function):
@@ -350,7 +350,7 @@ class EachUse:
     def __call__(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for layer in model.modules():
             if isinstance(layer, nn.Linear):
-                layer.forward = self.forward_of(layer)  # type: ignore[method-assign]
+                layer.forward = self.forward_of(layer)  # type: ignore[method-assign, assignment]
         return model
 
     def forward_of(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:

@@ -119,7 +119,7 @@ class ContextParallel:
         group = mesh.get_group("cp")
         model.places = OwnPlaces(model.places, group, self.shifted)  # type: ignore[assignment]
         for block in model.blocks.values():
-            block.attention = self.attention(block.attention, group)  # type: ignore[arg-type, assignment]
+            block.attention = self.attention(block.attention, group)  # type: ignore[arg-type]
         for parameter in model.parameters() if self.average else ():
             parameter.register_post_accumulate_grad_hook(lambda p: averaged(p, group))
         return model

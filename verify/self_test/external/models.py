@@ -42,7 +42,8 @@ class Layer(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(F.gelu(self.up(x))))
+        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(x))))
+        return result
 
 
 class Mlp(nn.Module):
@@ -157,7 +158,8 @@ class GptBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return result
 
 
 class Gpt(nn.Module):

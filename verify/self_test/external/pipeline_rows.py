@@ -25,14 +25,14 @@ from verify.self_test.external.sharded_data import FullyShard
 from verify.self_test.external.tensor_rows import SMALL, program
 
 DEEP = Sizes(layers=4)
-MULTIPLE = {
+MULTIPLE: dict[str, tuple[Any, Any]] = {
     "interleaved": (ScheduleInterleaved1F1B, pp.in_a_loop),
     "breadth first": (ScheduleLoopedBFS, pp.in_a_loop),
     "zero bubble": (ScheduleInterleavedZeroBubble, pp.in_a_loop),
     "zero bubble v": (ScheduleZBVZeroBubble, pp.in_a_v),
     "dual v": (ScheduleDualPipeV, pp.in_a_v),
 }
-SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 def _stages(ranks: int, **more: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Sharded data parallelism: `fully_shard` over one axis, over replicas of shards, and together with tensor parallelism."""
+"""Sharded data parallelism: `fully_shard` over one axis, over replicas of shards, and with tensor parallelism."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -78,7 +79,7 @@ def checkpoint_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 def prefetch(model: Any, mesh: DeviceMesh) -> None:
     """Gather the next layer while one computes, forward and backward."""
     layers = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
-    for before, after in zip(layers, layers[1:], strict=False):
+    for before, after in itertools.pairwise(layers):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
 
@@ -111,10 +112,10 @@ class Accumulated:
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             if isinstance(model, FSDPModule) and self.kept:
-                model.set_reshard_after_backward(last)  # type: ignore[no-untyped-call]
+                model.set_reshard_after_backward(last)
             if isinstance(model, FSDPModule) and self.deferred:
-                model.set_requires_gradient_sync(last)  # type: ignore[no-untyped-call]
-                model.set_is_last_backward(last)  # type: ignore[no-untyped-call]
+                model.set_requires_gradient_sync(last)
+                model.set_is_last_backward(last)
             loss = supervised(model, part)
             (loss / self.count if self.divide else loss).backward()
             losses.append(loss.detach())

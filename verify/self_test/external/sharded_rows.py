@@ -90,7 +90,7 @@ def _two_axes() -> Iterator[ExternalProgram]:
     axes = ("replicas", "shards")
     for sizes in ((2, 2), (2, 3)):
         mesh = tuple(zip(axes, sizes, strict=True))
-        both = {"mesh": mesh, "data_axes": axes}
+        both: dict[str, Any] = {"mesh": mesh, "data_axes": axes}
         label = f"hsdp={sizes[0]}x{sizes[1]}"
         yield program(f"{label} mlp", Mlp, sd.FullyShard(LAYERS, axes), 0, optimizer=adamw, **both)
     both = {"mesh": (("replicas", 2), ("shards", 2)), "data_axes": axes}
@@ -98,13 +98,13 @@ def _two_axes() -> Iterator[ExternalProgram]:
     yield program("hsdp=2x2 mlp accumulated", Mlp, sd.FullyShard(LAYERS, axes), 0, sd.Accumulated(3), **both)
     yield program("hsdp=2x2 mlp kept", Mlp, sd.FullyShard(LAYERS, axes, reshard=False), 0, **both)
 
-    plans = {"mlp": (Mlp, tp.mlp_plan, LAYERS), "gpt": (gpt, tp.gpt_plan, BLOCKS)}
+    plans: dict[str, Any] = {"mlp": (Mlp, tp.mlp_plan, LAYERS), "gpt": (gpt, tp.gpt_plan, BLOCKS)}
     plans["gpt words"] = (gpt, tp.gpt_words_plan, BLOCKS)
     plans["gpt sequence"] = (gpt, tp.gpt_sequence_plan, BLOCKS)
     plans["llama sequence"] = (llama, tp.llama_sequence_plan, BLOCKS)
     for name, (model, plan, groups) in plans.items():
         mixed = sd.FullyShard(groups, before=(tp.TensorParallel(plan),))
-        axes_of = {"mesh": (("dp", 2), ("tp", 2)), "data_axes": ("dp",)}
+        axes_of: dict[str, Any] = {"mesh": (("dp", 2), ("tp", 2)), "data_axes": ("dp",)}
         yield program(f"fsdp=2 tp=2 {name}", model, mixed, 0, **axes_of)
     mixed = sd.FullyShard(LAYERS, before=(tp.TensorParallel(tp.mlp_plan),))
     for dp, size in ((2, 3), (3, 2)):

@@ -260,8 +260,8 @@ class Distributed:
             model,
             mesh[self.axis],
             self.divide,
-            lambda module, inputs, m: tuple(self.enter(x, m) for x in inputs),
-            lambda module, output, m: self.leave(output),
+            lambda module, inputs, m: tuple(self.enter(x, m) for x in inputs),  # type: ignore[arg-type]
+            lambda module, output, m: self.leave(output),  # type: ignore[arg-type]
         )
 
     def divide(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -89,7 +89,7 @@ def _plans() -> Iterator[ExternalProgram]:
 
 def _dtensor() -> Iterator[ExternalProgram]:
     columns = {"layers.0.up.weight": Shard(0), "layers.0.up.bias": Shard(0), "layers.0.down.weight": Shard(1)}
-    parts = {"mesh": (("dp", 2),), "data_axes": ("dp",)}
+    parts: dict[str, Any] = {"mesh": (("dp", 2),), "data_axes": ("dp",)}
     yield program("dtensor columns", Mlp, tp.Distributed(columns, tp.replicated_input, tp.gathered), 2)
     rows = tp.Distributed({}, tp.rows_input, tp.own_rows_averaged, axis="dp")
     yield program("dtensor rows", Mlp, rows, 2, **parts)

@@ -122,7 +122,8 @@ def _divide(parameter: Tensor) -> None:
 
 BY_HAND = (
     row("reduction by hand", "by hand average each", "no reduction", OWN, e.step_choice(reduce=lambda model: None)),
-    row("reduction by hand", "by hand average bucket", "a sum that is not divided", "scaled", e.step_choice(reduce=_sum)),
+    row("reduction by hand", "by hand average bucket", "a sum that is not divided", "scaled",
+        e.step_choice(reduce=_sum)),
     row("reduction by hand", "by hand average each", "an average, and a sum of it", "scaled",
         e.step_choice(reduce=_sum_twice)),
     row("reduction by hand", "by hand average bucket", "divided before and after", "scaled",
@@ -295,7 +296,7 @@ def _no_momentum(model: Any) -> torch.optim.Optimizer:
 def _decay_of_norms(model: Any) -> torch.optim.Optimizer:
     if _parallel():
         return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
+    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
     groups.append({"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0})
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
 
@@ -304,6 +305,15 @@ def _owned_silently(model: Any) -> torch.optim.Optimizer:
     from verify.self_test.external.divided_sequences import owned_sgd
 
     return owned_sgd(model, send=False)
+
+
+def _summed_norm(model: Any, limit: float) -> Tensor:
+    total = torch.stack([g.square().sum() for g in dp.gradients_of(model)]).sum()
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    for gradient in dp.gradients_of(model):
+        gradient *= torch.clamp(limit / (norm + 1e-6), max=1.0)
+    return norm
 
 
 STATE = "not_updated differs scaled stale"
@@ -326,17 +336,8 @@ OPTIMIZERS = (
     row("clipping", "ddp=4 llama clipped", "the norm of the largest element", "differs scaled",
         e.program_choice(clip=lambda made, limit: nn.utils.clip_grad_norm_(made.parameters(), limit, float("inf")))),
     row("clipping", "by hand hooks", "the norms of ranks added", "scaled", e.program_choice(
-        clip=lambda made, limit: _summed_norm(made, limit))),
+        clip=_summed_norm)),
 )  # fmt: skip
-
-
-def _summed_norm(model: Any, limit: float) -> Tensor:
-    total = torch.stack([g.square().sum() for g in dp.gradients_of(model)]).sum()
-    dist.all_reduce(total)
-    norm = total.sqrt()
-    for gradient in dp.gradients_of(model):
-        gradient *= torch.clamp(limit / (norm + 1e-6), max=1.0)
-    return norm
 
 
 OTHERS = (

@@ -12,6 +12,7 @@ from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import edits as e
 from verify.self_test.external import pipelines as pp
 from verify.self_test.external.edits import ExternalMutant, row
+from verify.self_test.external.models import supervised
 
 STUCK, UNLIKE = "deadlock", "communication_mismatch"
 
@@ -93,7 +94,7 @@ def _cross_receive(model: nn.Module) -> None:
 
 def _first_checks(model: Any, batch: Any) -> Tensor:
     """Wait at a barrier where the loss is above the mean of the ranks: some do, some do not."""
-    loss = dp.supervised(model, batch)
+    loss = supervised(model, batch)
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     if float(loss.detach()) > float(mean) / dist.get_world_size():

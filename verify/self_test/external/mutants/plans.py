@@ -11,12 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
 
 from verify.self_test.external import edits as e
 from verify.self_test.external import tensor_parallel as tp
 from verify.self_test.external.edits import ExternalMutant, row, same
-from verify.self_test.external.models import supervised
+from verify.self_test.external.models import cross_entropy, supervised
 
 LOST, ANY, RAISES = "missing_reduction", "differs", "rank_raises communication_mismatch"
 
@@ -44,7 +50,8 @@ PARTLY_SPLIT = (
     row("rule removed", "tp=2 gpt sequence", "places have no rule", RAISES, e.lacking("places")),
     row("rule removed", "tp=2 llama six keys", "keys and values have no rule", ANY,
         e.lacking("blocks.*.attention.k", "blocks.*.attention.v")),
-    row("rule removed", "tp=2 llama six keys", "keys have no rule", f"{ANY} rank_raises", e.lacking("blocks.*.attention.k")),
+    row("rule removed", "tp=2 llama six keys", "keys have no rule", f"{ANY} rank_raises",
+        e.lacking("blocks.*.attention.k")),
     row("rule removed", "tp=2 moe", "down of the experts has no rule", RAISES, e.lacking("experts.*.down")),
     row("rule removed", "fsdp=2 tp=2 mlp", "up has no rule", RAISES, e.lacking("layers.*.up")),
     same("rule removed", "tp=2 gpt words", "head has no rule", "a head that is whole everywhere computes the same",
@@ -81,14 +88,14 @@ _LAYOUTS: tuple[tuple[str, str, str, Callable[[], Any], str], ...] = (
      partial(ColwiseParallel, output_layouts=Replicate()), RAISES),
     ("tp=2 mlp row head", "head", "its input taken as split", RowwiseParallel, RAISES),
     ("tp=2 gpt sequence", "words", "its output whole", partial(RowwiseParallel, input_layouts=Replicate()), RAISES),
-    ("tp=3 mlp rows", "norm", "divided along the wrong dim", partial(SequenceParallel, sequence_dim=1), f"{RAISES} {ANY}"),
+    ("tp=3 mlp rows", "norm", "divided along the wrong dim",
+     partial(SequenceParallel, sequence_dim=1), f"{RAISES} {ANY}"),
     ("tp=2 llama local", "attention", "its input taken as whole",
      partial(PrepareModuleInput, input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)), RAISES),
 )  # fmt: skip
-LAYOUTS = tuple(
-    row("layout", base, f"{word}: {bug}", causes, e.ruled(**{word: style}))
-    for base, word, bug, style, causes in _LAYOUTS
-) + (
+LAYOUTS = (
+    *(row("layout", base, f"{word}: {bug}", causes, e.ruled(**{word: style}))
+      for base, word, bug, style, causes in _LAYOUTS),
     same("layout", "tp=2 llama normed", "q_norm: declared as divided by rows, and not by heads",
          "a norm over the last dim reads no other; its gradient is summed over the axis all the same",
          e.ruled(q_norm=partial(SequenceParallel, sequence_dim=0, use_local_output=True))),
@@ -118,8 +125,8 @@ def _mean_outside(loss: Tensor) -> Tensor:
 
 
 def _backward_outside(model: Any, batch: Any) -> Tensor:
-    with tp.loss_parallel():
-        loss = tp.cross_entropy(model(batch[0]), batch[1])
+    with loss_parallel():
+        loss = cross_entropy(model(batch[0]), batch[1])
     loss.backward()
     return tp.whole_loss(loss)
 
@@ -170,7 +177,7 @@ DTENSORS = (
         e.choice(enter=tp.divided_input, leave=tp.own_rows)),
     row("loss", "tp=2 mlp", "the loss divided by the number of ranks", "scaled", e.of_loss(_mean_outside)),
     row("loss", "tp=4 llama loss parallel", "backward outside of loss_parallel", f"{RAISES} {ANY}",
-        lambda p: e.program_choice(step=_backward_outside)(p)),
+        e.program_choice(step=_backward_outside)),
     row("loss", "tp=2 gpt loss parallel", "the loss of own words alone", f"{RAISES} {ANY}",
         e.both(e.afterwards(e.hooked_output("head", _first_words)), e.program_choice(step=supervised))),
     row("double reduction", "tp=2 gpt", "the gradient of a whole tensor summed once more", "scaled",

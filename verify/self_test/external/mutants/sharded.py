@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from verify.self_test.external import edits as e
-from verify.self_test.external import sharded_data as sd
 from verify.self_test.external.edits import ExternalMutant, row, same
+from verify.self_test.external.models import supervised
 
 OWN, ANY = "own_rows missing_reduction", "differs"
 
@@ -53,8 +52,8 @@ def _untie(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _stale(model: Any) -> torch.optim.Optimizer:
-    plain = not isinstance(model, FSDPModule)
-    return torch.optim.AdamW((model if plain else copy.deepcopy(model)).parameters(), lr=1e-2, weight_decay=0.1)
+    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    return torch.optim.AdamW(copies if isinstance(model, FSDPModule) else model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def _half(model: Any) -> torch.optim.Optimizer:
@@ -86,8 +85,8 @@ def _silent_last(model: Any, batch: Any) -> Tensor:
     losses = []
     for number, part in enumerate(zip(*(t.chunk(2) for t in batch), strict=True)):
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(number == 0)  # type: ignore[no-untyped-call]
-        losses.append(sd.supervised(model, part))
+            model.set_requires_gradient_sync(number == 0)
+        losses.append(supervised(model, part))
         (losses[-1] / 2).backward()
     return torch.stack(losses).mean().detach()
 
@@ -103,9 +102,11 @@ GROUPS = (
     row("groups", "fsdp=3 gpt", "the root is not sharded", OWN, e.choice(root=False)),
     row("groups", "fsdp=4 moe", "the root is not sharded", OWN, e.choice(root=False)),
     row("groups", "fsdp=2 mlp one group", "the head is ignored", OWN, e.choice(ignored="head"),),
-    same("groups", "fsdp=2 mlp", "no groups but the root", "groups decide when is gathered, and not what", e.choice(groups=())),
+    same("groups", "fsdp=2 mlp", "no groups but the root", "groups decide when is gathered, and not what",
+         e.choice(groups=())),
     same("groups", "fsdp=2 gpt", "kept after the forward pass", "memory for communication", e.choice(reshard=False)),
-    same("groups", "fsdp=3 mlp", "divided along the other dim", "where shards are cut changes no value", e.choice(dim=1)),
+    same("groups", "fsdp=3 mlp", "divided along the other dim", "where shards are cut changes no value",
+         e.choice(dim=1)),
     row("mesh", "hsdp=2x2 mlp", "sharded over the shards axis alone", OWN, e.choice(axes=("shards",))),
     row("mesh", "hsdp=2x3 mlp", "sharded over the replicas axis alone", OWN, e.choice(axes=("replicas",))),
     row("mesh", "fsdp=2 tp=2 mlp", "sharded over tp instead of dp", f"{OWN} rank_raises", e.choice(axes=("tp",))),
@@ -119,7 +120,8 @@ FACTORS = (
     row("reduction", "fsdp=3 mlp summed", "the factor is set on the root only", "scaled",
         e.both(e.choice(after=()), e.afterwards(_factor(1.0, root_only=True)))),
     row("reduction", "fsdp=2 llama", "the loss divided by the ranks too", "scaled", e.of_loss(lambda loss: loss / 2)),
-    row("reduction", "hsdp=2x2 mlp", "replicas are not reduced", f"{OWN} rank_raises zero", e.afterwards(_no_all_reduce)),
+    row("reduction", "hsdp=2x2 mlp", "replicas are not reduced", f"{OWN} rank_raises zero",
+        e.afterwards(_no_all_reduce)),
     row("reduction", "hsdp=2x3 mlp", "the root's replicas alone are reduced", f"{OWN} zero rank_raises",
         e.afterwards(_first_group_alone)),
     row("reduction", "hsdp=2x2 mlp kept", "a hook sums over replicas again", "scaled", e.afterwards(_double_in_hook)),
@@ -128,7 +130,7 @@ FACTORS = (
     row("reduction", "fsdp=2 mlp", "no reduction at all", "zero gradient_missing rank_raises", e.afterwards(_no_sync)),
     row("reduction", "fsdp=4 mlp", "shards of a gradient exchanged", "permuted", e.after_backward(
         lambda made: _turned(made, "up.weight"))),
-    row("reduction", "fsdp=2 tp=2 mlp", "norms summed over all ranks", "scaled",
+    row("reduction", "fsdp=2 tp=2 mlp", "shards of norms summed over all ranks", ANY,
         e.after_backward(e.each_gradient(dist.all_reduce, "norm.bias"))),
     row("reduction", "fsdp=3 tp=2 mlp", "one rank's shard of a gradient lost", "zero",
         e.after_backward(e.scaled(0.0, "layers.0.down.weight", (1,)))),

@@ -73,7 +73,8 @@ def _norm_everywhere(model: nn.Module, stage: int, stages: int) -> nn.Module:
 
 STAGES = (
     row("stages", "pp=2 gpt gpipe", "layers of the stages exchanged", ANY, e.choice(cut=_cut_with(_turned))),
-    row("stages", "pp=2 gpt 1f1b", "layers in the opposite order within a stage", ANY, e.choice(cut=_cut_with(_backwards))),
+    row("stages", "pp=2 gpt 1f1b", "layers in the opposite order within a stage", ANY,
+        e.choice(cut=_cut_with(_backwards))),
     row("stages", "pp=4 gpt 1f1b", "layers of the stages exchanged", ANY, e.choice(cut=_cut_with(_turned))),
     row("stages", "pp=2 gpt interleaved", "layers of the stages exchanged", ANY, e.choice(cut=_cut_with(_turned))),
     row("stages", "pp=2 mlp zero bubble v", "layers of the stages exchanged", ANY, e.choice(cut=_cut_with(_turned))),
@@ -117,15 +118,17 @@ def _scaled_once_more(made: Any) -> None:
         gradient /= made.micro
 
 
-SCALES = tuple(
-    row("scale", base, "gradients not divided by the micro-batches", "scaled", e.choice(scale=False))
-    for base in ("pp=2 gpt gpipe", "pp=4 gpt 1f1b", "pp=2 gpt interleaved", "pp=2 mlp breadth first",
-                 "pp=2 gpt zero bubble", "pp=2 mlp dual v", "pp=2 tp=2 gpt", "pp=2 fsdp=2 gpt")
-) + (
-    row("scale", "pp=2 gpt summed loss", "sums of losses, divided by the micro-batches", "scaled", e.choice(scale=True)),
+_SCALED = ("pp=2 gpt gpipe", "pp=4 gpt 1f1b", "pp=2 gpt interleaved", "pp=2 mlp breadth first", "pp=2 gpt zero bubble",
+           "pp=2 mlp dual v", "pp=2 tp=2 gpt", "pp=2 fsdp=2 gpt")  # fmt: skip
+SCALES = (
+    *(row("scale", base, "gradients not divided by the micro-batches", "scaled", e.choice(scale=False))
+      for base in _SCALED),
+    row("scale", "pp=2 gpt summed loss", "sums of losses, divided by the micro-batches", "scaled",
+        e.choice(scale=True)),
     row("scale", "pp=2 gpt gpipe", "a sum for the mean of a micro-batch", "scaled", e.choice(loss=_as_words)),
     row("scale", "pp=2 gpt 1f1b", "half of the loss", "scaled", e.choice(loss=_half_mean)),
-    row("scale", "pp=3 mlp 1f1b", "gradients divided again after the step", "scaled", e.after_backward(_scaled_once_more)),
+    row("scale", "pp=3 mlp 1f1b", "gradients divided again after the step", "scaled",
+        e.after_backward(_scaled_once_more)),
     row("scale", "pp=2 mlp zero bubble", "two steps before the update", "scaled", e.stepping(lambda step: _twice)),
     row("micro-batches", "pp=2 gpt gpipe", "the loss of the last micro-batch alone", ANY,
         e.stepping(lambda step: _last_loss)),
