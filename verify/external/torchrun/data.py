@@ -117,6 +117,19 @@ def close(one: Tensor, other: Tensor) -> bool:
     return bool(((wide - other).abs() <= tolerance * (scale + 1e-300)).all()) or torch.equal(one, other)
 
 
+def varied(tensor: Tensor, rank: int, number: int) -> Tensor:
+    """Return data that are others on every rank, and as good: the same numbers in other places, floating ones scaled.
+
+    Rank 0 keeps its own. Ids stay ids of the same vocabulary, and zeros stay zeros.
+    """
+    if rank == 0:
+        return tensor
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    places = torch.randperm(tensor.numel(), generator=generator)
+    moved = tensor.reshape(-1)[places].view(tensor.shape)
+    return moved * (1 + rank / 8) if tensor.is_floating_point() else moved
+
+
 def settings_of(group: Mapping[str, Any]) -> Settings:
     """Return the numbers that an optimizer goes by for one group of parameters: the learning rate, betas and so on."""
     found: dict[str, float | tuple[float, ...]] = {}

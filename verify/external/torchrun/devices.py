@@ -144,7 +144,7 @@ def _groups(tell: Tell, seen: Groups) -> list[Change]:
             seen.append(tuple(dist.get_process_group_ranks(made)))
         return made
 
-    return [(owner, "new_group", group) for owner in (dist, dist.distributed_c10d)]
+    return [(owner, "new_group", group) for owner in (dist, dist.distributed_c10d, device_mesh)]
 
 
 def _wrappers(tell: Tell) -> list[Change]:

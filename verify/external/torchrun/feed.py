@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -113,7 +114,7 @@ class RanksFeed:
             raise Unmatched(f"the ranks' data ({kind}) of shape {list(first.shape)} cannot be put together")
         return torch.cat(list(column))
 
-    @property
+    @cached_property
     def _rows(self) -> set[int]:
         """Return the sizes of dim 0 of what differs between data parts."""
         found: set[int] = set()

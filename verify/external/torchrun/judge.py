@@ -78,6 +78,11 @@ class Judged:
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
 
+    @property
+    def passes(self) -> bool:
+        """Return whether a comparison was made, and every one passes."""
+        return bool(self.checks) and all(check.verdict.passes for check in self.checks)
+
 
 def judge(
     runner: Runner, name: str, records: Sequence[ScriptRecord], layout: Layout, material: Material, double: bool
@@ -220,6 +225,18 @@ def _judged(
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
     return Judged(chosen, reasons, tuple(checks), tuple(found))
+
+
+def are_copies(judged: Judged, layout: Layout) -> bool:
+    """Return whether every rank takes in the same data and holds all parameters whole: nothing is divided, and a
+    reduction that is missing does not show."""
+    if judged.attempt is None or layout.count > 1 or len(layout.parts) == 1:
+        return False
+    run = judged.attempt.run
+    pieces = [piece for record in run.records for piece in record.pieces]
+    shapes, names = run.reference.space.shapes, run.reference.space.names
+    whole = all(p.names and torch.Size(p.shape).numel() == shapes[p.names[0]].numel() for p in pieces)
+    return whole and len(pieces) == len(names) * len(run.records)
 
 
 # Ranks that hold the same elements.

@@ -45,16 +45,33 @@ def parts_of(records: Sequence[ScriptRecord]) -> tuple[int, ...]:
         if count > 1 and len(firsts) not in (1, count):
             raise NoParts(f"{count} of the ranks' inputs differ, and {len(firsts)} of their targets")
         count = max(count, len(firsts))
-    inputs = [rank for rank in range(len(records)) if rank in found and found[rank] == 0]
-    stride = 1 if count == 1 or len(inputs) == 1 else inputs[1] - inputs[0]
-    between = [rank for rank in range(len(records)) if rank not in found]
-    for rank in between:
-        found[rank] = 0 if count == 1 else (rank % count if stride == count else rank * count // len(records))
+    if len(found) < len(records):
+        stages = [[rank for rank, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds) if kind]
+        found = _between(found, stages, count, len(records))
     parts = tuple(found[rank] for rank in range(len(records)))
     sizes = {parts.count(part) for part in range(count)}
     if len(sizes) > 1:
         raise NoParts(f"the ranks work on {count} data parts, and not as many of them on each: {list(parts)}")
     return parts
+
+
+def _between(known: Mapping[int, int], stages: Sequence[Sequence[int]], count: int, ranks: int) -> dict[int, int]:
+    """Return the part of every rank, also of those that take in nothing: parts are runs of ranks, or every n-th rank.
+
+    `stages`: ranks that take in the same kinds of data. Where parts are every n-th rank, they follow each other; where
+    parts are runs, they lie as far apart as these. Raises NoParts where both fit what is known, or neither.
+    """
+    length = ranks // count
+    ways = []
+    if all(stage[-1] - stage[0] == len(stage) - 1 for stage in stages):
+        ways.append({rank: rank % count for rank in range(ranks)})
+    if all(len({rank % length for rank in stage}) * count == len(stage) for stage in stages):
+        ways.append({rank: rank // length for rank in range(ranks)})
+    fitting = [way for way in ways if all(way[rank] == part for rank, part in known.items())]
+    if not fitting or any(way != fitting[0] for way in fitting):
+        nothing = [rank for rank in range(ranks) if rank not in known]
+        raise NoParts(f"ranks {nothing} take in no data, and it is not clear which of {count} data parts they work on")
+    return fitting[0]
 
 
 def same_data(one: Events, other: Events) -> bool:
@@ -217,10 +234,11 @@ def _piece(held: Held, start: Tensor, cuts: _Cuts, unequal: bool) -> Piece:
     first = space.starts.get(held.name, 0)
     same = held.name in space.starts and torch.Size(held.whole) == space.shapes[held.name]
     if held.layout != "plain":
-        if same and isinstance(places, range):
-            addresses = range(places.start + first, places.stop + first)
-        elif same and places is not None:
-            addresses = places + first
+        if isinstance(places, range):
+            places = range(places.start + first, places.stop + first)
+        elif places is not None:
+            places = places + first
+        addresses = places if same else None
     elif same and not unequal:
         addresses = space.whole(held.name)
     elif start.numel():

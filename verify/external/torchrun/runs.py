@@ -20,7 +20,8 @@ from verify.external.ranks.run import run_ranks
 from verify.external.torchrun.feed import Material, RanksFeed, Way
 from verify.external.torchrun.processes import redirect, run_apart
 from verify.external.torchrun.records import ScriptRecord
-from verify.external.torchrun.script import Start, run_script
+from verify.external.torchrun.script import run_script
+from verify.external.torchrun.watch import Start
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class Runner:
     folder: Path
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def on_ranks(self, double: bool) -> tuple[ScriptRecord, ...]:
-        """Run the script on all ranks. Raises RanksFailed."""
+    def on_ranks(self, double: bool, vary: bool = False) -> tuple[ScriptRecord, ...]:
+        """Run the script on all ranks, with other data on every rank if asked. Raises RanksFailed."""
         folder = self._folder("ranks")
 
         def on_rank(rank: int) -> None:
             redirect(folder / f"output-{rank}")
-            start = Start(self.words, rank, self.ranks, None, self.steps, double)
+            start = Start(self.words, rank, self.ranks, None, self.steps, double, vary)
             try:
                 run_script(start, _saver(folder, rank))
             finally:

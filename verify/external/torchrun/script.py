@@ -6,7 +6,6 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,41 +15,23 @@ from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.random_state import seed_all
 from verify.external.torchrun.devices import cpu_changes, replaced
 from verify.external.torchrun.records import ScriptRecord, Stopped
-from verify.external.torchrun.watch import Feed, Watch
+from verify.external.torchrun.watch import Feed, Start, Watch
 
 
-@dataclass(frozen=True)
-class Start:
-    """How a script is started on one rank.
-
-    words   of the command line after `torchrun`: a file, or `-m` and a module, and its arguments
-    rank    and how many `ranks` there are
-    store   a file through which they find each other; None: torch is told elsewhere how
-    steps   of each optimizer that are watched
-    double  every floating-point tensor is float64
-    """
-
-    words: tuple[str, ...]
-    rank: int
-    ranks: int
-    store: Path | None
-    steps: int
-    double: bool
-
-    def environment(self) -> Mapping[str, str]:
-        """Return the variables that torchrun sets."""
-        rank, size = str(self.rank), str(self.ranks)
-        return {
-            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size),
-            **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_NAME": "default",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500",
-            "TORCHELASTIC_RUN_ID": "none",
-            "OMP_NUM_THREADS": "1",
-        }
+def torchrun_environment(start: Start) -> Mapping[str, str]:
+    """Return the variables that torchrun sets."""
+    rank, size = str(start.rank), str(start.ranks)
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size),
+        **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 class ScriptExit(Exception):
@@ -82,9 +63,9 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: Feed | 
     Changes this process: its arguments, environment, import path and torch. Raises what the script raises, ScriptExit,
     and Unmatched.
     """
-    os.environ.update(start.environment())
+    os.environ.update(torchrun_environment(start))
     _seed(start.rank)
-    watch = Watch(start.rank, start.steps, start.double, save, feed)
+    watch = Watch(start, save, feed)
     module, words = start.words[0] == "-m", start.words[start.words[0] == "-m" :]
     sys.argv = list(words)
     sys.path.insert(0, str(Path.cwd()) if module else str(Path(words[0]).resolve().parent))

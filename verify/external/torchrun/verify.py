@@ -12,7 +12,7 @@ import torch
 from op_registry.spec import SourceLocation
 
 from verify.external.ranks.records import RanksFailed
-from verify.external.torchrun.judge import SAID, Judged, judge
+from verify.external.torchrun.judge import SAID, Judged, are_copies, judge
 from verify.external.torchrun.match import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.processes import Failed, first_line
 from verify.external.torchrun.records import ScriptRecord
@@ -23,6 +23,7 @@ from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 TOOL = "verify-external"
+_SAME_ROWS = "every rank takes in the same data: data-parallel ranks then do the work of one (is a sampler missing?)"
 Progress = Callable[[str], None]
 
 
@@ -86,12 +87,44 @@ def _verify(runner: Runner, name: str, double: bool, progress: Progress) -> Outc
         return *unequal, tuple(notes), used
     progress(f"{name} on one rank")
     judged = judge(runner, name, records, layout, material_of(records, layout.parts), double)
+    if judged.passes and are_copies(judged, layout):
+        progress(f"{name}, with other data on every rank")
+        return _varied(runner, name, double, notes, used)
     notes += _said(judged, layout, records)
-    if judged.attempt is None:
-        reasons = "; ".join(f"{reason}" for reason in dict.fromkeys(reason for _, reason in judged.reasons))
-        message = f"the script on one rank is no reference for the ranks: {reasons}"
-        return *_undecided(message, None), tuple(notes), used
-    return judged.checks, judged.findings, tuple(notes), used
+    return *_outcome(judged), tuple(notes), used
+
+
+def _varied(runner: Runner, name: str, double: bool, notes: list[str], used: str) -> Outcome:
+    """Verify a script whose ranks are copies of each other once more, with other data on every rank.
+
+    As they are, they agree with one rank: that would hide a missing reduction. Where they disagree with other data,
+    nothing is decided, for the script may rely on equal ones.
+    """
+    notes = [*notes, _SAME_ROWS]
+    message = "every rank takes in the same data and holds the whole model: nothing is divided among the ranks"
+    try:
+        records = runner.on_ranks(double, vary=True)
+        layout = Layout(parts_of(records))
+    except (RanksFailed, NoParts) as problem:
+        message = f"{message}, and with other data on every rank the script does not run: {first_line(str(problem))}"
+        return *_undecided(message, None, "claim_not_tested"), tuple(notes), used
+    if layout.count < len(records) or len({len(record.steps) for record in records}) > 1:
+        return *_undecided(message, None, "claim_not_tested"), tuple(notes), used
+    judged = judge(runner, name, records, layout, material_of(records, layout.parts), double)
+    if judged.passes:
+        notes.append("with other data on every rank, made from its own, all of the following agrees")
+        return *_outcome(judged), (*notes, *_said(judged, layout, records)), used
+    why = [f"{finding.message}: {finding.cause}" for finding in judged.findings[:1]]
+    why += [reason for _, reason in judged.reasons[:1]] if not why else []
+    message = f"{message}. With other data on every rank they do not work together: {'; '.join(why)}"
+    return *_undecided(message, None, "claim_not_tested"), tuple(notes), used
+
+
+def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
+    if judged.attempt is not None:
+        return judged.checks, judged.findings
+    reasons = "; ".join(dict.fromkeys(reason for _, reason in judged.reasons))
+    return _undecided(f"the script on one rank is no reference for the ranks: {reasons}", None)
 
 
 def _run(runner: Runner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
@@ -109,10 +142,12 @@ def _run(runner: Runner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRe
     return records, False
 
 
-def _undecided(message: str, output: str | None) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
+def _undecided(
+    message: str, output: str | None, code: str = "nothing_checked"
+) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     example = {"output": output} if output else {}
     check = Check("the script on one rank", Verdict.INCONCLUSIVE, 0, detail="nothing was compared")
-    return (check,), (Finding("nothing_checked", message, counter_example=example),)
+    return (check,), (Finding(code, message, counter_example=example),)
 
 
 def _failed(runner: Runner, failure: RanksFailed, double: bool) -> Outcome:
@@ -167,8 +202,8 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
         notes.append(f"data parts, by what the ranks took in: {text} (ranks)")
     elif len(records) > 1:
         notes.append(
-            "every rank takes in the same data: right for tensor and pipeline parallelism; with data parallelism all "
-            "ranks do the work of one, and a missing reduction does not show"
+            "every rank takes in the same data, which is right for tensor and pipeline parallelism; with data "
+            "parallelism a missing reduction does not show"
         )
     groups = sorted({group for record in records for group in record.groups})
     if groups:

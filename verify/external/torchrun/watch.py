@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,12 +24,33 @@ from torch.utils.data import DataLoader
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.precision import exact, exact_tensor
 from verify.external.addresses import local_value
-from verify.external.torchrun.data import ScriptMode, exchanged, settings_of
+from verify.external.torchrun.data import ScriptMode, exchanged, settings_of, varied
 from verify.external.torchrun.devices import replaced
 from verify.external.torchrun.names import held, local_gradient, outermost, parameters_of
 from verify.external.torchrun.records import Held, ScriptRecord, SeenStep, Stopped, Tensors
 
 State = dict[str, tuple[nn.Parameter, tuple[str, ...]]]  # name -> parameter, its other names
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a script is started on one rank.
+
+    words   of the command line after `torchrun`: a file, or `-m` and a module, and its arguments
+    rank    and how many `ranks` there are
+    store   a file through which they find each other; None: torch is told elsewhere how
+    steps   of each optimizer that are watched
+    double  every floating-point tensor is float64
+    vary    data are made others on every rank
+    """
+
+    words: tuple[str, ...]
+    rank: int
+    ranks: int
+    store: Path | None
+    steps: int
+    double: bool
+    vary: bool = False
 
 
 class Feed(Protocol):
@@ -53,14 +76,13 @@ class Feed(Protocol):
 
 
 class Watch:
-    """Watches one process. `steps`: of each optimizer; `save`: keeps the record, before the script is stopped."""
+    """Watches one process. `save`: keeps the record, before the script is stopped."""
 
-    def __init__(
-        self, rank: int, steps: int, double: bool, save: Callable[[ScriptRecord], None], feed: Feed | None = None
-    ) -> None:
+    def __init__(self, start: Start, save: Callable[[ScriptRecord], None], feed: Feed | None = None) -> None:
         self.notes: dict[str, None] = {}
         self.groups: list[tuple[int, ...]] = []
-        self._rank, self._wanted, self._double, self._save, self._feed = rank, steps, double, save, feed
+        self._rank, self._wanted, self._double, self._vary = start.rank, start.steps, start.double, start.vary
+        self._save, self._feed = save, feed
         self._inside = 0  # models, backward passes and schedules that run
         self._stepping = 0
         self._models: list[nn.Module] = []
@@ -126,6 +148,8 @@ class Watch:
         events = self._events.setdefault(kind, [])
         if self._feed is not None:
             used = self._feed.data(kind, len(events), used)
+        elif self._vary:
+            used = tuple(varied(t, self._rank, len(events)) for t in used)
         events.append(tuple(t.detach().clone() for t in used))
         return used
 

@@ -18,7 +18,7 @@ if how == "argparse":
     sys.exit(2)
 if how == "early":
     sys.exit()
-for step in range(3):
+for _ in range(3):
     loss = model(torch.ones(2, 3)).mean()
     loss.backward()
     if how == "exit" and rank == world - 1 and world > 1:

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 
 class ToyModel(nn.Module):
@@ -27,7 +27,7 @@ def demo():
     rank = dist.get_rank()
     device = rank % torch.accelerator.device_count()
     model = ToyModel().to(device)
-    wrapped = DDP(model, device_ids=[device])
+    wrapped = DistributedDataParallel(model, device_ids=[device])
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(wrapped.parameters(), lr=0.001)
     for _ in range(5):

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 gradient_accumulation_steps, batch_size, block_size = 12, 3, 8
 n_layer, n_head, n_embd, vocab_size, dropout = 2, 2, 16, 32, 0.1
 learning_rate, max_iters, eval_interval, grad_clip = 6e-4, 20, 5, 1.0
-backend, device, compile, broken = "nccl", "cpu", True, ""
+backend, device, compiled, broken = "nccl", "cpu", True, ""
 for argument in sys.argv[1:]:
     key, _, value = argument.removeprefix("--").partition("=")
     globals()[key] = type(globals()[key])(value)
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         return logits, loss
 
 
-ddp = int(os.environ.get("RANK", -1)) != -1
+ddp = int(os.environ.get("RANK", "-1")) != -1
 if ddp:
     init_process_group(backend=backend)
     ddp_rank, ddp_world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -84,10 +84,10 @@ decayed = [p for p in model.parameters() if p.dim() >= 2]
 others = [p for p in model.parameters() if p.dim() < 2]
 groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
-if compile:
+if compiled:
     model = torch.compile(model)
 if ddp:
-    model = DDP(model, device_ids=[int(os.environ["LOCAL_RANK"])])
+    model = DistributedDataParallel(model, device_ids=[int(os.environ["LOCAL_RANK"])])
 context = nullcontext() if device == "cpu" else torch.amp.autocast(device_type="cuda", dtype=torch.bfloat16)
 
 

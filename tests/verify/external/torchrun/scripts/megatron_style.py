@@ -12,11 +12,11 @@ from torch import nn
 
 class Copy(torch.autograd.Function):
     @staticmethod
-    def forward(context, x):
+    def forward(_, x):
         return x.clone()
 
     @staticmethod
-    def backward(context, gradient):
+    def backward(_, gradient):
         gradient = gradient.clone()
         if args.broken != "copy":
             dist.all_reduce(gradient)
@@ -25,13 +25,13 @@ class Copy(torch.autograd.Function):
 
 class Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(context, x):
+    def forward(_, x):
         x = x.clone()
         dist.all_reduce(x)
         return x
 
     @staticmethod
-    def backward(context, gradient):
+    def backward(_, gradient):
         return gradient
 
 

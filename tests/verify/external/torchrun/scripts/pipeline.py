@@ -25,7 +25,9 @@ class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
         self.tok_embeddings = nn.Embedding(words, size)
-        self.layers = nn.ModuleDict({str(i): nn.TransformerEncoderLayer(size, 2, 16, batch_first=True) for i in range(layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): nn.TransformerEncoderLayer(size, 2, 16, batch_first=True) for i in range(layers)}
+        )
         self.norm, self.output = nn.LayerNorm(size), nn.Linear(size, words)
 
     def forward(self, tokens):
@@ -59,7 +61,7 @@ kind = ScheduleGPipe if args.schedule == "gpipe" else Schedule1F1B
 scale = args.broken != "scale" or world_size == 1
 schedule = kind(stage, n_microbatches=chunks, loss_fn=tokenwise_loss_fn, scale_grads=scale)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(5):
+for _ in range(5):
     x = torch.randint(0, words, (8, 6))
     y = torch.randint(0, words, (8, 6))
     optimizer.zero_grad()

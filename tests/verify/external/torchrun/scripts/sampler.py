@@ -35,9 +35,7 @@ def main(args):
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
     generator = torch.Generator().manual_seed(7)
-    data = TensorDataset(
-        torch.randn(240, 12, generator=generator), torch.randint(0, 4, (240,), generator=generator)
-    )
+    data = TensorDataset(torch.randn(240, 12, generator=generator), torch.randint(0, 4, (240,), generator=generator))
     sampler = None if args.broken == "sampler" else DistributedSampler(data)
     torch.manual_seed(1)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler, shuffle=sampler is None, pin_memory=True)

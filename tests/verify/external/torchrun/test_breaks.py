@@ -1,0 +1,163 @@
+"""Scripts that do not end as they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nnscaler.errors import NnscalerError
+from tests.verify.external.torchrun.running import SCRIPTS, told, verified
+from verify.external.torchrun.verify import verify_script
+from verify.results.verdict import Verdict
+
+
+def line_of(text: str) -> int:
+    """Return the number of the line in `breaks.py` that has this text."""
+    lines = (SCRIPTS / "breaks.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def test_a_rank_that_leaves_a_collective_out() -> None:
+    report = verified("breaks.py missing", 2)
+    (finding,) = report.findings
+    assert (report.verdict, finding.code) == (Verdict.REFUTED, "deadlock"), told(report)
+    assert f"breaks.py:{line_of('dist.all_reduce(parameter.grad)')}" in finding.message
+    assert "rank 0 finished" in finding.message
+
+
+def test_collectives_in_another_order() -> None:
+    report = verified("breaks.py order", 3)
+    (finding,) = report.findings
+    assert (report.verdict, finding.code) == (Verdict.REFUTED, "communication_mismatch"), told(report)
+    assert f"breaks.py:{line_of('dist.all_reduce(torch.ones(1))')}" in finding.message
+    assert "broadcast" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("exit", "rank_raises", "sys.exit(1)"),
+        ("crash", "rank_died", "killed by SIGSEGV"),
+        ("raise", "rank_raises", "ValueError: rows are missing"),
+    ],
+)
+def test_one_rank_fails(how: str, code: str, words: str) -> None:
+    report = verified(f"breaks.py {how}", 2)
+    (finding,) = report.findings
+    assert (report.verdict, finding.code) == (Verdict.REFUTED, code), told(report)
+    assert words in finding.message
+    assert finding.counter_example["rank"] == "1"
+
+
+def test_the_line_that_raises_is_told() -> None:
+    where = verified("breaks.py raise", 2).findings[0].where
+    assert where is not None
+    assert where.line == line_of('ValueError("rows are missing")')
+
+
+@pytest.mark.parametrize(("how", "words"), [("argparse", "sys.exit(2)"), ("everywhere", "on every rank")])
+def test_what_fails_on_one_rank_as_well_decides_nothing(how: str, words: str) -> None:
+    report = verified(f"breaks.py {how}", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert words in report.findings[0].message
+    assert "on one rank as well" in report.findings[0].message
+
+
+def test_no_step_is_no_pass() -> None:
+    report = verified("breaks.py early", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert report.findings[0].code == "nothing_checked"
+
+
+def test_a_loop_without_end_is_ended() -> None:
+    report = verified("breaks.py loop", 2, timeout=4.0)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert report.findings[0].code == "timed_out"
+
+
+def test_parameters_that_cannot_be_matched_decide_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "experts.py"
+    script.write_text(EXPERTS)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "cannot be found in the parameters on one rank" in report.findings[0].message
+
+
+EXPERTS = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = nn.Linear(4, 4)  # each rank has an expert of its own
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_copies_without_a_reduction_are_no_pass(tmp_path: Path) -> None:
+    script = tmp_path / "copies.py"
+    script.write_text(EXPERTS.replace("dist.get_rank()", "0"))
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    (finding,) = report.findings
+    assert finding.code == "claim_not_tested"
+    assert "an averaging all_reduce over data is missing" in finding.message
+
+
+def test_random_numbers_in_the_forward_pass_decide_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "noisy.py"
+    script.write_text(NOISY)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "draws random numbers" in (report.findings[0].cause or "")
+
+
+NOISY = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(Noisy(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for _ in range(3):
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["-m"], ["--nproc-per-node", "2"], ["torchrun", "train.py"]])
+def test_words_that_name_no_script(words: list[str]) -> None:
+    with pytest.raises(NnscalerError) as caught:
+        verify_script(words, ranks=2)
+    assert caught.value.code == "usage"
+
+
+def test_a_script_that_is_not_there() -> None:
+    with pytest.raises(NnscalerError) as caught:
+        verify_script(["nowhere.py"], ranks=2)
+    assert caught.value.code == "no_such_file"
+
+
+def test_a_module_is_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "training"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "run.py").write_text((SCRIPTS / "by_hand.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    report = verify_script(["-m", "training.run", "--loss", "mean"], ranks=2)
+    assert report.verdict is Verdict.TESTED_EXACT, told(report)

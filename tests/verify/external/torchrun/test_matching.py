@@ -1,0 +1,220 @@
+"""Data parts, feeds of a run on one rank, and parameters that a rank has cut out by hand."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from verify.external.torchrun.data import close, exchanged, settings_of, varied
+from verify.external.torchrun.devices import CPU, on_cpu
+from verify.external.torchrun.feed import Material, RanksFeed, Way
+from verify.external.torchrun.match import Layout, NoParts, parts_of, rank_records, reference_of, unmatched
+from verify.external.torchrun.records import Events, Held, ScriptRecord, SeenStep, Unmatched
+
+
+def record(
+    rank: int, events: Mapping[str, list[Tensor]] | None = None, start: Mapping[str, Tensor] | None = None
+) -> ScriptRecord:
+    """Return the record of a rank that took in these data and started from these plain parameters."""
+    values = dict(start or {})
+    held = tuple(Held(n, tuple(v.shape), tuple(v.shape), None, "plain", True) for n, v in values.items())
+    step = SeenStep((torch.ones((), dtype=torch.float64),), values, {}, values, ({"lr": 0.1},), {})
+    seen: Events = {kind: tuple((t,) for t in tensors) for kind, tensors in (events or {}).items()}
+    return ScriptRecord(rank, held, values, (step,), seen, (), (), False, torch.float64)
+
+
+def rows(*values: float) -> Tensor:
+    """Return a batch of rows of one number."""
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+def test_ranks_with_equal_data_are_one_part() -> None:
+    data = [rows(1, 2), rows(1, 2), rows(3, 4), rows(3, 4)]
+    assert parts_of([record(rank, {"input": [x]}) for rank, x in enumerate(data)]) == (0, 0, 1, 1)
+
+
+def test_one_batch_that_differs_makes_two_parts() -> None:
+    first = record(0, {"input": [rows(1), rows(2)]})
+    assert parts_of([first, record(1, {"input": [rows(1), rows(3)]})]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parts"),
+    [
+        # pipelines of two stages and two data parts: a pipeline's ranks one after the other, or every other rank
+        ([("input", 1), ("target", 1), ("input", 2), ("target", 2)], (0, 0, 1, 1)),
+        ([("input", 1), ("input", 2), ("target", 1), ("target", 2)], (0, 1, 0, 1)),
+        # the same with three stages, of which the middle one takes in nothing
+        ([("input", 1), None, ("target", 1), ("input", 2), None, ("target", 2)], (0, 0, 0, 1, 1, 1)),
+        ([("input", 1), ("input", 2), None, None, ("target", 1), ("target", 2)], (0, 1, 0, 1, 0, 1)),
+        ([("input", 1), None, ("target", 1)], (0, 0, 0)),
+    ],
+)
+def test_parts_of_pipelines(inputs: list[tuple[str, float] | None], parts: tuple[int, ...]) -> None:
+    records = [record(r, {} if one is None else {one[0]: [rows(one[1])]}) for r, one in enumerate(inputs)]
+    assert parts_of(records) == parts
+
+
+def test_parts_of_unequal_numbers_of_ranks() -> None:
+    with pytest.raises(NoParts, match="not as many of them on each"):
+        parts_of([record(rank, {"input": [x]}) for rank, x in enumerate((rows(1), rows(1), rows(2)))])
+
+
+def feed(way: Way, *parts: list[Tensor], part: int = 0) -> RanksFeed:
+    """Return a feed of inputs of these data parts."""
+    events: list[Events] = [{"input": tuple((t,) for t in tensors)} for tensors in parts]
+    return RanksFeed(Material(tuple(events), ({"input": len(parts[0])},), {}, (({"lr": 0.1},),)), way, print, part)
+
+
+def taken(source: RanksFeed, number: int, own: Tensor) -> Tensor:
+    """Return what the feed gives in place of the script's own input."""
+    (found,) = source.data("input", number, (own,))
+    return found
+
+
+def test_own_data_may_be_in_another_order() -> None:
+    own = rows(1, 3, 2, 4)
+    assert taken(feed("own", [rows(1, 2)], [rows(3, 4)]), 0, own) is own
+
+
+def test_other_data_are_not_the_scripts_own() -> None:
+    with pytest.raises(Unmatched, match="are not those of the ranks together"):
+        taken(feed("own", [rows(1, 2)], [rows(3, 4)]), 0, rows(1, 2))
+
+
+def test_whole_batches_hold_the_rows_of_all_parts() -> None:
+    assert torch.equal(taken(feed("whole", [rows(1, 2)], [rows(3, 4)]), 0, rows(1, 2)), rows(1, 2, 3, 4))
+
+
+def test_equal_rows_are_put_together_where_others_differ() -> None:
+    source = feed("whole", [rows(1, 2), rows(5, 5)], [rows(3, 4), rows(5, 5)])
+    assert torch.equal(taken(source, 1, rows(5, 5)), rows(5, 5, 5, 5))
+
+
+def test_what_has_no_rows_stays_one() -> None:
+    mask = torch.eye(3, dtype=torch.float64)
+    assert torch.equal(taken(feed("whole", [rows(1, 2), mask], [rows(3, 4), mask]), 1, mask), mask)
+
+
+def test_a_count_of_rows_may_be_the_total() -> None:
+    source = feed("whole", [torch.tensor(3)], [torch.tensor(4)])
+    assert taken(source, 0, torch.tensor(7)) == 7
+    with pytest.raises(Unmatched, match="cannot be put together"):
+        taken(source, 0, torch.tensor(3))
+
+
+def test_turns_give_the_parts_one_after_the_other() -> None:
+    source = feed("turns", [rows(1), rows(2)], [rows(3), rows(4)])
+    assert [float(taken(source, number, rows(0))) for number in range(4)] == [1, 3, 2, 4]
+
+
+def test_a_part_gets_its_own() -> None:
+    assert torch.equal(taken(feed("part", [rows(1)], [rows(2)], part=1), 0, rows(9)), rows(2))
+
+
+def test_more_data_than_on_the_ranks_are_not_matched() -> None:
+    with pytest.raises(Unmatched, match="more data"):
+        taken(feed("part", [rows(1)], [rows(2)]), 1, rows(9))
+
+
+def test_other_numbers_of_inputs_before_a_step_are_not_matched() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(Unmatched, match="took 2 times inputs of the model, and 1 were expected"):
+        feed("part", [rows(1)], [rows(2)]).before_step(0, optimizer, {"input": 2})
+
+
+def test_the_optimizer_gets_the_settings_of_the_ranks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.7)
+    feed("part", [rows(1)], [rows(2)]).before_step(0, optimizer, {"input": 1})
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_settings_are_numbers_alone() -> None:
+    group = {"params": [], "lr": torch.tensor(0.5), "betas": (0.9, 0.99), "foreach": None, "maximize": False, "eps": 1}
+    assert settings_of(group) == {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1}
+
+
+# Parameters that are cut by hand.
+
+
+def matched(one: Mapping[str, Tensor], *ranks: Mapping[str, Tensor]) -> list[dict[str, object]]:
+    """Return, for each rank, the addresses of each parameter, given those of one rank."""
+    reference = reference_of([record(0, start=one)], 1)
+    records = [record(rank, start=values) for rank, values in enumerate(ranks)]
+    found = rank_records(records, Layout((0,) * len(ranks)), reference)
+    return [{p.local: p.addresses if p.addresses is None else list(p.addresses) for p in r.pieces} for r in found]
+
+
+def test_slices_are_found_by_value() -> None:
+    whole = torch.arange(8, dtype=torch.float64).view(4, 2)
+    assert matched({"w": whole}, {"w": whole[2:]}, {"w": whole[:2]}) == [{"w": [4, 5, 6, 7]}, {"w": [0, 1, 2, 3]}]
+    assert matched({"w": whole}, {"w": whole[:, 1:]})[0] == {"w": [1, 3, 5, 7]}
+
+
+def test_equal_slices_follow_the_others_of_the_rank() -> None:
+    whole, zeros = torch.arange(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    cut = {"w": whole[2:], "z": zeros[:2]}
+    assert matched({"w": whole, "z": zeros}, cut)[0] == {"w": [2, 3], "z": [6, 7]}
+
+
+def test_interleaved_rows_are_looked_up() -> None:
+    whole = torch.arange(8, dtype=torch.float64) + 1
+    assert matched({"w": whole}, {"w": whole[[0, 1, 4, 5]]})[0] == {"w": [0, 1, 4, 5]}
+
+
+def test_what_is_no_part_is_unmatched() -> None:
+    whole = torch.arange(4, dtype=torch.float64)
+    reference = reference_of([record(0, start={"w": whole})], 1)
+    found = rank_records([record(0, start={"w": whole[:2] + 9})], Layout((0,)), reference)
+    assert unmatched(found) == ("w",)
+
+
+def test_plain_copies_with_other_values_are_not_taken_for_the_whole() -> None:
+    whole = torch.arange(4, dtype=torch.float64)
+    assert matched({"w": whole}, {"w": whole}, {"w": whole + 7})[1] == {"w": None}
+
+
+# Values that are exchanged, and devices.
+
+
+def test_a_batch_of_a_library_keeps_its_class() -> None:
+    batch = UserDict({"ids": torch.tensor([1, 2]), "name": "a"})
+    made = exchanged(batch, "input", lambda kind, tensors: tuple(t + 1 for t in tensors))
+    assert type(made) is UserDict
+    assert made["ids"].tolist() == [2, 3]
+    assert batch["ids"].tolist() == [1, 2]
+    assert exchanged(batch, "input", lambda kind, tensors: tensors) is batch
+
+
+def test_what_a_parameter_had_a_part_in_is_no_data() -> None:
+    made = torch.ones(2, requires_grad=True) * 2
+    assert exchanged([made, 3], "input", lambda kind, tensors: ()) == [made, 3]
+
+
+def test_rounding_makes_no_other_data() -> None:
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert close(x, x + 1e-14)
+    assert not close(x, x + 1e-6)
+    assert not close(torch.tensor([1]), torch.tensor([2]))
+
+
+def test_varied_data_are_ids_of_the_same_vocabulary() -> None:
+    ids = torch.arange(12).view(3, 4)
+    assert torch.equal(varied(ids, 0, 0), ids)
+    assert not torch.equal(varied(ids, 1, 0), ids)
+    assert torch.equal(varied(ids, 1, 0).flatten().sort().values, ids.flatten())
+    assert not torch.equal(varied(torch.ones(3), 1, 0), torch.ones(3))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda", 1), "cpu:2", torch.device("cpu", 1)])
+def test_devices_are_the_cpu(device: str | torch.device) -> None:
+    assert on_cpu(device, lambda note: None) == CPU
+
+
+@pytest.mark.parametrize("value", ["cpu", "meta", "cudagraphs", torch.device("meta"), 3, None])
+def test_other_values_stay(value: object) -> None:
+    assert on_cpu(value, lambda note: None) is value

@@ -1,0 +1,140 @@
+"""Right scripts, unmodified, on two, three and four ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.verify.external.torchrun.running import told, verified
+from verify.external.torchrun.verify import verify_script
+from verify.results.verdict import Verdict
+
+OWN, WHOLE = "with its own data", "the rows of all data parts together"
+TURNS, PART = "in turn", "on each data part by itself"
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks", "way"),
+    [
+        ("ddp_toy.py", 2, WHOLE),
+        ("ddp_toy.py", 4, WHOLE),
+        ("sampler.py", 2, WHOLE),
+        ("sampler.py --batch-size 5", 3, WHOLE),
+        ("sampler.py", 4, WHOLE),
+        ("by_hand.py", 2, OWN),
+        ("by_hand.py --loss sum", 3, OWN),
+        ("by_hand.py", 4, OWN),
+        ("fsdp_transformer.py", 2, PART),
+        ("fsdp_transformer.py", 3, PART),
+        ("fsdp_transformer.py --same-rows", 4, OWN),
+        ("tensor_parallel.py", 2, OWN),
+        ("tensor_parallel.py", 3, OWN),
+        ("tensor_parallel.py", 4, OWN),
+        ("two_dimensions.py", 2, OWN),
+        ("two_dimensions.py", 3, WHOLE),
+        ("two_dimensions.py", 4, WHOLE),
+        ("pipeline.py", 2, OWN),
+        ("pipeline.py --schedule 1f1b", 3, OWN),
+        ("pipeline.py --schedule 1f1b", 4, OWN),
+        ("gpt_train.py", 2, TURNS),
+        ("gpt_train.py --compiled=", 3, TURNS),
+        ("gpt_train.py --batch_size=2", 4, TURNS),
+        ("accumulate.py", 2, WHOLE),
+        ("accumulate.py --batch-norm", 3, PART),
+        ("accumulate.py --accumulate 3", 4, WHOLE),
+        ("megatron_style.py", 2, OWN),
+        ("megatron_style.py", 3, OWN),
+        ("megatron_style.py", 4, OWN),
+    ],
+)
+def test_right(command: str, ranks: int, way: str) -> None:
+    report = verified(command, ranks)
+    assert report.verdict is Verdict.TESTED_EXACT, told(report)
+    names = {check.name: check.count for check in report.checks}
+    assert names["gradients"] > 0, told(report)
+    assert names["parameters after steps"] > 0, told(report)
+    assert any(way in note for note in report.notes), told(report)
+
+
+def test_data_parts_are_those_of_the_mesh() -> None:
+    report = verified("two_dimensions.py", 4)
+    assert "data parts, by what the ranks took in: 0 1; 2 3 (ranks)" in report.notes
+    assert "process groups: [0, 1], [0, 2], [1, 3], [2, 3]" in report.notes, told(report)
+
+
+def test_without_a_sampler_the_reduction_is_tried_on_other_rows() -> None:
+    report = verified("sampler.py --broken sampler", 2)
+    assert report.verdict.passes, told(report)
+    assert any("is a sampler missing?" in note for note in report.notes), told(report)
+    assert any(note.startswith("with other data on every rank") for note in report.notes), told(report)
+
+
+def test_what_was_done_for_the_script_is_told() -> None:
+    notes = verified("gpt_train.py", 2).notes
+    assert "the script asks for nccl: gloo took its place" in notes
+    assert "torch.compile was left out: the eager program was run" in notes
+    notes = verified("sampler.py", 2).notes
+    assert "the script asks for cuda devices: they were the CPU" in notes
+    assert "on one rank, the optimizer's lr is another number: it was that of the ranks" in notes
+
+
+def test_its_own_dtype_where_float64_does_not_run(tmp_path: Path) -> None:
+    script = tmp_path / "single.py"
+    script.write_text(SINGLE)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.TESTED_CALIBRATED, told(report)
+    assert report.environment["dtype"] == "float32"
+    assert any(note.startswith("the script does not run in float64") for note in report.notes)
+
+
+SINGLE = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3)))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+torch.manual_seed(dist.get_rank())
+for _ in range(4):
+    x, y = torch.randn(6, 8), torch.randint(0, 3, (6,))
+    assert x.dtype == torch.float32
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_two_models_and_two_optimizers(tmp_path: Path) -> None:
+    script = tmp_path / "adversarial.py"
+    script.write_text(TWO_MODELS)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.TESTED_EXACT, told(report)
+    assert next(check for check in report.checks if check.name == "gradients").count == 2 * 4 * 6  # ranks, steps, names
+
+
+TWO_MODELS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+made, judge = DDP(nn.Linear(3, 4)), DDP(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)))
+first = ZeroRedundancyOptimizer(made.parameters(), torch.optim.Adam, lr=1e-3)
+second = torch.optim.Adam(judge.parameters(), 1e-3)
+loss_fn = nn.BCEWithLogitsLoss()
+torch.manual_seed(10 + dist.get_rank())
+for _ in range(5):
+    real, noise = torch.randn(6, 4), torch.randn(6, 3)
+    fake = made(noise)
+    second.zero_grad()
+    (loss_fn(judge(real), torch.ones(6, 1)) + loss_fn(judge(fake.detach()), torch.zeros(6, 1))).backward()
+    second.step()
+    first.zero_grad()
+    loss_fn(judge(fake), torch.ones(6, 1)).backward()
+    first.step()
+"""

@@ -1,0 +1,45 @@
+"""Scripts with a fault planted: each is refuted, with its cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.verify.external.torchrun.running import told, verified
+from verify.results.verdict import Verdict
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks", "code", "cause"),
+    [
+        ("by_hand.py --broken reduce", 2, "gradient_differs", "missing_reduction"),
+        ("by_hand.py --broken late", 3, "gradient_differs", "missing_reduction"),
+        ("by_hand.py --broken group", 4, "gradient_differs", "missing_reduction"),
+        ("by_hand.py --broken average", 3, "gradient_differs", "scaled"),
+        ("fsdp_transformer.py --broken norm", 2, "gradient_differs", "missing_reduction"),
+        ("tensor_parallel.py --broken norm", 2, "gradient_differs", "missing_reduction"),
+        ("pipeline.py --broken scale", 2, "gradient_differs", "scaled"),
+        ("pipeline.py --broken layer", 2, "parameter_not_held", "differs"),
+        ("gpt_train.py --broken=sync", 2, "gradient_differs", "missing_reduction"),
+        ("megatron_style.py --broken copy", 2, "gradient_differs", "missing_reduction"),
+        ("megatron_style.py --broken bias", 2, "loss_differs", "differs"),
+    ],
+)
+def test_wrong(command: str, ranks: int, code: str, cause: str) -> None:
+    report = verified(command, ranks)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    found = [(finding.code, finding.counter_example.get("cause")) for finding in report.findings]
+    assert (code, cause) in found, told(report)
+
+
+def test_only_what_is_not_reduced_is_named() -> None:
+    report = verified("by_hand.py --broken late", 2)
+    (finding,) = report.findings
+    assert finding.counter_example["tensors"] == "0.bias, 2.bias, 2.weight"
+
+
+def test_replicas_that_nobody_made_equal() -> None:
+    report = verified("by_hand.py --broken init", 2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    (finding,) = report.findings
+    assert finding.code == "replicas_differ"
+    assert "0.weight" in finding.message
