@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import re
 import statistics
 import sys
 import time
@@ -159,12 +160,20 @@ def confirmed(row: Row) -> Row:
     except NnscalerError as error:
         return replace(row, confirmed=f"no: {error.message}", script=script)
     if result.error:
-        return replace(row, confirmed="yes" if row.status == "crashes" else f"no: {result.error}", script=script)
+        is_same = row.status == "crashes" and is_one_error(row.detail, result.error)
+        return replace(row, confirmed="yes" if is_same else f"no: {result.error}", script=script)
     if row.status == "crashes":
         return replace(row, confirmed="no: it runs", script=script)
     same = {generic(name) for name in result.parameters} & set(row.parameters)
     is_same = result.is_wrong and (same or not row.parameters)
     return replace(row, confirmed="yes" if is_same else "no: it is equal in float32", script=script)
+
+
+def is_one_error(left: str, right: str) -> bool:
+    """Return whether two messages name the same exception, and begin alike: sizes may differ."""
+    kinds = [re.search(r"(\w+(?:Error|Exception)):?(.{0,24})", text, re.DOTALL) for text in (left, right)]
+    one, two = (kind.groups() if kind is not None else ("", "") for kind in kinds)
+    return one[0] == two[0] != "" and re.sub(r"\d+", "", one[1]).strip() == re.sub(r"\d+", "", two[1]).strip()
 
 
 def settings_of(row: Row) -> Mapping[str, Any]:

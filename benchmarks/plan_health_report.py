@@ -46,7 +46,7 @@ class Row:
 
 
 def write_reports(file: Path, rows: Sequence[Row], seconds: float, *, keep: bool = False) -> None:
-    """Write the Markdown file, and JSON and HTML beside it. `keep`: also the rows that are there and not among these."""
+    """Write the Markdown file, and JSON and HTML beside it. `keep`: also the rows of other programs that are there."""
     data = file.with_suffix(".json")
     if keep and data.exists():
         before = json.loads(data.read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from nnscaler.errors import NnscalerError
 from verify.external.transformers_config import fields_of, library
+from verify.external.transformers_shrink import lacking
 from verify.external.transformers_target import NOISE, BuiltModel, PlanSizes
 
 WRONG = 1e-2  # relative error of a gradient in float32 from which the script calls it wrong; rounding gives 1e-6
@@ -94,6 +95,7 @@ def _arguments(config: Any) -> str:
     """Write the fields of a configuration that are not as by default."""
     default = fields_of(type(config)())
     changed = {name: _plain(value) for name, value in fields_of(config).items() if value != default.get(name)}
+    changed |= {name: value for name, value in lacking(config).items() if name not in default}
     return ", ".join(f"{name}={value!r}" for name, value in changed.items())
 
 

@@ -58,7 +58,7 @@ def shrink(config: Any, sizes: Sizes) -> Any:
     if isinstance(rope, dict) and not any(isinstance(item, dict) for item in rope.values()) and _turns_on_axes(config):
         turning = _rotary(fields, sizes) or int(sizes.head_dim * rope.get("partial_rotary_factor", 1.0))
         rope.setdefault("mrope_section", sections_of(turning // 2, 3))
-    return type(config)(**{**fields, **changes, **_QUIRKS.get(config.model_type, {})})
+    return type(config)(**{**fields, **changes, **lacking(config)})
 
 
 # What the default configuration of a model type lacks, so that the library itself cannot build it
@@ -77,6 +77,11 @@ _QUIRKS: Mapping[str, Mapping[str, Any]] = {
     "t5gemma2_decoder": {"dropout_rate": 0.0},
     "t5gemma2_text": {"dropout_rate": 0.0},
 }
+
+
+def lacking(config: Any) -> Mapping[str, Any]:
+    """Return what a default configuration of this kind lacks; it need not be a field."""
+    return _QUIRKS.get(config.model_type, {})
 
 
 def _turns_on_axes(config: Any) -> bool:
