@@ -160,8 +160,8 @@ def confirmed(row: Row) -> Row:
     except NnscalerError as error:
         return replace(row, confirmed=f"no: {error.message}", script=script)
     if result.error:
-        is_same = row.status == "crashes" and is_one_error(row.detail, result.error)
-        return replace(row, confirmed="yes" if is_same else f"no: {result.error}", script=script)
+        is_known = row.status == "crashes" and is_one_error(row.detail, result.error)
+        return replace(row, confirmed="yes" if is_known else f"no: {result.error}", script=script)
     if row.status == "crashes":
         return replace(row, confirmed="no: it runs", script=script)
     same = {generic(name) for name in result.parameters} & set(row.parameters)
