@@ -103,15 +103,15 @@ class Exchange:
         for place, watched in meeting.watched.items():
             if watched.has_changed():
                 call = meeting.parts[place].call
-                self._mismatch(_CHANGED.format(rank=call.ranks[place], call=call), call)
+                self._mismatch(_CHANGED.format(rank=call.ranks[place], call=call), call, call.ranks[place])
 
-    def _mismatch(self, message: str, call: CommunicationCall) -> None:
+    def _mismatch(self, message: str, call: CommunicationCall, rank: int | None = None) -> None:
         with self.turns.lock:
-            self._fail_locked(message, call)
+            self._fail_locked(message, call, rank)
 
-    def _fail_locked(self, message: str, call: CommunicationCall) -> None:
+    def _fail_locked(self, message: str, call: CommunicationCall, rank: int | None = None) -> None:
         turns = self.turns
-        rank = turns.turn().rank
+        rank = turns.turn().rank if rank is None else rank
         turns.fail(RanksFailed("communication_mismatch", message, rank=rank, place=call.place, by_rank=turns.by_rank()))
         raise RankStopped(message)
 
@@ -151,7 +151,8 @@ class Exchange:
             )
             self._fail_locked(text, receiver.call)
         if sender.watched is not None and sender.watched.has_changed():
-            self._fail_locked(_CHANGED.format(rank=sender.call.ranks[0], call=sender.call), sender.call)
+            source = sender.call.ranks[0]
+            self._fail_locked(_CHANGED.format(rank=source, call=sender.call), sender.call, source)
         with torch.no_grad():
             taken.data.copy_(given if given.shape == taken.shape else given.reshape(taken.shape))
         receiver.source = sender.source

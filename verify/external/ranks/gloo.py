@@ -7,6 +7,7 @@ has finished, or has raised, keeps its connections until the run is over, so tha
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -144,6 +145,9 @@ def _fork(plan: _Plan, rank: int, connection: Connection, inherited: list[Connec
 def _live_as_rank(plan: _Plan, rank: int, connection: Connection) -> None:
     """Run the function in this process, send what came of it, and wait until the parent has heard of all."""
     os.dup2(2, 1)  # what programs print is no result
+    stack = (plan.folder / f"stack_{rank}").open("wb", buffering=0)
+    faulthandler.enable(stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # the parent asks where the rank is
     sys.stdout = sys.stderr
     os.environ.update(local_environment())
     os.environ.update(zip(VARIABLES, environment_of(rank, plan.ranks), strict=True))

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -14,11 +15,13 @@ from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.fair_clock import FairClock
 from nnscaler.runtime.jobs.job import Activity, StatusReader
 from verify.external.ranks.call_log import CallReader
+from verify.external.ranks.places import place_in_stack
 from verify.external.ranks.records import RankCall, RanksFailed
 
 _TICK = 0.05  # seconds between two looks
 _STALL = 2.5  # seconds of a FairClock, without progress, that make a deadlock
 _IDLE = 0.3  # seconds of processor time a second, below which ranks that wait do nothing else
+_ASKED = 0.3  # seconds for ranks to write their stacks
 _LOST = 1.5  # seconds to find the cause behind a lost connection
 _CUT = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket closed")
 
@@ -50,6 +53,7 @@ class Watch:
 
     def __init__(self, folder: Path, processes: list[int], connections: list[Connection]) -> None:
         ranks = len(processes)
+        self._folder = folder
         self._processes = processes
         self._connections = connections
         self._calls = CallReader([folder / f"calls_{rank}" for rank in range(ranks)])
@@ -121,8 +125,10 @@ class Watch:
             last = self._last(rank)
             where = f"; its last communication call was {last}" if last is not None else ""
             message = f"the process of rank {rank} was {how}{where}"
-            place = last.place if last is not None else None
-            raise RanksFailed("rank_died", message, rank=rank, place=place, by_rank=self._by_rank())
+            stack = self._stack(rank)
+            place = place_in_stack(stack) or (last.place if last is not None else None)
+            by_rank = {**self._by_rank(), rank: f"died\n{stack}".rstrip()}
+            raise RanksFailed("rank_died", message, rank=rank, place=place, by_rank=by_rank)
         rank, answer = min(raised.items(), key=lambda item: (item[1].is_cut, item[0]))
         message = f"rank {rank} raised {answer.error}"
         raise RanksFailed("rank_raises", message, rank=rank, place=answer.place, by_rank=self._by_rank())
@@ -183,6 +189,22 @@ class Watch:
 
     def _late(self, timeout: float) -> RanksFailed:
         texts = self._by_rank()
+        running = [rank for rank, text in texts.items() if text.startswith("was running")]
+        for rank in running:
+            with suppress(OSError):
+                os.kill(self._processes[rank], signal.SIGUSR1)
+        time.sleep(_ASKED if running else 0.0)
+        places = {rank: place_in_stack(self._stack(rank)) for rank in running}
+        texts |= {rank: f"{texts[rank]}; it is at {place}" for rank, place in places.items() if place is not None}
         lines = [f"  rank {rank} {text}" for rank, text in texts.items()]
         message = "\n".join([f"ranks were still running after {timeout:.0f} s", *lines])
-        return RanksFailed("timed_out", message, by_rank=texts)
+        first = running[0] if running else None
+        place = places[first] if first is not None else None
+        return RanksFailed("timed_out", message, rank=first, place=place, by_rank=texts)
+
+    def _stack(self, rank: int) -> str:
+        """Return what the rank's Python wrote of its stack; empty where it wrote nothing."""
+        try:
+            return (self._folder / f"stack_{rank}").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""

@@ -7,14 +7,13 @@ import re
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from verify.external.ranks.places import is_program
+from verify.external.ranks.places import place_in_stack
 from verify.external.ranks.records import RankRun, RanksFailed
 from verify.external.ranks.torch_private import preload
 from verify.processes.pool import Died, Done, Note, TimedOut, run_forked
 
 T = TypeVar("T")
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _RANK = re.compile(r"rank (\d+)")
 
 
@@ -44,13 +43,5 @@ def run_in_child(run: Callable[[Note], RankRun[T]], timeout: float) -> RankRun[T
         rank = int(named.group(1)) if named is not None else None
         message = f"the process of the ranks was {how}" + (f"; {event.note}" if event.note else "")
         by_rank = {} if rank is None else {rank: f"{event.note}\n{event.trace}".rstrip()}
-        raise RanksFailed(code, message, rank=rank, place=_place(event.trace), by_rank=by_rank)
+        raise RanksFailed(code, message, rank=rank, place=place_in_stack(event.trace), by_rank=by_rank)
     raise RanksFailed("rank_raises", str(event.error), by_rank={0: event.text})
-
-
-def _place(trace: str) -> str | None:
-    """Return the innermost line of the program in a stack that Python wrote when it died."""
-    for frame in _FRAME.finditer(trace):
-        if is_program(frame["file"]):
-            return f"{frame['file']}:{frame['line']}"
-    return None

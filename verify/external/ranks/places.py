@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -25,6 +26,7 @@ _FOREIGN = (
 )
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _WRAPPERS = frozenset({"typing_extensions.py"})  # decorators of torch's deprecated functions
 
 
@@ -63,6 +65,22 @@ def place_of_error(trace: TracebackType | None) -> str | None:
             place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
+
+
+def place_in_stack(text: str) -> str | None:
+    """Return "file:line" of the program's innermost frame in a stack that `faulthandler` wrote, innermost first."""
+    for frame in _FRAME.finditer(text):
+        if is_program(frame["file"]):
+            return f"{frame['file']}:{frame['line']}"
+    return None
+
+
+def place_of_thread(identifier: int | None) -> str | None:
+    """Return "file:line" of the program's innermost frame in a thread that runs."""
+    frame = sys._current_frames().get(identifier) if identifier is not None else None
+    while frame is not None and not is_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @cache

@@ -20,7 +20,7 @@ from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
 from verify.external.ranks.exchange import Exchange
 from verify.external.ranks.helpers import helpers_of_ranks
 from verify.external.ranks.memory import kept_memory
-from verify.external.ranks.places import place_of_error
+from verify.external.ranks.places import place_of_error, place_of_thread
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
 from verify.external.ranks.records import RankRun, RanksFailed
 from verify.external.ranks.simulated_group import SimulatedGroup, SimulatedStore
@@ -167,14 +167,24 @@ def _follow(threads: list[threading.Thread], turns: Turns, timeout: float) -> No
             thread.join(LEAST)
             idle.look()
             if clock.seconds() > timeout:
-                with turns.lock:
-                    doing = turns.by_rank()
-                    lines = [f"  rank {rank} {text}" for rank, text in doing.items()]
-                    message = "\n".join([f"ranks were still running after {timeout:.0f} s", *lines])
-                    turns.fail(RanksFailed("timed_out", message, by_rank=doing))
+                _say_late(threads, turns, timeout)
     if turns.failure is None:
         return
     _stop(threads)
+
+
+def _say_late(threads: list[threading.Thread], turns: Turns, timeout: float) -> None:
+    """Fail the run because its time is up, and say where the ranks are."""
+    with turns.lock:
+        doing = turns.by_rank()
+        running = [turn.rank for turn in turns.mains if turn.status == "running"]
+        places = {rank: place_of_thread(threads[rank].ident) for rank in running}
+        doing |= {rank: f"{doing[rank]}; it is at {place}" for rank, place in places.items() if place is not None}
+        lines = [f"  rank {rank} {text}" for rank, text in doing.items()]
+        message = "\n".join([f"ranks were still running after {timeout:.0f} s", *lines])
+        rank = running[0] if running else None
+        place = places[rank] if rank is not None else None
+        turns.fail(RanksFailed("timed_out", message, rank=rank, place=place, by_rank=doing))
 
 
 def _stop(threads: list[threading.Thread]) -> None:

@@ -248,7 +248,6 @@ def rank_attributes() -> list[tuple[Any, str]]:
         if attention is not None and tensor is not None:
             names = ("_replaced_functions", "_dispatch_mode", "_cp_options")
             found += [(attention, name) for name in names if hasattr(attention, name)]
-            found.append((tensor.DTensor._op_dispatcher.sharding_propagator, "op_strategy_funcs"))
     return found
 
 
@@ -257,7 +256,10 @@ def rank_attributes() -> list[tuple[Any, str]]:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Be one rank of `size`, with collectives that do nothing, until the end. Raises RuntimeError where groups exist."""
+    """Be one rank of `size`, with collectives that do nothing, until the end.
+
+    Raises RuntimeError where groups exist.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers its backend when imported
 
     if dist.is_initialized():
@@ -282,7 +284,7 @@ def has_sharding_rule(operator: Any) -> bool:
 
 def forget_shardings() -> None:
     """Empty the caches of DTensor's sharding rules, in Python and in C++."""
-    debug = sys.modules.get("torch.distributed.tensor.debug")
+    debug: Any = sys.modules.get("torch.distributed.tensor.debug")
     if debug is None:
         from torch.distributed.tensor import debug
     debug._clear_sharding_prop_cache()
@@ -290,7 +292,7 @@ def forget_shardings() -> None:
 
 def group_ranks(name: str) -> list[int]:
     """Return the global ranks of the process group of this name."""
-    return list(dist.get_process_group_ranks(c10d._resolve_process_group(name)))
+    return list(dist.get_process_group_ranks(_C10D._resolve_process_group(name)))
 
 
 def autograd_sequence_number() -> int:
@@ -310,7 +312,7 @@ def unboxed(value: Any) -> str:
     if "ProcessGroup" in kind:
         return str(dist.ProcessGroup.unbox(value).group_name)
     if "ReduceOp" in kind:
-        names = {int(number): name for name, number in dist.ReduceOp.RedOpType.__members__.items()}
+        names = {int(cast(Any, number)): name for name, number in dist.ReduceOp.RedOpType.__members__.items()}
         return names[int(value.op())].lower()
     return kind
 
