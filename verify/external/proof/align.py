@@ -29,38 +29,40 @@ class Aligned:
     graph    the first rank's graph
     varies   call -> argument (with its place in lists) -> what it is; a `Ref` stands for the number of its output. None:
              it follows no coordinate
+    ranks    whose graphs these are
     differs  why the graphs are not one text; None if they are
     """
 
     graph: RankGraph
     varies: Mapping[int, Mapping[tuple[Any, ...], Follows | None]]
+    ranks: tuple[int, ...]
     differs: str | None = None
 
 
 def align(graphs: Sequence[RankGraph]) -> Aligned:
     """Compare the graphs call by call with the first."""
-    first = graphs[0]
+    first, ranks = graphs[0], tuple(g.rank for g in graphs)
     varies: dict[int, dict[tuple[Any, ...], Follows | None]] = {}
     for other in graphs[1:]:
         if len(other.calls) != len(first.calls):
-            return Aligned(first, {}, f"ranks {first.rank} and {other.rank} make different numbers of calls")
+            return Aligned(first, {}, ranks, f"ranks {first.rank} and {other.rank} make different numbers of calls")
     for number, call in enumerate(first.calls):
         others = [g.calls[number] for g in graphs[1:]]
         for graph, other in zip(graphs[1:], others, strict=True):
             if (call.name, call.outputs, call.arguments.keys()) != (other.name, other.outputs, other.arguments.keys()):
                 where = f" ({call.where})" if call.where else ""
                 text = f"rank {first.rank} calls `{call.name}` where rank {graph.rank} calls `{other.name}`{where}"
-                return Aligned(first, {}, text)
+                return Aligned(first, {}, ranks, text)
         if call.arguments and any(call.arguments != other.arguments for other in others):
             found = _different(graphs, [call, *others])
             if isinstance(found, str):
-                return Aligned(first, {}, found)
+                return Aligned(first, {}, ranks, found)
             if found:
                 varies[number] = found
     ends = [(g.loss and g.loss.ref, {n: h.ref for n, h in g.gradients.items()}) for g in graphs]
     if any(end != ends[0] for end in ends):
-        return Aligned(first, {}, "the ranks' losses or gradients come from different calls")
-    return Aligned(first, varies)
+        return Aligned(first, {}, ranks, "the ranks' losses or gradients come from different calls")
+    return Aligned(first, varies, ranks)
 
 
 def _different(

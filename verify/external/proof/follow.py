@@ -91,7 +91,8 @@ class Follower:
             self.found.typed += 1
             for output, found in enumerate(made):
                 if found:
-                    self.found.set(Ref(number, output), found, self.reference.size)
+                    every = self.operators.otherwise(found, self.form(Ref(number, output)))
+                    self.found.set(Ref(number, output), every, self.reference.size)
                 else:
                     lost = Lost(number, f"nothing is known of output {output} of `{call.name}`")
                     self.found.lost[Ref(number, output)] = lost
@@ -159,12 +160,12 @@ class Follower:
 
         match normal_form(call, self.form):
             case Identity(of):
-                found = list(pieces.get(of) or self._facts(of))
-                return [found + self._expanded(call, facts)]
+                return [pieces.get(of) or self._facts(of)]
             case Constant(value):
                 return [[self.operators.everywhere(self.terms.constant(value))]]
             case View(of, out):
-                return [self._any(facts(of), lambda f: self.operators.viewed(f, self.form(of), out))]
+                unstacked = [f for f in (self.operators.unstacked(f, out) for f in self._facts(of)) if f is not None]
+                return [unstacked or self._any(facts(of), lambda f: self.operators.viewed(f, self.form(of), out))]
             case Permutation(of, order):
                 return [[self.operators.permuted(f, order) for f in facts(of)]]
             case Sum() as found:
@@ -172,18 +173,6 @@ class Follower:
             case Call() as found:
                 return self._moved(found, facts) or self.operators.called(found, facts)
         raise AssertionError(call.name)
-
-    def _expanded(self, call: RecordedCall, facts: FactsOf) -> list[Fact]:
-        """Return what else a tensor is that a rank does not have to expand, as it has one row: the model expands it."""
-        if call.name != "aten.expand.default":
-            return []
-        size = {"size": call.arguments["size"]}
-        expand = Call(call.overload, {"self": call.arguments["self"], **size}, call.outputs, tuple(size))
-        try:
-            (found,) = self.operators.called(expand, facts)
-        except NoFact:
-            return []
-        return [f for f in found if f.term < self.reference.size]
 
     # -- what follows the rank's coordinates
 

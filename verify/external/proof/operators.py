@@ -26,7 +26,7 @@ from verify.external.proof.linear import tensors_of
 from verify.external.proof.normal import Call, Sum
 from verify.external.proof.own_rows import own_rows
 from verify.external.proof.reference import Reference, multiplied_by_one, operand_order, parameters
-from verify.external.proof.terms import Shape, Whole
+from verify.external.proof.terms import UNIT, Shape, Whole
 
 MOST = 16  # combinations of operands' facts, and of dims that axes may divide
 _ROUNDS = frozenset({"aten._to_copy.default"})  # what it does to terms of a sum is rounding, not another value
@@ -88,6 +88,48 @@ class Operators:
         if not found:
             raise NoFact(problem.reason if problem else "a view that is no shard's", problem.axis if problem else "")
         return sorted(found, key=lambda f: f.term)  # the model's own terms come first
+
+    def unstacked(self, fact: Fact, out: Form) -> Fact | None:
+        """Return the fact of pieces that lie one after the other in memory as they do in the tensor, under its own
+        dims; None for anything else."""
+        pieces, whole = fact.pieces, self.terms.shape(fact.term)
+        if pieces is None or pieces.index is not None or whole is None:
+            return None
+        local = local_shape(whole, fact.states, self.axes)
+        if local != out.shape or any(size != 1 for size in local[: pieces.dim]):
+            return None
+        return replace(fact, pieces=None)
+
+    def otherwise(self, facts: Sequence[Fact], form: Form) -> list[Fact]:
+        """Return the facts, and others that follow from them: the model's own terms, for what is known as others."""
+        found = self._expanded(facts, form)
+        if any(f.term < self.reference.size for f in found):
+            return found
+        for fact in facts:
+            if fact.pieces is None and self.terms[fact.term].operator == "view":
+                found += [f for f in self.viewed(fact, form, form) if f.term < self.reference.size]
+        return found
+
+    def _expanded(self, facts: Sequence[Fact], form: Form) -> list[Fact]:
+        """Return the facts, and what else it is that a rank has: its one row of what the model expands to several."""
+        found = list(facts)
+        for fact in facts:
+            known = self.terms.known("aten.expand.default", ((UNIT, fact.term),)) if 1 in form.shape else []
+            for term in (k.outputs[0] for k in known if fact.pieces is None):
+                if term is None or len(self.terms[term].shape) != len(form.shape) or self.terms.is_constant(fact.term):
+                    continue
+                call = PairedCall(
+                    torch.ops.aten.expand.default,
+                    {"self": _A, "size": form.shape},
+                    {},
+                    {_A: (Pair(self._shape(fact, form), form.shape, form.dtype), fact.states)},
+                    (Pair(self.terms[term].shape, form.shape, form.dtype),),
+                    ("size",),
+                )
+                results = self.lifting.results(call)
+                if not isinstance(results, Failure) and results[0] is not None:
+                    found.append(replace(fact, term=term, states=results[0].states))
+        return found
 
     def permuted(self, fact: Fact, order: tuple[int, ...]) -> Fact:
         """Return the fact of a tensor with its dims in another order."""

@@ -66,22 +66,33 @@ class ExternalProof:
 
 
 def probes(program: ExternalProgram) -> tuple[int, ...]:
-    """Return the ranks to trace: the first, and one with another coordinate on each axis, so that a number that follows
-    one of them is seen not to follow another. Where axes are too short for that: one rank for each axis."""
-    places: list[int] = []
-    for _, size in sorted(program.mesh, key=lambda axis: axis[1]):
-        if size > 1:
-            places.append(max((c for c in range(1, size) if c not in places), default=0))
-    sizes = sorted((size, i) for i, (_, size) in enumerate(program.mesh) if size > 1)
+    """Return the ranks to trace: the first, and for each axis the one that is last along it alone."""
     strides = [prod(size for _, size in program.mesh[i + 1 :]) for i in range(len(program.mesh))]
-    if len(places) > 1 and all(places):
-        return 0, sum(place * strides[i] for place, (_, i) in zip(places, sizes, strict=True))
-    return 0, *((size - 1) * strides[i] for size, i in sizes)
+    return 0, *((size - 1) * stride for (_, size), stride in zip(program.mesh, strides, strict=True) if size > 1)
+
+
+def few_probes(program: ExternalProgram) -> tuple[int, ...]:
+    """Return the first rank and the last: enough, where every number that differs can only follow one axis.
+
+    It may not be enough on several axes: `align` then finds numbers that could follow two of them.
+    """
+    return (0, program.ranks - 1) if program.ranks > 1 else (0,)
+
+
+def _aligned(program: ExternalProgram, ranks: Sequence[int] | None) -> Aligned:
+    """Return the graphs side by side, of as few ranks as will do."""
+    if ranks is not None:
+        return align([trace_rank(program, rank) for rank in ranks])
+    few = {rank: trace_rank(program, rank) for rank in few_probes(program)}
+    found = align(list(few.values()))
+    if found.differs is not None or all(f is not None for own in found.varies.values() for f in own.values()):
+        return found
+    first, *rest = probes(program)
+    return align([few[first], *(few.get(rank) or trace_rank(program, rank) for rank in rest)])
 
 
 def prove_external(program: ExternalProgram, *, ranks: Sequence[int] | None = None) -> ExternalProof:
     """Trace some ranks of the program (None: `probes`) and its model, and prove that their gradients and losses agree."""
-    chosen = tuple(ranks) if ranks is not None else probes(program)
     seconds: dict[str, float] = {}
     started = time.perf_counter()
 
@@ -93,13 +104,12 @@ def prove_external(program: ExternalProgram, *, ranks: Sequence[int] | None = No
     try:
         whole = trace_whole(program)
         lap("trace of the model")
-        graphs = [trace_rank(program, rank) for rank in chosen]
+        aligned = _aligned(program, ranks)
         lap("trace of ranks")
     except NotTraced as no:
-        return _undecided(str(no), chosen, seconds)
-    aligned = align(graphs)
+        return _undecided(str(no), (), seconds)
     if aligned.differs is not None:
-        return _undecided(aligned.differs, chosen, seconds)
+        return _undecided(aligned.differs, aligned.ranks, seconds)
     axes = tuple(Axis(name, size) for name, size in program.mesh if size > 1)
     reference = read_reference(whole)
     lap("terms of the model")
@@ -121,7 +131,7 @@ def prove_external(program: ExternalProgram, *, ranks: Sequence[int] | None = No
         found.collectives,
         lifting.asked,
         ends.compared,
-        chosen,
+        aligned.ranks,
         tuple(c for c in conditions if isinstance(c, str)),
         seconds=seconds,
     )
