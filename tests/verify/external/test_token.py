@@ -93,7 +93,7 @@ def test_a_token_gives_the_request_that_it_was_made_of(folder: Path, line: tuple
 
 def test_a_token_holds_everything_that_decides_what_is_run(folder: Path) -> None:
     token = make_token(asked("check.py"))
-    showing = {"command", "output_format", "quiet", "verbose", "color", "emit_script"}
+    showing = {"command", "output_format", "quiet", "verbose", "color", "comm_profile", "emit_script"}
     assert set(token.options) == set(vars(parsed("check.py"))) - showing - {"target", "script"}
     assert {f.name for f in fields(ExternalRequest)} == set(vars(parsed("check.py"))) - showing | {"emit_script"}
 
