@@ -189,7 +189,10 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"head_dim|qk_\w*head_dim", _in_proportion),
     (r".*head_dim|mamba_d_head", lambda value, fields, sizes: sizes.head_dim),
     (r"mamba_d_ssm", lambda value, fields, sizes: 2 * sizes.hidden),
-    (r"\w*hidden_size_per_layer_input|router_hidden_size|prediction_head_size|\w*embed\w*_dim", _at_most(16)),
+    (
+        r"\w*hidden_sizes|\w*hidden_size_per_layer_input|router_hidden_size|prediction_head_size|\w*embed\w*_dim",
+        _at_most(16),
+    ),
     (r"(\w+_)?hidden_size|d_model|n_embd|adapter_(in|out)_dim|\w*(in|out)put_dim", lambda v, f, sizes: sizes.hidden),
     (r"(moe|expert|shared|prefix)\w*_(intermediate|ffn_hidden)_size|share_expert_dim", _at_most(48)),
     (r"\w*intermediate_size\w*|\w*ffn_hidden_size", _at_most(96)),

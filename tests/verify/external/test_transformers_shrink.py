@@ -51,6 +51,12 @@ def test_parts_shrink_with_the_whole() -> None:
     assert small.text_config.hidden_size == small.vision_config.hidden_size == 64
 
 
+def test_sizes_of_layers_in_a_list_shrink() -> None:
+    small = shrink(configuration("muse_spark"), Sizes())
+    assert max(small.audio_config.hidden_sizes) == 16
+    assert shrink(configuration("gemma3n_text"), Sizes()).intermediate_size == [96] * 4
+
+
 def test_nothing_is_dropped() -> None:
     small = shrink(configuration("gptj"), Sizes())
     assert small.resid_pdrop == small.embd_pdrop == 0.0
