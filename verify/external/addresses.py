@@ -65,8 +65,8 @@ class StateMap:
             if id(tensor) not in seen:
                 seen[id(tensor)] = size
                 names.append(name)
-                size += tensor.numel()
-            starts[name], shapes[name], kinds[name] = seen[id(tensor)], tensor.shape, kind
+                size += as_real(tensor).numel()
+            starts[name], shapes[name], kinds[name] = seen[id(tensor)], as_real(tensor).shape, kind
         return StateMap(starts, shapes, kinds, size, tuple(names))
 
     def flat(self, values: Mapping[str, Tensor | None]) -> Tensor:
@@ -75,8 +75,9 @@ class StateMap:
         for name in self.names:
             value = values.get(name)
             if value is not None and value.numel():
+                real = as_real(value.detach()).reshape(-1)
                 start = self.starts[name]
-                whole[start : start + value.numel()] = value.detach().reshape(-1).to("cpu", torch.float64)
+                whole[start : start + len(real)] = real.to("cpu", torch.float64)
         return whole
 
     def whole(self, name: str) -> range:
@@ -204,13 +205,18 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, in one more dim; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def local_value(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return what this rank holds of a tensor, in real numbers."""
     value = tensor.detach()
     value = value.to_local() if isinstance(value, DTensor) else value
     # functional collectives of torch hand out tensors that wait when they are read
     waits: Any = value
-    return waits.wait() if type(value).__name__ == "AsyncCollectiveTensor" else value
+    return as_real(waits.wait() if type(value).__name__ == "AsyncCollectiveTensor" else value)
 
 
 def layout_words(tensor: Tensor) -> str:
@@ -234,7 +240,7 @@ def claimed(tensor: Tensor, name: str, space: StateMap) -> Addresses | None:
         shard = distribute_tensor(numbers, tensor.device_mesh, tensor.placements, src_data_rank=None)
         local = shard.to_local()
         return local.reshape(-1) if local.shape == tensor.to_local().shape else None
-    return whole if tensor.shape == space.shapes[name] else None
+    return whole if as_real(tensor).shape == space.shapes[name] else None
 
 
 def match(
@@ -288,5 +294,5 @@ def _agrees(value: Tensor, addresses: Addresses, lookup: Lookup) -> bool:
 
 def _give(tensor: Tensor, addresses: Addresses, lookup: Lookup) -> None:
     with torch.no_grad():
-        target = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        target = local_value(tensor)
         target.copy_(taken(lookup.start, addresses).to(target.dtype).view(target.shape))

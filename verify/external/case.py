@@ -79,6 +79,13 @@ class Case:
 
         return self.on_ranks(on_rank)
 
+    def tried(self, known: Sequence[RankRecord] = ()) -> RankRun[RankRecord] | RanksFailed:
+        """Run the program as `run` does, and return its failure instead of raising it."""
+        try:
+            return self.run(known)
+        except RanksFailed as failure:
+            return failure
+
     def on_ranks(self, function: Callable[[int], T]) -> RankRun[T]:
         """Call a function on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from verify.external.addresses import clean_name
+from verify.external.addresses import as_real, clean_name
 from verify.external.observe import modules_of, optimizer_of, parallelised, rows_of, run_step
 from verify.external.program import ExternalProgram
 from verify.external.reference import Reference, initial_model
@@ -114,7 +114,7 @@ def _compared(how: str, rank: int, found: dict[str, Any], reference: Reference) 
     space, after = reference.space, reference.steps[0].parameters
     scale = largest(after[torch.isfinite(after)])
     for name, value in sorted(found.items()):
-        clean = clean_name(name)
+        clean, value = clean_name(name), as_real(value)
         if clean in space.shapes and space.kinds[clean] == "parameter" and value.shape == space.shapes[clean]:
             whole = space.whole(clean)
             expected = after[whole.start : whole.stop].view(value.shape)

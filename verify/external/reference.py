@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.locations import location_of_exception
 from nnscaler.tracing.precision import convert_floats, exact, run_backward, without_dropout
-from verify.external.addresses import Lookup, StateMap, state_of
+from verify.external.addresses import Lookup, StateMap, as_real, state_of
 from verify.external.program import Batch, ExternalProgram
 from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
 
@@ -271,7 +271,8 @@ def part_gradients(program: ExternalProgram, model: nn.Module, reference: Refere
             with torch.no_grad():
                 for name, tensor, _ in state_of(mine):
                     whole = space.whole(name)
-                    tensor.copy_(before[whole.start : whole.stop].view(tensor.shape).to(tensor.dtype))
+                    real = as_real(tensor.detach())
+                    real.copy_(before[whole.start : whole.stop].view(real.shape).to(real.dtype))
             rows = part_of(batch_of_step(reference.batch, number, parts), part, parts)
             loss = step_of(mine, copied(rows, reference.dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(mine, 0):

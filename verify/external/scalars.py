@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -80,6 +81,7 @@ def _cause_of_loss(run: Run, number: int, rank: int, values: Mapping[int, Tensor
 
 
 def compare_norms(run: Run) -> Compared:
+    """Compare the norm on each rank where gradients are clipped: squares of norms add up, as gradients do."""
     found: list[Difference] = []
     count, worst = 0, 0.0
     for number, step in enumerate(run.reference.steps):
@@ -96,8 +98,15 @@ def compare_norms(run: Run) -> Compared:
                 squares = {r: v.square() for r, v in values.items()}
                 wrong = Wrong("square", squares[rank], step.norm.double().square(), rank, run.sizes, squares, run.at)
                 numbers = (f"{float(step.norm):.10g}", f"{float(value):.10g}")
-                cause = cause_of(wrong)
+                cause = _of_root(cause_of(wrong), float(value) / float(step.norm))
                 found.append(Difference("gradient_norm_differs", "norm", rank, number, verdict, gap, *numbers, cause))
         if found:
             break
     return Compared("gradient norm", count, tuple(found), worst)
+
+
+def _of_root(cause: Cause, factor: float) -> Cause:
+    """Say of the norm what is known of its square."""
+    if cause.kind != "scaled":
+        return replace(cause, text=cause.text.replace("squares", "squares of the norms"))
+    return Cause("scaled", f"it is {factor:.6g} times the model's", cause.axis, factor)

@@ -18,6 +18,7 @@ from verify.external.noise import Noise, measure, rounded
 from verify.external.observe import RankRecord
 from verify.external.profile import communication_profile, memory, notes_of
 from verify.external.program import Batch, ExternalProgram
+from verify.external.ranks.attention import register_attention
 from verify.external.ranks.run import RankRun, RanksFailed
 from verify.external.reference import (
     check_rows,
@@ -57,6 +58,7 @@ def verify_program(
     progress: Progress = lambda text: None,
 ) -> Report:
     """Verify a program in each of these dtypes. Raises NnscalerError for what cannot be run at all."""
+    register_attention()
     how = settings or Settings()
     started = time.perf_counter()
     model = initial_model(program, how.seed)
@@ -151,19 +153,14 @@ def verify_in(
     truth = run_reference(program, mine, values, steps=how.steps, dtype=torch.float64)
     case = Case(program, how, mine, truth, replace(truth, dtype=dtype))
     notes: list[str] = []
-    try:
-        ran = case.run(known)
-    except RanksFailed as failure:
-        if failure.code != "rank_raises" or how.executor != "simulator":
-            return failed(program, dtype, failure)
+    ran = case.tried(known)
+    if isinstance(ran, RanksFailed) and ran.code == "rank_raises" and how.executor == "simulator":
         # what threads of one process cannot do, processes may: module-level groups, environment variables
+        notes.append(f"on threads of one process it raises ({ran.message.splitlines()[0]}); it was run on processes")
         case = replace(case, how=replace(how, executor="gloo"))
-        try:
-            ran = case.run(known)
-        except RanksFailed as again:
-            return failed(program, dtype, again)
-        first = failure.message.splitlines()[0]
-        notes.append(f"on threads of one process it raises ({first}); it was run on processes")
+        ran = case.tried(known)
+    if isinstance(ran, RanksFailed):
+        return failed(program, dtype, ran)
     narrow = narrowest(ran, dtype) if dtype != torch.float64 else dtype
     if narrow != dtype:
         notes.append(

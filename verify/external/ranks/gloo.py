@@ -16,7 +16,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_t
 from verify.external.ranks.call_log import CallWriter
 from verify.external.ranks.gloo_group import GlooGroup, ReportedStore, Reporter
 from verify.external.ranks.gloo_watch import Answer, Watch
-from verify.external.ranks.places import place_of_error
+from verify.external.ranks.places import place_of_error, traceback_of
 from verify.external.ranks.rank_state import VARIABLES, environment_of
 from verify.external.ranks.records import RankRun
 from verify.external.ranks.torch_private import FileStore, our_groups, preload, unwaited_collectives
@@ -170,7 +169,7 @@ def _live_as_rank(plan: _Plan, rank: int, connection: Connection) -> None:
             result = plan.function(rank)
             answer = Answer(pickle.dumps(result), unwaited=unwaited_collectives())
         except BaseException as error:  # noqa: BLE001 - what a program raises, SystemExit included, is a result
-            text = "".join(traceback.format_exception(error))
+            text = traceback_of(error)
             place = place_of_error(error.__traceback__)
             answer = Answer(b"", f"{type(error).__name__}: {error}", text, place)
         reporter.finished()

@@ -7,6 +7,7 @@ import re
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -81,6 +82,14 @@ def place_of_thread(identifier: int | None) -> str | None:
     while frame is not None and not is_program(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error from the program's first line on: what called it is ours."""
+    trace = error.__traceback__
+    while trace is not None and not is_program(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
 
 
 @cache

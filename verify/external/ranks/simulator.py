@@ -7,7 +7,6 @@ import ctypes
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
 from verify.external.ranks.exchange import Exchange
 from verify.external.ranks.helpers import helpers_of_ranks
 from verify.external.ranks.memory import kept_memory
-from verify.external.ranks.places import place_of_error, place_of_thread
+from verify.external.ranks.places import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
 from verify.external.ranks.records import RankRun, RanksFailed
 from verify.external.ranks.simulated_group import SimulatedGroup, SimulatedStore
@@ -130,7 +129,7 @@ def _live_as_rank(
 
 def _report(turns: Turns, rank: int, error: BaseException) -> None:
     """Note that a rank has raised. What torch wraps around the end of another rank is no failure of its own."""
-    text = "".join(traceback.format_exception(error))
+    text = traceback_of(error)
     with turns.lock:
         if turns.failure is None:
             message = f"rank {rank} raised {type(error).__name__}: {error}"

@@ -353,3 +353,14 @@ def _watched(original: Callable[..., None]) -> Callable[..., None]:
         original(op_info, suggested, *rest, **named)
 
     return redistribute_local_args
+
+
+def new_fake_tensor(
+    mode: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a fake tensor in memory of its own."""
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    with in_kernel_invocation_manager(mode):
+        made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return FakeTensor(mode, made, device)
