@@ -23,12 +23,12 @@ def compare(run: Run) -> tuple[Compared, ...]:
     gradients, norms = _gradients(run), compare_norms(run)
     wrong = min((d.step for d in gradients.differences), default=len(run.reference.steps))
     losses = compare_losses(run, wrong)
-    states, buffers = _states(run, "parameter"), _states(run, "buffer")
-    first, updated = min(map(_first_refuted, (losses, gradients, norms))), _first_refuted(states)
-    if updated < first:  # the update of a step comes after its gradients and before those of the next
-        losses, gradients, norms = (_until(result, updated) for result in (losses, gradients, norms))
-    after = (states,) if updated < first or first == _NEVER else ()
-    return (_held(run), losses, gradients, norms, *after, *((buffers,) if buffers.count else ()))
+    # the update of a step comes after its gradients and before those of the next
+    states = _states(run, "parameter", min(map(_first_refuted, (losses, gradients, norms))))
+    updated = _first_refuted(states)
+    losses, gradients, norms = (_until(result, updated) for result in (losses, gradients, norms))
+    others = [result for result in (states, _states(run, "buffer", _NEVER)) if result.count]
+    return (_held(run), losses, gradients, norms, *others)
 
 
 _NEVER = 1 << 30  # a step that no run reaches
@@ -215,12 +215,12 @@ def _largest_finite(tensor: Tensor) -> float:
 # Parameters and buffers.
 
 
-def _states(run: Run, kind: str) -> Compared:
-    """Compare parameters or buffers after every step until one is wrong."""
+def _states(run: Run, kind: str, last: int) -> Compared:
+    """Compare parameters or buffers after every step before step `last` until one is wrong."""
     found: list[Difference] = []
     count, worst = 0, 0.0
     code = f"{kind}_differs"
-    for number, step in enumerate(run.reference.steps):
+    for number, step in enumerate(run.reference.steps[:last]):
         scale = _largest_finite(step.parameters) if kind == "parameter" else 0.0
         for record in run.records:
             for piece in _compared(record, kind):
