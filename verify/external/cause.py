@@ -122,10 +122,14 @@ def _unsummed(wrong: Wrong) -> Cause | None:
             if wrong.agrees(total / divisor, wrong.expected):
                 missing = "an all_reduce" if divisor == 1 else "an averaging all_reduce"
                 text = (
-                    f"the {wrong.noun}s of the ranks of {name} {how} to the model's: {missing} over {name} is missing"
+                    f"the {_plural(wrong.noun)} of the ranks of {name} {how} to the model's: {missing} over {name} is missing"
                 )
                 return Cause("missing_reduction", text, name)
     return None
+
+
+def _plural(noun: str) -> str:
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
 
 
 def _stale(wrong: Wrong) -> Cause | None:
