@@ -67,8 +67,7 @@ def minimal_script(built: BuiltModel, sizes: PlanSizes, options: Mapping[str, An
         f"config = {config.__name__}({_arguments(built.config)})",
         f'plain, folder = {model.__name__}(config).train(), os.environ.get("FOLDER", "small_model")',
         f"with torch.no_grad(): [p.add_({NOISE} * torch.randn_like(p)) for p in plain.parameters()]",
-        f"batch = {_batch(built)}",
-        *([f"part = {part}"] if sizes.fsdp > 1 else ["part = batch"]),
+        f"batch = {_batch(built)}; part = {part}" if sizes.fsdp > 1 else f"batch = part = {_batch(built)}",
         *_loss(built),
         "loss(plain, batch).backward()",
         "plain.save_pretrained(folder) if dist.get_rank() == 0 else None; dist.barrier()",
@@ -174,8 +173,7 @@ def _wait_for_all(started: Sequence[subprocess.Popen[str]], timeout: float) -> l
     until = time.monotonic() + timeout
     while any(process.poll() is None for process in started):
         if time.monotonic() > until:
-            message = f"the script was not done in {timeout:.0f} s" if timeout > _MOMENT else "the script hangs"
-            raise NnscalerError("timed_out", message)
+            raise NnscalerError("timed_out", f"the script was not done in {timeout:.0f} s")
         if any(process.poll() not in (None, 0) for process in started):
             until = min(until, time.monotonic() + _MOMENT)
             _wait(started, until)
