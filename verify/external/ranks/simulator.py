@@ -55,7 +55,8 @@ def run_simulated(
     turns = Turns(ranks, not free_threads, note)
     exchange = Exchange(turns, ranks)
     results: dict[int, T] = {}
-    before, unwaited = save_state(), unwaited_collectives()
+    unwaited: dict[int, int] = {}
+    before = save_state()
 
     def create(options: Any) -> SimulatedGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(ranks))
@@ -67,7 +68,12 @@ def run_simulated(
             world = new_world(
                 rank=rank, ranks=ranks, store=SimulatedStore(exchange), identity=time.monotonic_ns() + rank
             )
-            _live_as_rank(turns, worlds, world, lambda: results.update({rank: function(rank)}), initialise)
+
+            def body() -> None:
+                results[rank] = function(rank)
+                unwaited[rank] = unwaited_collectives()  # of this thread
+
+            _live_as_rank(turns, worlds, world, body, initialise)
 
         threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(ranks)]
         try:
@@ -91,7 +97,7 @@ def run_simulated(
     return RankRun(
         tuple(results[rank] for rank in range(ranks)),
         tuple(tuple(calls) for calls in exchange.calls),
-        unwaited_collectives() - unwaited,
+        sum(unwaited.values()),
     )
 
 

@@ -225,7 +225,7 @@ def premultiplier(operation: Any) -> float | Tensor:
 
 
 def unwaited_collectives() -> int:
-    """Return how many functional collectives of this process nobody has waited for."""
+    """Return how many functional collectives of this process, or of a rank's thread, nobody has waited for."""
     return int(torch._C._distributed_c10d._get_work_registry_size())
 
 

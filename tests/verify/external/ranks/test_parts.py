@@ -1,0 +1,185 @@
+"""The parts of the executors, each by itself."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
+from verify.external.ranks.agreement import disagreement_of
+from verify.external.ranks.answers import Part, answer
+from verify.external.ranks.call_log import CallReader, CallWriter, Entry
+from verify.external.ranks.exchange import Watched
+from verify.external.ranks.memory import kept_memory
+from verify.external.ranks.places import is_program, place_in_stack, place_of_call, place_of_error
+from verify.external.ranks.rank_state import VARIABLES, environment_of, load_state, save_state
+from verify.external.ranks.records import RankCall, RanksFailed
+from verify.results.catalogue import CATALOGUE
+
+
+def call(kind: str = "all_reduce", shape: tuple[int, ...] = (2,), **fields: object) -> CommunicationCall:
+    return CommunicationCall(kind, (0, 1), (shape,), torch.float32, **fields)  # type: ignore[arg-type]
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_gives_more_than_another_takes() -> None:
+    given, taken = torch.zeros(2), torch.zeros(3)
+    parts = [Part(call("broadcast"), ((given,),), ((given,),)), Part(call("broadcast"), ((taken,),), ((taken,),))]
+    with pytest.raises(CommunicationError, match=r"a rank gives float32\[2\] where another takes float32\[3\]"):
+        answer(parts, 0)
+
+
+def test_tensors_that_do_not_lie_in_a_piece() -> None:
+    values = [torch.arange(6.0).view(2, 3).t(), torch.ones(3, 2)]
+    parts = [Part(call(reduction="sum"), ((value,),), ((value,),)) for value in values]
+    answer(parts, None)
+    assert values[0].tolist() == values[1].tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
+
+
+def test_a_sum_does_not_overwrite_what_a_later_rank_gives() -> None:
+    values = [torch.ones(4), torch.full((4,), 2.0), torch.full((4,), 4.0)]
+    target = values[2]  # the root takes into what it gives
+    parts = [Part(call("reduce", reduction="sum"), ((value,),), ((value,),)) for value in values]
+    answer(parts, 2)
+    assert target.tolist() == [7.0] * 4
+    assert values[0].tolist() == [1.0] * 4
+
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+
+
+def test_what_ranks_must_agree_on() -> None:
+    assert disagreement_of(0, 0, call(), 1, call()) is None
+    assert disagreement_of(0, 0, call(shape=()), 1, call(shape=(1, 1))) is None
+    assert disagreement_of(0, 0, call("all_to_all", (2,)), 1, call("all_to_all", (3,))) is None
+    text = disagreement_of(4, 0, call(place="a.py:1"), 1, call(shape=(3,), place="b.py:2"))
+    assert text == (
+        "ranks of one group give different shapes (call 4 of the group):\n"
+        "  rank 0: all_reduce float32[2] over ranks (0, 1) at a.py:1\n"
+        "  rank 1: all_reduce float32[3] over ranks (0, 1) at b.py:2"
+    )
+
+
+# -- the log of calls -------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_read_while_they_are_written(tmp_path: Path) -> None:
+    files = [tmp_path / "0", tmp_path / "1"]
+    for file in files:
+        file.touch()
+    reader = CallReader(files)
+    writers = [CallWriter(file) for file in files]
+    key = ("0", (0, 1))
+    writers[0].write(Entry(key, call(), 8))
+    assert reader.read() is None
+    with files[1].open("ab") as file:
+        file.write(b"\x07")  # the beginning of an entry
+    assert reader.read() is None
+    assert reader.calls() == ((RankCall.of(call(), 8),), ())
+    reader.close()
+
+
+def test_the_log_finds_ranks_that_disagree_and_lost_messages(tmp_path: Path) -> None:
+    files = [tmp_path / "0", tmp_path / "1"]
+    writers = [CallWriter(file) for file in files]
+    key = ("0", (0, 1))
+    for _ in range(2):
+        writers[0].write(Entry(key, call("send", key=("tag 0",)), 8))
+    writers[1].write(Entry(key, CommunicationCall("recv", (-1, 1), ((2,),), torch.float32, key=("tag 0",)), 0))
+    writers[0].write(Entry(key, call(), 8))
+    writers[1].write(Entry(key, call("broadcast", source=0), 8))
+    reader = CallReader(files)
+    found = reader.read()
+    assert found is not None
+    assert found[0].startswith("ranks of one group call different collectives (call 0 of the group)")
+    assert found[1:] == (1, call("broadcast", source=0))
+    assert len(reader.undelivered()) == 1
+    reader.close()
+
+
+# -- watching tensors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4096, 1_000_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_a_change_is_seen(size: int, dtype: torch.dtype) -> None:
+    value = torch.zeros(size, dtype=dtype)
+    watched = Watched([value])
+    assert not watched.has_changed()
+    value[size // 2 :] = 1
+    assert watched.has_changed()
+
+
+def test_a_nan_that_stays_is_no_change() -> None:
+    assert not Watched([torch.full((3,), float("nan"))]).has_changed()
+
+
+# -- state of a rank --------------------------------------------------------------------------------------------------
+
+
+def test_the_state_of_a_process_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES, environment_of(1, 2), strict=True):
+        monkeypatch.setenv(name, value)
+    before = save_state()
+    first = torch.rand(1), random.random(), float(np.random.rand())
+    torch.set_default_dtype(torch.float64)
+    os.environ["RANK"] = "7"
+    del os.environ["LOCAL_RANK"]
+    sys.modules["torch.nn.modules.module"]._global_forward_hooks[0] = print  # type: ignore[attr-defined]
+    load_state(before)
+    assert torch.get_default_dtype() == torch.float32
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("1", "1", "2")
+    assert (torch.rand(1), random.random(), float(np.random.rand())) == first
+    assert not sys.modules["torch.nn.modules.module"]._global_forward_hooks  # type: ignore[attr-defined]
+
+
+# -- places, failures, memory -----------------------------------------------------------------------------------------
+
+
+def test_places_are_lines_of_the_program() -> None:
+    here = place_of_call()
+    assert here == f"{__file__}:{test_places_are_lines_of_the_program.__code__.co_firstlineno + 1}"
+    try:
+        torch.ones(2) @ torch.ones(3)
+    except RuntimeError as error:
+        line = test_places_are_lines_of_the_program.__code__.co_firstlineno + 4
+        assert place_of_error(error.__traceback__) == f"{__file__}:{line}"
+    assert not is_program(torch.nn.functional.__file__)
+    assert not is_program(random.__file__)
+    assert is_program(np.__file__)
+    stack = f'  File "{torch.__file__}", line 3 in f\n  File "/somewhere/train.py", line 12 in main\n'
+    assert place_in_stack(stack) == "/somewhere/train.py:12"
+
+
+def test_a_failure_survives_pickling() -> None:
+    failure = RanksFailed("deadlock", "text", rank=2, place="a.py:3", by_rank={2: "waits"})
+    again = pickle.loads(pickle.dumps(failure))
+    assert (again.code, again.message, again.rank, again.place, again.by_rank) == (
+        "deadlock",
+        "text",
+        2,
+        "a.py:3",
+        {2: "waits"},
+    )
+    assert str(again) == "text"
+
+
+def test_codes_of_failures_are_in_the_catalogue() -> None:
+    from verify.external.ranks.records import FAILURES
+
+    assert set(FAILURES) <= set(CATALOGUE)
+
+
+def test_memory_may_be_kept_again_and_again() -> None:
+    for _ in range(2):
+        with kept_memory():
+            assert float(torch.ones(3_000_000).sum()) == 3_000_000

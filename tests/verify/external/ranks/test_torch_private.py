@@ -1,0 +1,174 @@
+"""What the executors use of torch that is not public is there, and does what they rely on."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+import torch.distributed.tensor.experimental  # loads the module of context parallelism
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import loss_parallel
+
+from verify.external.ranks import torch_private as private
+from verify.external.ranks.run import run_ranks
+
+COLLECTIVES = """
+allreduce allreduce_coalesced reduce broadcast allgather allgather_coalesced _allgather_base
+allgather_into_tensor_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced alltoall
+alltoall_base scatter gather barrier send recv recv_anysource
+""".split()
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_group_of_torch_has_the_methods_that_are_forwarded(name: str) -> None:
+    assert callable(getattr(dist.ProcessGroup, name))
+
+
+def test_the_world_has_no_attribute_that_a_rank_lacks() -> None:
+    names = {name for name in dir(c10d._World) if not name.startswith("_")}
+    assert names <= set(vars(private.new_world()))
+
+
+def test_what_is_replaced_in_torch_is_called_by_its_module() -> None:
+    assert "_new_process_group_helper(" in inspect.getsource(c10d.init_process_group)
+    assert "_new_process_group_helper(" in inspect.getsource(c10d._new_group_with_tag)
+    assert "rendezvous(" in inspect.getsource(c10d.init_process_group)
+    parameters = list(inspect.signature(c10d._new_process_group_helper).parameters)
+    assert parameters[:4] == ["group_size", "group_rank", "global_ranks_in_group", "backend"]
+
+
+def test_everything_is_put_back() -> None:
+    def state() -> tuple[object, ...]:
+        return c10d._world, c10d._new_process_group_helper, c10d.rendezvous, DeviceMesh.__init__, sys.excepthook
+
+    before = state()
+    run_ranks(lambda _: dist.barrier(), 2)
+    assert state() == before
+    assert private.current_worlds() is None
+
+
+def test_a_thread_sees_its_own_groups() -> None:
+    worlds = private.RankWorlds(c10d._world, lambda _: None, None)
+    worlds.enter(private.new_world(rank=1))
+    worlds.group_count = 5
+    worlds.pg_map["group"] = "here"
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: seen.extend([worlds.group_count, dict(worlds.pg_map)]))
+    thread.start()
+    thread.join()
+    assert (worlds.group_count, worlds.pg_map) == (5, {"group": "here"})
+    assert seen == [c10d._world.group_count, dict(c10d._world.pg_map)]
+    worlds.leave()
+    assert worlds.rank() is None
+
+
+def test_a_process_that_is_one_rank_keeps_the_groups_of_torch() -> None:
+    with private.our_groups(lambda _: None, SimpleNamespace(rank=3)) as worlds:
+        assert worlds.rank().rank == 3
+        assert worlds.pg_map is c10d._world._original.pg_map
+
+
+def test_meshes_of_two_ranks_are_not_equal_and_have_other_hashes() -> None:
+    meshes: dict[int, DeviceMesh] = {}
+
+    def work(rank: int) -> tuple[bool, bool]:
+        meshes[rank] = mesh = init_device_mesh("cpu", (2,))
+        dist.barrier()
+        again = init_device_mesh("cpu", (2,))
+        return mesh == again, hash(mesh) == hash(again)
+
+    assert run_ranks(work, 2).results == ((True, True), (True, True))
+    assert meshes[0] != meshes[1]
+
+
+def test_the_factor_of_a_sum_of_products() -> None:
+    operation = dist._make_nccl_premul_sum(0.25)  # type: ignore[attr-defined]
+    assert operation.op.name == "PREMUL_SUM"
+    assert private.premultiplier(operation) == 0.25
+
+
+def test_attributes_that_a_rank_changes_are_there() -> None:
+    names = {name for _, name in private.rank_attributes()}
+    assert {"_global_forward_hooks", "_global_forward_pre_hooks", "_custom_op_handlers"} <= names
+    assert {"scaled_dot_product_attention", "_replaced_functions", "_dispatch_mode", "_cp_options"} <= names
+    for owner, name in private.rank_attributes():
+        getattr(owner, name)
+
+
+def test_one_rank_is_inside_of_loss_parallel_while_another_is_not() -> None:
+    def handlers() -> int:
+        return len(DTensor._op_dispatcher._custom_op_handlers)
+
+    outside = handlers()
+
+    def work(rank: int) -> list[int]:
+        if rank == 0:
+            with loss_parallel():
+                dist.barrier()
+                found = [handlers()]
+                dist.barrier()
+            return [*found, handlers()]
+        dist.barrier()
+        found = [handlers()]
+        dist.barrier()
+        return [*found, handlers()]
+
+    first, second = run_ranks(work, 2).results
+    assert first[0] > outside
+    assert second == [outside, outside]
+    assert first[1] == handlers() == outside
+
+
+def test_hooks_of_all_modules_are_a_rank_s_own() -> None:
+    def work(rank: int) -> list[int]:
+        called: list[int] = []
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: called.append(rank))
+        for _ in range(rank + 1):
+            torch.nn.Linear(2, 2)(torch.ones(1, 2))
+        dist.barrier()
+        torch.nn.Linear(2, 2)(torch.ones(1, 2))
+        handle.remove()
+        dist.barrier()
+        torch.nn.Linear(2, 2)(torch.ones(1, 2))
+        return called
+
+    assert run_ranks(work, 2).results == ([0, 0], [1, 1, 1])
+
+
+def test_each_rank_has_a_debug_mode() -> None:
+    def work(rank: int) -> int:
+        world = dist.group.WORLD
+        assert world is not None
+        with CommDebugMode() as mode:
+            for _ in range(2):
+                torch.nn.Linear(2, 2)(torch.ones(1, 2))
+                value = torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", world.group_name)
+                torch.ops._c10d_functional.wait_tensor(value)
+        return int(mode.get_total_counts())
+
+    assert run_ranks(work, 2).results == (2, 2)
+
+
+def test_functional_collectives_find_the_group_of_their_thread() -> None:
+    def work(rank: int) -> float:
+        group = dist.new_group([0, 1])
+        if rank == 2:
+            return 0.0
+        value = torch.ops._c10d_functional.all_reduce(torch.ones(1) + rank, "sum", group.group_name)
+        return float(torch.ops._c10d_functional.wait_tensor(value))
+
+    assert run_ranks(work, 3).results == (3.0, 3.0, 0.0)
+
+
+def test_preloading_imports_what_collectives_ask_for() -> None:
+    private.preload()
+    assert "torch._dynamo" in sys.modules
+    assert "torch.distributed.fsdp" in sys.modules
