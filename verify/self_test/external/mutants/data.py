@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import ddp_hooks as hooks
 from verify.self_test.external import edits as e
+from verify.self_test.external.divided_sequences import owned_sgd
 from verify.self_test.external.edits import ExternalMutant, row, same
 from verify.self_test.external.models import supervised
 
@@ -302,8 +303,6 @@ def _decay_of_norms(model: Any) -> torch.optim.Optimizer:
 
 
 def _owned_silently(model: Any) -> torch.optim.Optimizer:
-    from verify.self_test.external.divided_sequences import owned_sgd
-
     return owned_sgd(model, send=False)
 
 
