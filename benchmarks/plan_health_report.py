@@ -85,7 +85,7 @@ def markdown(rows: Sequence[Row], seconds: float) -> Iterator[str]:
         if chosen := [row for row in rows if row.status == status]:
             yield from ("", f"## {title}", "", "| model | why |", "|---|---|")
             yield from dict.fromkeys(f"| {row.model} | {_cell(row.detail)} |" for row in chosen)
-    scripts = {row.model: row for row in reversed(rows) if row.status == "wrong" and row.confirmed == "yes"}
+    scripts = {row.model: row for row in reversed(rows) if row.status == "wrong" and row.confirmed.startswith("yes")}
     if scripts:
         yield from ("", "## Scripts", "", "One for each model with a wrong plan; each prints what is wrong.")
         for model, row in sorted(scripts.items()):
@@ -126,6 +126,8 @@ def _listed(rows: Sequence[Row]) -> Iterator[str]:
 
 def _wrong(row: Row) -> str:
     names = ", ".join(row.parameters[:4]) + (f" and {len(row.parameters) - 4} more" if len(row.parameters) > 4 else "")
+    if row.detail.startswith("the loss"):
+        return f"the loss, and gradients of {names}"
     cause = row.detail.rpartition(": ")[2] if ": " in row.detail else ""
     return f"gradients of {names}" + (f": {cause}" if cause else "")
 

@@ -17,6 +17,7 @@ from verify.external.transformers_target import BuiltModel, PlanChanges, PlanSiz
 
 SUMMED = "replicated_with_grad_allreduce"  # style: a whole parameter, whose gradient is summed over the ranks
 WHOLE = "replicate"  # style: nothing is done
+MOST_REPAIRS = 4
 _GATHERED, _SPLIT = "colwise_gather_output", "rowwise_split_input"  # styles that begin and end with whole tensors
 
 
@@ -285,7 +286,7 @@ def plan_repairs(model: Any, wrong: Sequence[WrongParameter]) -> tuple[PlanRepai
     """Propose rules for wrong gradients, the likeliest first: each proposal is for all of them together.
 
     A part of the gradient on each rank: sum it. Summed once too often: leave it alone. Where neither fits: whole
-    tensors between the modules around it.
+    tensors between the modules around it, for one parent after the other.
     """
     known = set(styles())
     rules: dict[str, str] = {}
@@ -299,15 +300,17 @@ def plan_repairs(model: Any, wrong: Sequence[WrongParameter]) -> tuple[PlanRepai
     found: list[PlanRepair] = []
     if rules and set(rules.values()) <= known:
         found.append(PlanRepair(_told(rules), PlanChanges(tp=rules)))
-    gathered = _gathered_around(model, wrong)
-    if gathered and set(gathered.values()) <= known:
-        found.append(PlanRepair(_told(gathered), PlanChanges(tp=gathered)))
-    return tuple(found)
+    parents = sorted({generic(one.name).rpartition(".")[0].rpartition(".")[0] for one in wrong})
+    groups = [{parent} for parent in parents if len(parents) > 1] + [set(parents)]
+    for group in groups:
+        gathered = _gathered_around(model, group)
+        if gathered and set(gathered.values()) <= known:
+            found.append(PlanRepair(_told(gathered), PlanChanges(tp=gathered)))
+    return tuple(found[:MOST_REPAIRS])
 
 
-def _gathered_around(model: Any, wrong: Sequence[WrongParameter]) -> dict[str, str]:
-    """Return rules that make tensors whole between the colwise and rowwise modules beside a wrong parameter's."""
-    parents = {generic(one.name).rpartition(".")[0].rpartition(".")[0] for one in wrong}
+def _gathered_around(model: Any, parents: set[str]) -> dict[str, str]:
+    """Return rules that make tensors whole between the colwise and rowwise modules of these parents."""
     swapped = {"colwise": _GATHERED, "rowwise": _SPLIT}
     return {
         rule: swapped[style]

@@ -197,7 +197,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"(moe|expert|shared|prefix)\w*_(intermediate|ffn_hidden)_size|share_expert_dim", _at_most(48)),
     (r"\w*intermediate_size\w*|\w*ffn_hidden_size", _at_most(96)),
     (r"\w*vocab_size(_per_layer_input)?", lambda value, fields, sizes: min(value, sizes.vocab)),
-    (r"(moe_)?num_(local_)?experts|n_routed_experts", lambda value, fields, sizes: min(value, sizes.experts)),
+    (r"(moe_)?num_(local_)?experts|n_routed_experts", lambda value, fields, sizes: sizes.experts),
     (r"zero_expert_num", _at_most(2)),
     (r"num_experts_per_tok|moe_topk|moe_k", _at_most(2)),
     (r"n_group", _at_most(2)),
