@@ -121,9 +121,8 @@ def _unsummed(wrong: Wrong) -> Cause | None:
         for divisor, how in ((1, "add up"), (size, "average")):
             if wrong.agrees(total / divisor, wrong.expected):
                 missing = "an all_reduce" if divisor == 1 else "an averaging all_reduce"
-                text = (
-                    f"the {_plural(wrong.noun)} of the ranks of {name} {how} to the model's: {missing} over {name} is missing"
-                )
+                ranks = f"the {_plural(wrong.noun)} of the ranks of {name}"
+                text = f"{ranks} {how} to the model's: {missing} over {name} is missing"
                 return Cause("missing_reduction", text, name)
     return None
 
