@@ -53,6 +53,7 @@ class Operators:
     ) -> None:
         self.reference, self.terms = reference, reference.terms
         self.axes, self.lifting, self.form = tuple(axes), lifting, form
+        self.size = reference.size
 
     def everywhere(self, whole: Whole) -> Fact:
         """Return the fact of what every rank has whole."""
@@ -83,8 +84,9 @@ class Operators:
             if isinstance(results, Failure):
                 problem = results
             elif results[0] is not None:
-                term = self.terms.view(fact.term, tuple(whole))
-                found.append(replace(fact, term=term, states=results[0].states))
+                view = self.terms.view(fact.term, tuple(whole))
+                own = replace(fact, term=view.term, states=results[0].states)
+                found.append(own.times(view.coefficient))
         if not found:
             raise NoFact(problem.reason if problem else "a view that is no shard's", problem.axis if problem else "")
         return sorted(found, key=lambda f: f.term)  # the model's own terms come first
@@ -253,8 +255,8 @@ class Operators:
             try:
                 found = self._beside(call, given, candidate, order)
             except NoFact as no:
-                if candidate.terms is None:  # of a call that the model does not have, nothing is certain
-                    no = NoFact(no.reason, no.axis)
+                if candidate.terms is None and not self._resembles(str(call.overload), key):
+                    no = NoFact(no.reason, no.axis)  # of a call that the model does not have, nothing is certain
                 problem = problem if problem is not None and problem.partial else no
                 continue
             outputs = candidate.terms or self.terms.call(
@@ -267,6 +269,18 @@ class Operators:
         if not any(made):
             raise problem or NoFact("the model has no such call")
         return made
+
+    def _resembles(self, operator: str, key: tuple[tuple[Fraction, int], ...]) -> bool:
+        """Return whether the model has the call with sums of the same parts, in other proportions: where terms of a sum
+        meet what every rank has whole, and are not summed before, that counts once for each rank."""
+
+        def parts(operand: tuple[Fraction, int]) -> Any:
+            row = self.terms[operand[1]]
+            return (row.shape, {t for _, t in row.operands}) if row.operator == "sum" else operand
+
+        wanted = [parts(operand) for operand in key]
+        models = (operands for operands, known in self.terms.calls_of(operator) if _of_model(known.outputs, self.size))
+        return any(len(operands) == len(key) and [parts(o) for o in operands] == wanted for operands in models)
 
     def _beside(
         self, call: Call, given: Mapping[Ref, Fact], candidate: Candidate, order: Sequence[int]
@@ -314,6 +328,10 @@ class Operators:
                     whole[dim] *= self.axes[axis].size
             forms = (None if o is None else (tuple(whole) if cuts else o.shape, str(o.dtype)) for o in call.outputs)
             yield Candidate(own, shapes, tuple(forms), None)
+
+
+def _of_model(outputs: Sequence[int | None], size: int) -> bool:
+    return all(term is None or term < size for term in outputs)
 
 
 def _broadcast(a: Shape, b: Shape) -> Shape:

@@ -75,4 +75,3 @@ def _count(terms: Terms, term: int) -> int | None:
     if row.operator == "view":
         row = terms[row.operands[0][1]]
     return row.shape[0] if row.operator == "aten.arange.default" else None
-

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.ir.layout import Axis
+from op_registry.spec import SourceLocation
 from verify.external.program import ExternalProgram
 from verify.external.proof.align import Aligned, align
 from verify.external.proof.ends import Difference, Wanted, beginning, compare, layout_of, loss_of_parts
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.follow import Followed, Follower, Lost
-from verify.external.proof.graph import Held, RankGraph
+from verify.external.proof.graph import Held, RankGraph, refs_in
 from verify.external.proof.lift import Lifting
 from verify.external.proof.reference import Reference, read_reference
 from verify.external.proof.terms import Whole
@@ -209,13 +210,11 @@ class _Ends:
             return
         self._judge(what, held, facts, whole, wanted, is_loss)
 
-    def _judge(
-        self, what: str, held: Held, facts: Sequence[Fact], whole: Whole, wanted: Wanted, is_loss: bool
-    ) -> None:
+    def _judge(self, what: str, held: Held, facts: Sequence[Fact], whole: Whole, wanted: Wanted, is_loss: bool) -> None:
         if is_loss:
             facts = loss_of_parts(facts, self.program.data_axes, self.axes)
         found = compare(facts, whole, wanted, self.axes, self.reference.terms)
-        where = self.aligned.graph.calls[held.ref.call].where
+        where = self._where(held)
         if isinstance(found, Fact):
             self.compared += 1
             self.ignored |= found.ignored
@@ -227,6 +226,16 @@ class _Ends:
             is_ = terms.describe(facts[0].term) if facts else "nothing known"
             text = f"{what}: a rank has {is_}, and it should be {terms.describe(whole.term)}"
             self.undecided.append(Finding("operation_differs", text, where))
+
+    def _where(self, held: Held) -> SourceLocation | None:
+        """Return the line that made a tensor, or else what it was made of."""
+        calls, number = self.aligned.graph.calls, held.ref.call
+        while calls[number].where is None:
+            read = next(refs_in(calls[number].arguments), None)
+            if read is None:
+                return None
+            number = read.call
+        return calls[number].where
 
     def findings(self) -> tuple[Finding, ...]:
         """Return what is wrong, then what is open: one finding for all that come of one call."""

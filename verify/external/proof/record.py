@@ -25,7 +25,12 @@ from op_registry.spec import SourceLocation
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of, flat, functional
 from verify.external.proof.graph import Form, RecordedCall, Ref
-from verify.external.ranks.torch_private import autograd_sequence_number, current_autograd_node, new_fake_tensor, unboxed
+from verify.external.ranks.torch_private import (
+    autograd_sequence_number,
+    current_autograd_node,
+    new_fake_tensor,
+    unboxed,
+)
 
 STALE, CAPTURED = "stale", "captured"
 
@@ -141,7 +146,7 @@ class GraphRecorder(TorchDispatchMode):
 
     def _where(self, node: Any) -> SourceLocation | None:
         if node is not None:
-            return self._lines.get(node._sequence_nr())
+            return self._lines.get(node._sequence_nr()) or _line_of_user()  # a hook's own line
         where = _line_of_user()
         if where is not None and torch.is_grad_enabled():
             self._lines[autograd_sequence_number() - 1] = where
@@ -193,11 +198,13 @@ def _place(tensor: Tensor) -> tuple[int, Any]:
 
 
 def _line_of_user() -> SourceLocation | None:
-    """Return the innermost line that is neither torch's nor this package's."""
+    """Return the innermost line that is not torch's, of those that the trace has called."""
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back  # type: ignore[assignment]
+    while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _OWN, "<")) and "/contextlib.py" not in file:
+        if not file.startswith((_TORCH, "<")) and "/contextlib.py" not in file:
             return SourceLocation(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -76,7 +76,8 @@ def _made(
         case Constant(value):
             return (terms.constant(value),)
         case View(of, out):
-            return (Whole(values[of].coefficient, terms.view(values[of].term, out.shape)),)
+            viewed = terms.view(values[of].term, out.shape)
+            return (Whole(values[of].coefficient * viewed.coefficient, viewed.term),)
         case Permutation(of, order):
             return (Whole(values[of].coefficient, terms.permute(values[of].term, order)),)
         case Sum() as found:

@@ -119,15 +119,29 @@ class Terms:
             known.append(KnownCall(parameters, shapes, made))
         return made
 
-    def view(self, term: int, shape: Shape) -> int:
-        """Return the term under other dims."""
+    def view(self, term: int, shape: Shape) -> Whole:
+        """Return the term under other dims. A view of a sum is the sum of its parts' views."""
         if self.is_constant(term):
-            return term
+            return Whole(UNIT, term)
         row = self.rows[term]
+        if row.operator == "sum":
+            parts = [self._part_of_view(factor, part, row.shape, shape) for factor, part in row.operands]
+            if all(part is not None for part in parts):
+                return self.sum([part for part in parts if part is not None], shape, row.dtype)
         base = row.operands[0][1] if row.operator == "view" else term
         if self.rows[base].shape == shape:
-            return base
-        return self.add(Term("view", ((UNIT, base),), (), shape, row.dtype))
+            return Whole(UNIT, base)
+        return Whole(UNIT, self.add(Term("view", ((UNIT, base),), (), shape, row.dtype)))
+
+    def _part_of_view(self, factor: Coefficient, part: int, before: Shape, after: Shape) -> Whole | None:
+        """Return a part of a sum that is viewed; None if it broadcasts over dims that change."""
+        own = self.shape(part)
+        if own is None or (len(own) < len(before) and own == before[len(before) - len(own) :] == after[-len(own) :]):
+            return Whole(factor, part)
+        if own != before:
+            return None
+        viewed = self.view(part, after)
+        return Whole(factor * viewed.coefficient, viewed.term)
 
     def permute(self, term: int, order: tuple[int, ...]) -> int:
         """Return the term with its dims in this order."""

@@ -1,0 +1,108 @@
+"""Programs that are right are proved, and none that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.verify.external.proof.programs import TP, mutants, program, right_programs, tensor_parallel
+from verify.external.proof import prove_external
+from verify.results.verdict import Verdict
+
+RIGHT, WRONG = right_programs(), mutants()
+REFUTED = {  # what is certain from layouts alone, and a word of what is said of it
+    "no sum in the forward pass": "`native_layer_norm` reads a tensor whole",
+    "no sum in the backward pass": "not summed over tp",
+    "the sum of the backward pass taken twice": "2 times",
+    "a layer left out (tp)": "the program has none",
+    "gradients cut (tp)": "the program has none",
+    "a parameter without gradient (tp)": "the program has none",
+    "terms leave the attention": "`native_layer_norm` reads a tensor whole",
+    "terms leave the feed-forward part": "`native_layer_norm` reads a tensor whole",
+    "a norm's gradient is not summed": "not summed over tp",
+    "the last norm's gradient is not summed": "not summed over tp",
+    "gradients are not averaged": "not summed over dp",
+    "gradients are summed": "2 times",
+    "gradients are summed twice": "4 times",
+    "gradients are averaged over tp": "not summed over dp",
+    "one gradient is not averaged": "not summed over dp",
+    "sharded gradients are summed": "2 times",
+    "only tensor parallel": "not summed over dp",
+    "the loss is scaled": "2 times",
+    "the batch is not divided": "2 times",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_is_proved(name: str) -> None:
+    found = prove_external(RIGHT[name])
+    assert found.verdict is Verdict.PROVED_BOUNDED, found.findings
+    assert found.compared == 22 and found.calls > 100 and not found.findings and found.reason is None
+    parts = any(axis == "dp" for axis, _ in RIGHT[name].mesh)
+    assert bool(found.conditions) == parts  # parts of a mean are equal
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_program_is_not_proved(name: str) -> None:
+    found = prove_external(WRONG[name])
+    assert not found.verdict.passes and found.findings
+    assert (found.verdict is Verdict.REFUTED) == (name in REFUTED), found.findings
+    if name in REFUTED:
+        assert any(REFUTED[name] in f.message for f in found.findings)
+
+
+def test_there_are_thirty_mutants() -> None:
+    assert len(WRONG) >= 30 and WRONG.keys() >= REFUTED.keys()
+
+
+def test_a_missing_sum_is_named_with_both_lines() -> None:
+    (first, *_) = prove_external(WRONG["no sum in the forward pass"]).findings
+    assert first.code == "layouts_disagree" and first.where is not None
+    assert (
+        first.where.text == 'h = F.gelu(self.up(self.norm2(x)), approximate="tanh" if faults.approximate else "none")'
+    )
+    ((_, made),) = first.related
+    assert made.text == "x = a if faults.lonely else x + a"
+    assert first.cause == "an all_reduce (or reduce_scatter) over tp is missing before it"
+
+
+def test_layers_that_repeat_are_asked_about_once() -> None:
+    one, three = (prove_external(program(tensor_parallel, TP, layers)) for layers in (2, 4))
+    assert one.verdict is three.verdict is Verdict.PROVED_BOUNDED
+    assert three.calls > one.calls and three.classes == one.classes
+
+
+def test_hooks_of_fsdp2_are_not_traced_and_it_says_so() -> None:
+    def sharded(model: nn.Module, mesh: object) -> None:
+        fully_shard(model, mesh=mesh)  # type: ignore[call-overload]
+
+    found = prove_external(program(sharded, (("dp", 2),)))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.reason is not None and found.reason.startswith("FSDP2's hooks move parameters outside")
+
+
+def test_what_cannot_be_traced_is_inconclusive() -> None:
+    def reads_values(model: nn.Module, mesh: object) -> None:
+        model.register_forward_pre_hook(lambda module, given: print(float(torch.ones(2).sum() + given[0].sum())))
+
+    found = prove_external(program(reads_values, TP))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.reason is not None and found.reason.startswith("the step raises DataDependentOutputException")
+
+
+def test_labels_that_do_not_count_have_to_be_as_many_in_each_part() -> None:
+    labels = torch.zeros(4, 8, dtype=torch.long)
+    labels[0, :3] = -100
+    given = RIGHT["data parallel by hooks"]
+    found = prove_external(
+        type(given)(**{**vars(given), "batch": lambda: (torch.zeros(4, 8, dtype=torch.long), labels)})
+    )
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "as many labels" in found.findings[0].message
+
+
+def test_a_thousand_ranks_take_no_longer_than_two() -> None:
+    found = prove_external(program(tensor_parallel, (("pp", 2048), ("tp", 4))))
+    assert found.verdict is Verdict.PROVED_BOUNDED and found.ranks == (0, 8191)
