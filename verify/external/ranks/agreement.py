@@ -24,8 +24,8 @@ def _comparable(call: CommunicationCall) -> CommunicationCall:
     """Return a call with what must agree.
 
     Dims of size one do not matter, for a loss is a scalar here and a vector there. Shapes do not where ranks may
-    lawfully give different ones.
+    lawfully give different ones: there, what one gives is compared with what another takes.
     """
-    if call.kind in ("all_to_all", "gather", "scatter"):
+    if call.kind in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
         return replace(call, shapes=())
     return replace(call, shapes=tuple(tuple(size for size in shape if size != 1) for shape in call.shapes))

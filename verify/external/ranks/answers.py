@@ -23,6 +23,7 @@ _BLOCK = 1 << 15  # elements
 class Part:
     """What one rank hands in.
 
+    rank     global
     call     that it makes
     inputs   by item of a coalesced call: the tensor that it gives, or one for each rank of the group
     outputs  by item: the tensor that it takes, or one from each rank
@@ -30,6 +31,7 @@ class Part:
     watch    the program may change its inputs before it waits for the result, which would be a mistake
     """
 
+    rank: int
     call: CommunicationCall
     inputs: tuple[tuple[Tensor, ...], ...] = ()
     outputs: tuple[tuple[Tensor, ...], ...] = ()
@@ -136,8 +138,8 @@ def _copy(sender: Part, given: Tensor, receiver: Part, target: Tensor) -> None:
 def _check_fit(sender: Part, given: Tensor, receiver: Part, target: Tensor) -> None:
     if given.numel() != target.numel() or given.dtype != target.dtype:
         raise CommunicationError(
-            f"a rank gives {_kind(given)} where another takes {_kind(target)}:"
-            f"\n  giving: {sender.call}\n  taking: {receiver.call}"
+            f"rank {sender.rank} gives {_kind(given)} where rank {receiver.rank} takes {_kind(target)}:"
+            f"\n  rank {sender.rank}: {sender.call}\n  rank {receiver.rank}: {receiver.call}"
         )
 
 
@@ -150,8 +152,10 @@ def _blocks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
 
     What is written to a block is no change that autograd sees.
     """
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return [tuple(tensors)]  # a write to a sparse tensor gives it other memory: it must be the tensor itself
     values = [tensor.data for tensor in tensors]
-    if any(value.layout is not torch.strided or not value.is_contiguous() for value in values):
+    if not all(value.is_contiguous() for value in values):
         return [tuple(value if value.shape == values[0].shape else value.reshape(values[0].shape) for value in values)]
     flat = [value.view(-1) for value in values]
     if flat[0].numel() <= _BLOCK:
@@ -169,10 +173,11 @@ class _Reducer:
 
     def reduce(self, terms: Sequence[Tensor], target: Tensor) -> None:
         """Write the reduction of the terms to `target`, which may be one of them."""
-        if len(terms) == 1 or any(target.data_ptr() == term.data_ptr() for term in terms[1:]):
+        sparse = target.layout is not torch.strided
+        if sparse or len(terms) == 1 or any(target.data_ptr() == term.data_ptr() for term in terms[1:]):
             target.copy_(self._apart(terms))
             return
-        if self.name in ("sum", "avg") and not target.is_sparse:
+        if self.name in ("sum", "avg"):
             torch.add(terms[0], terms[1], out=target)
             for term in terms[2:]:
                 target.add_(term)

@@ -16,7 +16,7 @@ from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.job import StatusWriter
 from verify.external.ranks.answers import Part
 from verify.external.ranks.call_log import CallWriter, Entry
-from verify.external.ranks.group import RankGroup, Real, completed
+from verify.external.ranks.group import AllWorks, RankGroup, Real, completed
 from verify.external.ranks.places import place_of_call
 from verify.external.ranks.torch_private import Store, Work, gloo_group
 
@@ -112,17 +112,30 @@ class GlooGroup(RankGroup):
         with reporter.waiting(f"the start of a group over ranks {members} at {place_of_call()}"):
             self._real = gloo_group(options.store, place, len(members), options.timeout)
 
-    def begin_collective(self, part: Part, root: int | None, options: Any, real: Real) -> GlooWork:
+    def begin_collective(self, part: Part, root: int | None, options: Any, real: Real) -> Any:
         self._reporter.call(Entry(self.key, part.call, part.given_bytes))
         name, *arguments = real
         finish = None
         if part.call.reduction.startswith("premul_sum"):  # gloo has none: the terms are multiplied here
             options.reduceOp = dist.ReduceOp.SUM
             arguments, finish = _premultiplied(part, arguments)
+        if name == "allgather" and len({tuple(t.shape) for item in part.outputs for t in item}) > 1:
+            return self._gather_uneven(part)
         # some of gloo's calls wait by themselves, for all that the rank has to send
         with self._reporter.waiting(part.call):
             work = getattr(self._real, name)(*arguments, *([] if options is None else [options]))
         return GlooWork(self._reporter, part.call, work, [t for item in part.outputs for t in item], finish)
+
+    def _gather_uneven(self, part: Part) -> AllWorks:
+        """Begin to gather tensors of different sizes, which gloo itself refuses and other backends do."""
+        works = []
+        for given, targets in zip(part.inputs, part.outputs, strict=True):
+            targets[self.place].data.copy_(given[0])
+            for place, target in enumerate(targets):
+                with self._reporter.waiting(part.call):
+                    work = self._real.broadcast(target, place)
+                works.append(GlooWork(self._reporter, part.call, work, [target], None))
+        return AllWorks(works)
 
     def begin_message(self, call: CommunicationCall, tensor: Tensor, peer: int, tag: int) -> GlooWork:
         sends = call.kind == "send"

@@ -256,7 +256,11 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
             context=phase(),
         )
         waits_now = getattr(options, "asyncOp", True) is False
-        work = self._begun(self.begin_collective(Part(call, given, taken, factor, not waits_now), root, options, real))
+        work = self._begun(
+            self.begin_collective(
+                Part(self.members[self.place], call, given, taken, factor, not waits_now), root, options, real
+            )
+        )
         if waits_now:
             work.wait()
         return work

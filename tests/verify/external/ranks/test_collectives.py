@@ -45,6 +45,8 @@ def moves(rank: int) -> dict[str, Any]:
     scattered, averaged = torch.zeros(2), torch.zeros(2)
     dist.reduce_scatter_tensor(scattered, whole)
     dist.reduce_scatter(averaged, list(whole.chunk(SIZE)), op=dist.ReduceOp.AVG)
+    uneven_list = [torch.zeros(other + 1) for other in range(SIZE)]
+    dist.all_gather(uneven_list, torch.full((rank + 1,), float(rank)))
     turned, turned_list = torch.zeros(2 * SIZE), [torch.zeros(2) for _ in range(SIZE)]
     dist.all_to_all_single(turned, whole)
     dist.all_to_all(turned_list, list(whole.chunk(SIZE)))
@@ -56,7 +58,7 @@ def moves(rank: int) -> dict[str, Any]:
     collected = [torch.zeros(2) for _ in range(SIZE)] if rank == 1 else None
     dist.gather(value, collected, dst=1)
     return {
-        "all_gather": [gathered, *listed],
+        "all_gather": [gathered, *listed, *uneven_list],
         "reduce_scatter": [scattered, averaged],
         "all_to_all": [turned, *turned_list, uneven],
         "rooted": [told, part, *(collected or [])],
@@ -212,6 +214,19 @@ def test_large_sums_are_taken_in_the_order_of_the_ranks() -> None:
 
     right = (((terms[0] + terms[1]) + terms[2]) + terms[3]) / 4
     assert all(torch.equal(result, right) for result in run_ranks(work, 4).results)
+
+
+@pytest.mark.parametrize("executor", ["simulator", "gloo"])
+def test_sparse_gradients_are_summed(executor: str) -> None:
+    def work(rank: int) -> Tensor:
+        table = torch.nn.Embedding.from_pretrained(torch.ones(4, 2), freeze=False, sparse=True)
+        wrapped = torch.nn.parallel.DistributedDataParallel(table)
+        wrapped(torch.tensor([rank, 3])).sum().backward()
+        assert table.weight.grad is not None
+        return table.weight.grad.to_dense()
+
+    for result in run_ranks(work, 2, executor).results:
+        assert result[:, 0].tolist() == [0.5, 0.5, 0.0, 1.0]
 
 
 def test_an_input_may_be_a_part_of_the_output() -> None:

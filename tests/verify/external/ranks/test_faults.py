@@ -43,6 +43,10 @@ def other_reduction(rank: int) -> None:
     dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)  # here
 
 
+def other_length(rank: int) -> None:
+    dist.all_gather_into_tensor(torch.zeros(4 + 2 * rank), torch.zeros(2 + rank))  # here
+
+
 def never_received(rank: int) -> None:
     if rank == 0:
         dist.isend(torch.ones(2), 1)  # here
@@ -112,6 +116,14 @@ def test_ranks_that_disagree(function: Function, executor: str) -> None:
     assert [f"{__file__}:{line}" in found.message for line in lines(function)] == [True] * len(lines(function))
 
 
+def test_gathered_tensors_of_other_lengths() -> None:
+    found = failure(other_length, "simulator", 2)
+    assert found.code == "communication_mismatch"
+    line = lines(other_length)[0]
+    assert "rank 0 gives float32[2] where rank 1 takes float32[3]" in found.message
+    assert found.message.count(f"{__file__}:{line}") == 2
+
+
 @pytest.mark.parametrize("function", DEADLOCKS)
 def test_ranks_that_wait_for_ever(function: Function) -> None:
     check_deadlock(function, failure(function, "simulator"))
@@ -168,7 +180,7 @@ def test_parts_of_an_all_to_all_that_do_not_fit() -> None:
 
     found = failure(work, "simulator", 2)
     assert found.code == "communication_mismatch"
-    assert "a rank gives float32[1] where another takes float32[2]" in found.message
+    assert "rank 1 gives float32[1] where rank 0 takes float32[2]" in found.message
 
 
 def test_an_input_that_is_changed_before_the_call_has_ended() -> None:
