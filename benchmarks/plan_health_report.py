@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -73,10 +74,11 @@ def markdown(rows: Sequence[Row], seconds: float) -> Iterator[str]:
     yield "gloo processes in float32 with weights read by `from_pretrained(distributed_config=...)`, says the same."
     yield "`flags` are single settings that differ from the default, under TP=2."
     yield ""
-    yield "| case | " + " | ".join(STATUSES) + " |"
-    yield "|---" * (len(STATUSES) + 1) + "|"
+    yield "| case | models | " + " | ".join(STATUSES) + " |"
+    yield "|---" * (len(STATUSES) + 2) + "|"
     for case, counts in table(rows):
-        yield f"| {case} | " + " | ".join(str(counts[status]) for status in STATUSES) + " |"
+        models = len({row.model for row in rows if _case(row) == case})
+        yield f"| {case} | {models} | " + " | ".join(str(counts[status]) for status in STATUSES) + " |"
     for status, title in (("wrong", "Wrong"), ("crashes", "Crashes"), ("undecided", "Undecided")):
         if chosen := [row for row in rows if row.status == status]:
             yield from ("", f"## {title}", "")
@@ -117,7 +119,7 @@ def _listed(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
-        what = row.detail if row.status != "wrong" or not row.parameters else _wrong(row)
+        what = re.sub(r"^rank \d+ raised", "raises", row.detail) if row.status != "wrong" else _wrong(row)
         key = (row.model, what, row.repair, row.confirmed)
         groups.setdefault(key, []).append(row.flag or row.case)
     for (model, what, repair, confirmed), cases in groups.items():
