@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from verify.external.addresses import local_value
+
 Tell = Callable[[str], None]
 Change = tuple[Any, str, Any]  # owner, attribute, value
 Groups = list[tuple[int, ...]]  # ranks of each
 CPU = torch.device("cpu")
+_FILLED, _STRIDE = 0.0371, 7919  # the largest number that memory is filled with; a prime: neighbours differ
 _DEVICE_FIRST = frozenset((Tensor.to, Tensor.cuda, Tensor.pin_memory))
 _CUDA_NOTE = "the script asks for cuda devices: they were the CPU"
 
@@ -72,11 +75,15 @@ def replaced(changes: Sequence[Change]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def cpu_changes(ranks: int, here: int, store: Any, tell: Tell, groups: list[tuple[int, ...]]) -> list[Change]:
-    """Return what is to be replaced in torch: (owner, attribute, value). `groups`: where ranks of new groups go."""
+def cpu_changes(
+    ranks: int, here: int, store: Any, tell: Tell, groups: list[tuple[int, ...]], devices: int
+) -> list[Change]:
+    """Return what is to be replaced in torch: (owner, attribute, value). `groups`: where ranks of new groups go;
+    `devices`: how many this machine is said to have."""
     start, end = dist.init_process_group, dist.destroy_process_group
     mesh, mesh_class = device_mesh.init_device_mesh, device_mesh.DeviceMesh.__init__
     module_to: Callable[..., nn.Module] = nn.Module.to
+    module_to_empty: Callable[..., nn.Module] = nn.Module.to_empty
 
     def init_process_group(*args: Any, **named: Any) -> None:
         backend = args[0] if args else named.get("backend")
@@ -109,6 +116,13 @@ def cpu_changes(ranks: int, here: int, store: Any, tell: Tell, groups: list[tupl
         named = {n: CPU if type(v) is int and n == "device" else on_cpu(v, tell) for n, v in named.items()}
         return module_to(self, *given, **named)
 
+    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        made: nn.Module = module_to_empty(
+            self, device=CPU if type(device) is int else on_cpu(device, tell), recurse=recurse
+        )
+        fill(made)
+        return made
+
     def cuda(self: nn.Module, device: Any = None) -> nn.Module:
         del device
         tell(_CUDA_NOTE)
@@ -120,11 +134,33 @@ def cpu_changes(ranks: int, here: int, store: Any, tell: Tell, groups: list[tupl
         *((owner, "init_device_mesh", init_device_mesh) for owner in (dist, device_mesh)),
         (device_mesh.DeviceMesh, "__init__", new_mesh),
         (nn.Module, "to", to),
+        (nn.Module, "to_empty", to_empty),
         (nn.Module, "cuda", cuda),
         *_groups(tell, groups),
         *_wrappers(tell),
-        *_calls(ranks, here),
+        *_calls(devices, here),
     ]
+
+
+def fill(module: nn.Module) -> None:
+    """Give memory that nobody has initialised small numbers, the same in each run: a script that forgets to initialise
+    it can then be verified, and `left_as_filled` tells."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        local = local_value(tensor)
+        if local.is_floating_point():
+            with torch.no_grad():
+                local.copy_(_filling(local))
+
+
+def left_as_filled(tensor: Tensor) -> bool:
+    """Return whether a parameter still has the numbers of `fill`."""
+    local = local_value(tensor)
+    return local.numel() > 0 and local.is_floating_point() and torch.equal(local.detach(), _filling(local))
+
+
+def _filling(local: Tensor) -> Tensor:
+    values = torch.linspace(-_FILLED, _FILLED, local.numel(), dtype=torch.float64)
+    return values[torch.arange(local.numel()) * _STRIDE % max(local.numel(), 1)].view(local.shape).to(local.dtype)
 
 
 def _groups(tell: Tell, seen: Groups) -> list[Change]:
@@ -178,7 +214,7 @@ def _wrappers(tell: Tell) -> list[Change]:
     ]
 
 
-def _calls(ranks: int, here: int) -> list[Change]:
+def _calls(devices: int, here: int) -> list[Change]:
     """Return calls of torch.cuda and torch.accelerator that scripts make without asking whether there is a GPU."""
 
     def nothing(*_: Any, **__: Any) -> None:
@@ -197,6 +233,6 @@ def _calls(ranks: int, here: int) -> list[Change]:
         (accelerator, "device_index", lambda *a, **n: nullcontext()),
         (accelerator, "is_available", lambda: True),
         (accelerator, "current_accelerator", lambda *a, **n: CPU),
-        (accelerator, "device_count", lambda: ranks),
+        (accelerator, "device_count", lambda: devices),
         (accelerator, "current_device_index", lambda: here),
     ]

@@ -126,6 +126,9 @@ def _attempt(
 ) -> Attempt:
     made = runner.fed(double, material, way)
     steps = min(len(material.taken), *(len(record.steps) for record in made))
+    seen = [loss for record in made for step in record.steps[:steps] for loss in step.losses]
+    if not all(bool(torch.isfinite(loss)) for loss in seen):
+        raise NotMatched("on one rank the loss is not finite, so that nothing can be compared")
     reference = reference_of(made, steps)
     ranks = rank_records(records, layout, reference)
     strange = unmatched(ranks)
@@ -241,6 +244,14 @@ def are_copies(judged: Judged, layout: Layout) -> bool:
     shapes, names = run.reference.space.shapes, run.reference.space.names
     whole = all(p.names and torch.Size(p.shape).numel() == shapes[p.names[0]].numel() for p in pieces)
     return whole and len(pieces) == len(names) * len(run.records)
+
+
+def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
+    """Return whether every rank takes in the same data, and all that differs is that many times the right value."""
+    if judged.attempt is None or layout.count > 1:
+        return False
+    causes = [d.cause for result in judged.attempt.compared for d in result.differences]
+    return bool(causes) and all(c.kind == "scaled" and abs(c.factor - len(layout.parts)) < 1e-3 for c in causes)
 
 
 # Ranks that hold the same elements.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore
 from nnscaler.files import save_tensors
 from verify.external.ranks.run import run_ranks
 from verify.external.torchrun.feed import Material, RanksFeed, Way
-from verify.external.torchrun.processes import redirect, run_apart
+from verify.external.torchrun.processes import NotMatched, redirect, run_apart
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.script import run_script
 from verify.external.torchrun.watch import Start
@@ -63,7 +63,7 @@ class Runner:
         folder = self._folder("alone")
 
         def task(number: int) -> None:
-            start = Start(self.words, 0, 1, folder / "store", self.steps, double)
+            start = Start(self.words, 0, 1, folder / "store", self.steps, double, devices=self.ranks)
             run_script(start, _saver(folder, number))
 
         run_apart(task, 1, self.timeout, folder)
@@ -80,24 +80,31 @@ class Runner:
             notes: list[str] = []
             add_up = _adder(folder / "parts", part, count) if count > 1 else None
             feed = RanksFeed(material, way, notes.append, part, add_up)
-            start = Start(self.words, 0, 1, folder / f"store-{part}", self.steps, double)
+            start = Start(self.words, 0, 1, folder / f"store-{part}", self.steps, double, devices=self.ranks)
             run_script(start, _saver(folder, part, notes), feed)
 
         run_apart(task, count, self.timeout, folder)
-        return _records(folder, count)
+        made = _records(folder, count)
+        if any(not record.steps for record in made):
+            printed = _last_lines(sorted(folder.glob("output-*")), 1)
+            raise NotMatched(
+                "on one rank the script ends before its first optimizer step" + (f": {printed!r}" if printed else "")
+            )
+        return made
 
     def output(self) -> str:
         """Return the last lines that the ranks printed in the last run on all ranks."""
-        texts = sorted(self.folder.glob("*-ranks/output-*"))
-        lines = [
-            line for text in texts[-self.ranks :] for line in text.read_text(errors="replace").splitlines() if line
-        ]
-        return "\n".join(lines[-8:])
+        return _last_lines(sorted(self.folder.glob("*-ranks/output-*"))[-self.ranks :], 8)
 
     def _folder(self, name: str) -> Path:
         folder = self.folder / f"{next(self._numbers):03}-{name}"
         folder.mkdir()
         return folder
+
+
+def _last_lines(files: Sequence[Path], count: int) -> str:
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-count:])
 
 
 def _records(folder: Path, count: int) -> tuple[ScriptRecord, ...]:

@@ -70,7 +70,8 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: Feed | 
     sys.argv = list(words)
     sys.path.insert(0, str(Path.cwd()) if module else str(Path(words[0]).resolve().parent))
     store = None if start.store is None else FileStore(str(start.store), start.ranks)
-    with replaced(cpu_changes(start.ranks, start.rank, store, watch.tell, watch.groups)), watch.open():
+    changes = cpu_changes(start.ranks, start.rank, store, watch.tell, watch.groups, start.devices or start.ranks)
+    with replaced(changes), watch.open():
         try:
             if module:
                 runpy.run_module(words[0], run_name="__main__", alter_sys=True)

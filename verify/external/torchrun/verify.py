@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from op_registry.spec import SourceLocation
 
 from verify.external.ranks.records import RanksFailed
-from verify.external.torchrun.judge import SAID, Judged, are_copies, judge
+from verify.external.torchrun.judge import SAID, Judged, are_copies, counts_for_each_rank, judge
 from verify.external.torchrun.match import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.processes import Failed, first_line
 from verify.external.torchrun.records import ScriptRecord
@@ -23,6 +24,10 @@ from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 TOOL = "verify-external"
+_EQUAL_BY_SEED = (
+    "every rank takes in the same data, by its seed alone: each gradient is that of the rows of all ranks, so that "
+    "each rank was given other data, made from its own"
+)
 _SAME_ROWS = "every rank takes in the same data: data-parallel ranks then do the work of one (is a sampler missing?)"
 Progress = Callable[[str], None]
 
@@ -90,6 +95,13 @@ def _verify(runner: Runner, name: str, double: bool, progress: Progress) -> Outc
     if judged.passes and are_copies(judged, layout):
         progress(f"{name}, with other data on every rank")
         return _varied(runner, name, double, notes, used)
+    if counts_for_each_rank(judged, layout):
+        progress(f"{name}, with other data on every rank")
+        other = _on_other_data(runner, name, double)
+        if not isinstance(other, str) and other.judged.passes:
+            # equal seeds make equal data: what looks like one batch, counted twice, may be rows of two ranks
+            notes.append(_EQUAL_BY_SEED)
+            return *_outcome(other.judged), (*notes, *_said(other.judged, other.layout, other.records)), used
     notes += _said(judged, layout, records)
     return *_outcome(judged), tuple(notes), used
 
@@ -102,29 +114,49 @@ def _varied(runner: Runner, name: str, double: bool, notes: list[str], used: str
     """
     notes = [*notes, _SAME_ROWS]
     message = "every rank takes in the same data and holds the whole model: nothing is divided among the ranks"
-    try:
-        records = runner.on_ranks(double, vary=True)
-        layout = Layout(parts_of(records))
-    except (RanksFailed, NoParts) as problem:
-        message = f"{message}, and with other data on every rank the script does not run: {first_line(str(problem))}"
-        return *_undecided(message, None, "claim_not_tested"), tuple(notes), used
-    if layout.count < len(records) or len({len(record.steps) for record in records}) > 1:
-        return *_undecided(message, None, "claim_not_tested"), tuple(notes), used
-    judged = judge(runner, name, records, layout, material_of(records, layout.parts), double)
+    other = _on_other_data(runner, name, double)
+    if isinstance(other, str):
+        return *_undecided(f"{message}{other}", None, "claim_not_tested"), tuple(notes), used
+    judged = other.judged
     if judged.passes:
         notes.append("with other data on every rank, made from its own, all of the following agrees")
-        return *_outcome(judged), (*notes, *_said(judged, layout, records)), used
+        return *_outcome(judged), (*notes, *_said(judged, other.layout, other.records)), used
     why = [f"{finding.message}: {finding.cause}" for finding in judged.findings[:1]]
     why += [reason for _, reason in judged.reasons[:1]] if not why else []
     message = f"{message}. With other data on every rank they do not work together: {'; '.join(why)}"
     return *_undecided(message, None, "claim_not_tested"), tuple(notes), used
 
 
+@dataclass(frozen=True)
+class _Other:
+    """What a script does with other data on every rank."""
+
+    records: tuple[ScriptRecord, ...]
+    layout: Layout
+    judged: Judged
+
+
+def _on_other_data(runner: Runner, name: str, double: bool) -> _Other | str:
+    """Run the script with other data on every rank, and judge it; return why not, as the end of a sentence, where it
+    cannot be."""
+    try:
+        records = runner.on_ranks(double, vary=True)
+        layout = Layout(parts_of(records))
+    except (RanksFailed, NoParts) as problem:
+        return f", and with other data on every rank the script does not run: {first_line(str(problem))}"
+    if layout.count < len(records) or len({len(record.steps) for record in records}) > 1:
+        return ""
+    return _Other(records, layout, judge(runner, name, records, layout, material_of(records, layout.parts), double))
+
+
 def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     if judged.attempt is not None:
         return judged.checks, judged.findings
     reasons = "; ".join(dict.fromkeys(reason for _, reason in judged.reasons))
-    return _undecided(f"the script on one rank is no reference for the ranks: {reasons}", None)
+    message = f"the script on one rank is no reference for the ranks: {reasons}"
+    return _undecided(
+        message, None, help="in a check file, `model()` says what the plain model is: docs/verify-external.md"
+    )
 
 
 def _run(runner: Runner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
@@ -143,11 +175,11 @@ def _run(runner: Runner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRe
 
 
 def _undecided(
-    message: str, output: str | None, code: str = "nothing_checked"
+    message: str, output: str | None, code: str = "nothing_checked", help: str | None = None
 ) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     example = {"output": output} if output else {}
     check = Check("the script on one rank", Verdict.INCONCLUSIVE, 0, detail="nothing was compared")
-    return (check,), (Finding(code, message, counter_example=example),)
+    return (check,), (Finding(code, message, counter_example=example, help=help),)
 
 
 def _failed(runner: Runner, failure: RanksFailed, double: bool) -> Outcome:

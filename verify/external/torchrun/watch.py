@@ -25,7 +25,7 @@ from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.precision import exact, exact_tensor
 from verify.external.addresses import local_value
 from verify.external.torchrun.data import ScriptMode, exchanged, settings_of, varied
-from verify.external.torchrun.devices import replaced
+from verify.external.torchrun.devices import left_as_filled, replaced
 from verify.external.torchrun.names import held, local_gradient, outermost, parameters_of
 from verify.external.torchrun.records import Held, ScriptRecord, SeenStep, Stopped, Tensors
 
@@ -42,6 +42,7 @@ class Start:
     steps   of each optimizer that are watched
     double  every floating-point tensor is float64
     vary    data are made others on every rank
+    devices that torch.accelerator counts; 0: one for each rank
     """
 
     words: tuple[str, ...]
@@ -51,6 +52,7 @@ class Start:
     steps: int
     double: bool
     vary: bool = False
+    devices: int = 0
 
 
 class Feed(Protocol):
@@ -250,6 +252,10 @@ class Watch:
             return
         self._models.append(model)
         new = {name: entry for name, entry in self._state().items() if name not in self._held}
+        forgotten = [name for name, (parameter, _) in new.items() if left_as_filled(parameter)]
+        if forgotten:
+            few = ", ".join(forgotten[:2]) + (f" and {len(forgotten) - 2} more" if len(forgotten) > 2 else "")
+            self.tell(f"after `to_empty` nothing initialises {few}: they were given small numbers")
         if self._feed is not None:
             self._feed.start({name: parameter for name, (parameter, _) in new.items()})
         for name, (parameter, tied) in new.items():
