@@ -1,8 +1,9 @@
 """Several ranks' graphs side by side: they are to be one text, in which some numbers follow the rank's coordinates.
 
-A rank's graph has the rank's own numbers in it: the piece that it takes of a tensor, the first row of its vocabulary. Read
-alone, `split(x)[0]` of rank 0 may be its shard or the first of the model's three projections. Beside the graph of a rank
-with another coordinate it cannot be both: a number that differs is the coordinate's. One rank more per axis shows whose.
+A rank's graph has the rank's own numbers in it: the piece that it takes of a tensor, the first row of its vocabulary.
+Read alone, `split(x)[0]` of rank 0 may be its shard or the first of the model's three projections. Beside the graph
+of a rank with another coordinate it cannot be both: a number that differs is the coordinate's. One rank more per axis
+shows whose.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Follows:
 class Aligned:
     """
     graph    the first rank's graph
-    varies   call -> argument (with its place in lists) -> what it is; a `Ref` stands for the number of its output. None:
-             it follows no coordinate
+    varies   call -> argument (with its place in lists) -> what it is; a `Ref` stands for the number of its output.
+             None: it follows no coordinate
     ranks    whose graphs these are
     differs  why the graphs are not one text; None if they are
     """
@@ -48,12 +49,12 @@ def align(graphs: Sequence[RankGraph]) -> Aligned:
             return Aligned(first, {}, ranks, f"ranks {first.rank} and {other.rank} make different numbers of calls")
     for number, call in enumerate(first.calls):
         others = [g.calls[number] for g in graphs[1:]]
-        for graph, other in zip(graphs[1:], others, strict=True):
-            if (call.name, call.outputs, call.arguments.keys()) != (other.name, other.outputs, other.arguments.keys()):
+        for graph, its in zip(graphs[1:], others, strict=True):
+            if (call.name, call.outputs, call.arguments.keys()) != (its.name, its.outputs, its.arguments.keys()):
                 where = f" ({call.where})" if call.where else ""
-                text = f"rank {first.rank} calls `{call.name}` where rank {graph.rank} calls `{other.name}`{where}"
+                text = f"rank {first.rank} calls `{call.name}` where rank {graph.rank} calls `{its.name}`{where}"
                 return Aligned(first, {}, ranks, text)
-        if call.arguments and any(call.arguments != other.arguments for other in others):
+        if call.arguments and any(call.arguments != its.arguments for its in others):
             found = _different(graphs, [call, *others])
             if isinstance(found, str):
                 return Aligned(first, {}, ranks, found)

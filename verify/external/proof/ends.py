@@ -1,7 +1,7 @@
 """Where a step begins and ends: layouts of parameters and inputs, and whether loss and gradients are the model's.
 
-A gradient has to be the model's, once, in the layout that its own placements say (those of a plain tensor: whole on every
-rank). The loss of a rank may be that of its rows: the mean over the data parts is then the model's.
+A gradient has to be the model's, once, in the layout that its own placements say (those of a plain tensor: whole on
+every rank). The loss of a rank may be that of its rows: the mean over the data parts is then the model's.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ def _stored(
 ) -> Fact | str:
     if whole is None:
         return f"the model has no parameter or buffer `{name}`"
+    if held.doubt:
+        return held.doubt
     try:
         laid = layout_of(held, axes)
     except NoFact as no:
@@ -108,9 +110,7 @@ def _stored(
     return Fact(whole.coefficient, whole.term, laid.states)
 
 
-def compare(
-    facts: Sequence[Fact], whole: Whole, wanted: Wanted, axes: Sequence[Axis], terms: Terms
-) -> Fact | Difference | None:
+def compare(facts: Sequence[Fact], whole: Whole, wanted: Wanted, axes: Sequence[Axis]) -> Fact | Difference | None:
     """Return the fact that shows that a tensor is the model's; a `Difference` if it shows that it is not; None if it
     shows neither."""
     different: Difference | None = None

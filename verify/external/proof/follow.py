@@ -1,8 +1,8 @@
 """Follow a rank's graph, call by call, from the layouts of parameters and inputs to those of all tensors.
 
-Each call is given the facts of its operands and makes facts of its results. It is found among the calls of the plain model
-by what it reads, never by names; what the model does not have (a product that DTensor divides by the number of ranks
-first, say) is a new term, which has to come back to one of the model's to be of use.
+Each call is given the facts of its operands and makes facts of its results. It is found among the calls of the plain
+model by what it reads, never by names; what the model does not have (a product that DTensor divides by the number of
+ranks first, say) is a new term, which has to come back to one of the model's to be of use.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class Follower:
         """Return the model's own pieces, and those of any tensor that is cut into equal parts."""
         of = call.arguments["self"]
         dim = call.arguments["dim"] % max(len(self.form(of).shape), 1)
-        equal = len({o for o in call.outputs}) == 1
+        equal = len(set(call.outputs)) == 1
         made: list[list[Fact]] = [[] for _ in call.outputs]
         if equal:
             for fact in self._facts(of):

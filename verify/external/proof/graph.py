@@ -1,7 +1,7 @@
 """What one rank computes in one step, forward and backward, as a graph of ATen operators and collectives.
 
-A graph is a list of calls in the order in which they ran. Nothing is mutated in it: a call that writes to a tensor makes
-a new value (`record.py`). Tensors have shapes and dtypes, and no values.
+A graph is a list of calls in the order in which they ran. Nothing is mutated in it: a call that writes to a tensor
+makes a new value (`record.py`). Tensors have shapes and dtypes, and no values.
 """
 
 from __future__ import annotations
@@ -59,12 +59,14 @@ class Held:
     placements  of a DTensor: one per axis of its mesh, as torch has them; None for a plain tensor
     axes        for each of them, the program's mesh axes that it is, outermost first; none for one rank
     shape       of the whole tensor
+    doubt       why it is not known to begin with the model's values; empty: it does, as far as that can be seen
     """
 
     ref: Ref
     placements: tuple[Any, ...] | None
     axes: tuple[tuple[str, ...] | None, ...]
     shape: tuple[int, ...]
+    doubt: str = ""
 
 
 @dataclass(frozen=True)

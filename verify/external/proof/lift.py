@@ -1,16 +1,16 @@
 """One call of a rank beside the call of the whole model: in which states its results lie.
 
-Transfer rules speak of sizes with a symbol for what is split, and of one axis. Here both calls are known in numbers, and
-there are several axes. So, axis by axis, every pair of sizes (the whole's and the rank's) becomes one size: a dim of 4096
-that eight ranks divide is `512 * k`, which is the whole's for k = 8 and a rank's for k = 1. What the rule says of all k
-holds for these.
+Transfer rules speak of sizes with a symbol for what is split, and of one axis. Here both calls are known in numbers,
+and there are several axes. So, axis by axis, every pair of sizes (the whole's and the rank's) becomes one size: a dim
+of 4096 that eight ranks divide is `512 * k`, which is the whole's for k = 8 and a rank's for k = 1. What the rule
+says of all k holds for these.
 
     addmm of a rank: (32, 64) x (64, 128)     the whole's: (32, 64) x (64, 256), mat2 in Shard(1) over tp
     over tp (2):     (32, 64) x (64, 128 * k) -> (32, 128 * k), Shard(1)
 
-Axes go in the order of the mesh: those before are at the rank's sizes, those after at the whole's, so that the rule of
-each axis speaks of the very tensors that the axis divides. A state therefore is one of the tensor that the axes before it
-have divided already; this is how DTensor reads its placements, from left to right.
+Axes go in the order of the mesh: those before are at the rank's sizes, those after at the whole's, so that the rule
+of each axis speaks of the very tensors that the axis divides. A state therefore is one of the tensor that the axes
+before it have divided already; this is how DTensor reads its placements, from left to right.
 
 Which axis divides a number is known of operands, by their states. For results and for numbers among the arguments it is
 tried: what fits the ratio of the two numbers and the rule, is so.
@@ -57,7 +57,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """The result of a call: its states, the factor that it is of the whole's, and the labels whose numbers it relies on."""
+    """The result of a call: its states, the factor that it is of the whole's, and the labels whose numbers it relies
+    on."""
 
     states: States
     factor: Fraction

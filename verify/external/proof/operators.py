@@ -1,8 +1,8 @@
 """Facts of the results of one call: views, permutations, sums, and calls of operators.
 
-A call of an operator is looked up among the model's by its operands (their terms and factors); its parameters are to be
-those of a shard's call. What the model does not have is a new term: a product that DTensor divides by the number of ranks
-first, say, which has to come back to a term of the model to be of use.
+A call of an operator is looked up among the model's by its operands (their terms and factors); its parameters are to
+be those of a shard's call. What the model does not have is a new term: a product that DTensor divides by the number
+of ranks first, say, which has to come back to a term of the model to be of use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verify.evidence.dimension_types.states import CONSTANT, SAME, ZERO, Partial
 from verify.external.proof import facts as layouts
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.graph import Form, Ref
-from verify.external.proof.lift import Failure, Laid, Lifting, Pair, PairedCall, local_shape
+from verify.external.proof.lift import Failure, Laid, Lifting, Pair, PairedCall, States, local_shape
 from verify.external.proof.linear import tensors_of
 from verify.external.proof.normal import Call, Sum
 from verify.external.proof.own_rows import own_rows
@@ -222,8 +222,8 @@ class Operators:
                 made[0] += rows
                 problems += [] if rows else [no]
                 continue
-            for own, facts in zip(made, found, strict=True):
-                own += facts
+            for own, its in zip(made, found, strict=True):
+                own += its
         if not any(made):
             first = next((p for p in problems if p.partial), problems[0] if problems else NoFact("it has no output"))
             certain = first.partial and str(call.overload) not in _ROUNDS
@@ -287,7 +287,7 @@ class Operators:
     ) -> Sequence[Laid | None]:
         """Return how the outputs lie, if this is a shard's call of the candidate. Raises NoFact."""
         names = tensors_of(call.arguments)
-        operands: dict[Ref, tuple[Pair, layouts.States]] = {}
+        operands: dict[Ref, tuple[Pair, States]] = {}
         for i, whole in zip(order, candidate.shapes, strict=True):
             ref = names[i][1]
             form, fact = self.form(ref), given[ref]
@@ -348,7 +348,7 @@ def _alike(made: Sequence[Form | None], wholes: Sequence[tuple[Shape, str] | Non
         return False
     for form, whole in zip(made, wholes, strict=True):
         if form is None or whole is None:
-            if form is not whole:
+            if (form is None) != (whole is None):
                 return False
         elif whole[1] != str(form.dtype) or len(whole[0]) != len(form.shape):
             return False

@@ -1,7 +1,8 @@
 """`x[arange(rows), columns]` where ranks divide the rows: each rank counts its own.
 
-A rank's `arange(2)` is no shard of the model's `arange(4)`: the second rank has 0 and 1, and a shard would be 2 and 3. Used
-as an index into rows that are divided in the same way it is right all the same. Masks of transformers are made so.
+A rank's `arange(2)` is no shard of the model's `arange(4)`: the second rank has 0 and 1, and a shard would be 2 and
+3. Used as an index into rows that are divided in the same way it is right all the same. Masks of transformers are
+made so.
 """
 
 from __future__ import annotations

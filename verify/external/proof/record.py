@@ -1,10 +1,10 @@
 """Record what a step does: a dispatch mode below autograd and below DTensor, which sees the operators on local tensors.
 
-This is the mechanism that `make_fx` has, without its proxies: hooks, `no_grad` and the collectives of DTensor leave what
-they do, and nothing else, in the list. A value is known by the place that it lies at (storage, offset, strides), so that
-`detach` and views that change nothing are the same value, and a write through one name of a place is seen by its others.
-A place that overlaps one that was written to, and is not the same, is `stale`: whoever reads it gets a value of which
-nothing is known.
+This is the mechanism that `make_fx` has, without its proxies: hooks, `no_grad` and the collectives of DTensor leave
+what they do, and nothing else, in the list. A value is known by the place that it lies at (storage, offset, strides),
+so that `detach` and views that change nothing are the same value, and a write through one name of a place is seen by
+its others. A place that overlaps one that was written to, and is not the same, is `stale`: whoever reads it gets a
+value of which nothing is known.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class GraphRecorder(TorchDispatchMode):
             return func(*args, **given)
         arguments = arguments_of(func, args, given)
         read = {name: self._noted(value) for name, value in arguments.items()}  # before the call, which may write
-        targets = _communicated(func, arguments) if func.namespace == "c10d" else written(func, arguments)
+        targets = _communicated(arguments) if func.namespace == "c10d" else written(func, arguments)
         result = func(*args, **given) if targets else self._computed(func, args, given)
         self._note(func, read, targets, result)
         return result
@@ -185,7 +185,7 @@ def _form_of(value: Any) -> Any:
     return type(value), value if isinstance(value, Hashable) else repr(value)
 
 
-def _communicated(func: Any, arguments: Mapping[str, Any]) -> list[Any]:
+def _communicated(arguments: Mapping[str, Any]) -> list[Any]:
     """Return what a collective in place writes to, which its schema does not say: what is named an output, else all."""
     outputs = [value for name, value in arguments.items() if name.startswith("output")]
     return [t for t in flat(outputs or list(arguments.values())) if isinstance(t, Tensor)]

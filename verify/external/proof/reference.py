@@ -43,7 +43,7 @@ def read_reference(graph: RankGraph) -> Reference:
     lost: str | None = None
     named: dict[str, Whole] = {}
     for number, call in enumerate(graph.calls):
-        made = _made(graph, number, call, values, terms, factors)
+        made = _made(graph, call, values, terms, factors)
         if all(m is None for m in made) and call.outputs and call.overload is not None:
             lost = lost or call.name
         values.update({Ref(number, i): m for i, m in enumerate(made) if m is not None})
@@ -58,7 +58,7 @@ def read_reference(graph: RankGraph) -> Reference:
 
 
 def _made(
-    graph: RankGraph, number: int, call: RecordedCall, values: Mapping[Ref, Whole], terms: Terms, factors: Factors
+    graph: RankGraph, call: RecordedCall, values: Mapping[Ref, Whole], terms: Terms, factors: Factors
 ) -> Sequence[Whole | None]:
     if call.overload is None:
         return (_given(call, terms),)

@@ -1,9 +1,9 @@
 """Transfer rules of what a traced step has beside the operators of `verify.evidence.dimension_types.rules`.
 
-Attention and RMS norm as torch runs them on a CPU, forward and backward, and the mean of a loss over rows. The latter is
-the one place where a shard's result is not a term of the whole's: a mean over a rank's rows divides by its own count. If
-all parts have the same count, the parts' means add up to `parts` times the whole's, and each count is the whole's divided
-by `parts`. That the counts agree is a condition of the proof, which is checked on the batch.
+Attention and RMS norm as torch runs them on a CPU, forward and backward, and the mean of a loss over rows. The latter
+is the one place where a shard's result is not a term of the whole's: a mean over a rank's rows divides by its own
+count. If all parts have the same count, the parts' means add up to `parts` times the whole's, and each count is the
+whole's divided by `parts`. That the counts agree is a condition of the proof, which is checked on the batch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def transfer(call: RuleCall, parts: int) -> Transferred:
     if name == "aten.nll_loss_backward.default" and call["reduction"] == _MEAN:
         call = replace(call, arguments={**call.arguments, "reduction": _SUM})  # the divisor is `total_weight`
         if call["total_weight"].state != SAME or call.operand("weight") is not None:
-            return _plain(call, unknown(call, "its divisor is not the same on every rank"))
+            return _plain(unknown(call, "its divisor is not the same on every rank"))
     rule = RULES.get(name)
-    return _plain(call, conclude(call) if rule is None else _by(rule, call))
+    return _plain(conclude(call) if rule is None else _by(rule, call))
 
 
-def _plain(call: RuleCall, states: tuple[State, ...]) -> Transferred:
+def _plain(states: tuple[State, ...]) -> Transferred:
     return Transferred(states, (UNIT,) * len(states))
 
 
@@ -65,12 +65,12 @@ def _by(rule: Rule, call: RuleCall) -> tuple[State, ...]:
 
 def _mean_loss(call: RuleCall, parts: int) -> Transferred:
     if call.operand("weight") is not None:
-        return _plain(call, unknown(call, "weights of classes"))
+        return _plain(unknown(call, "weights of classes"))
     if not split_dims(call.tensor("target").sizes, call.split):
-        return _plain(call, conclude(call))
+        return _plain(conclude(call))
     states = conclude(replace(call, arguments={**call.arguments, "reduction": _SUM}))
     if states[0] != PARTIAL_SUM:
-        return _plain(call, (states[0], Unknown("its loss is unknown")))
+        return _plain((states[0], Unknown("its loss is unknown")))
     return Transferred((PARTIAL_SUM, SAME), (Fraction(parts), 1 / Fraction(parts)), call["ignore_index"])
 
 

@@ -8,8 +8,9 @@ under the recorder.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,10 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_map_with_path
 
 from nnscaler.ir.layout import Axis
 from nnscaler.ir.layout import DeviceMesh as Ranks
+from verify.evidence.dimension_types.trace import written
+from verify.evidence.operator_trace import arguments_of
 from verify.external.program import ExternalProgram
 from verify.external.proof.graph import Held, RankGraph, pruned
 from verify.external.proof.record import GraphRecorder
@@ -47,11 +51,16 @@ def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         with mode:
             model = _attempt("`model()`", program.model)
-            returned = _attempt("`parallelize`", lambda: program.parallelize(model, mesh))
+            watch = _Watch(list(state_of(model)))
+            with watch:
+                returned = _attempt("`parallelize`", lambda: program.parallelize(model, mesh))
             runs = model if returned is None else returned
             _refuse_hooks(runs)
             batch = _part(_attempt("`batch()`", program.batch), mode, program, places)
-            return _traced(runs, batch, program.step, rank, places, _spans(axes, rank))
+            graph = _traced(runs, batch, program.step, rank, places, _spans(axes, rank))
+            doubts = {name: watch.doubt(name, tensor, program.names) for name, tensor in state_of(runs)}
+            stored = {name: replace(held, doubt=doubts.get(name, "")) for name, held in graph.stored.items()}
+            return replace(graph, stored=stored)
 
 
 def trace_whole(program: ExternalProgram) -> RankGraph:
@@ -61,6 +70,50 @@ def trace_whole(program: ExternalProgram) -> RankGraph:
         model = _attempt("`model()`", program.model)
         batch = _part(_attempt("`batch()`", program.batch), mode, program, {})
         return _traced(model, batch, program.reference_step or program.step, WHOLE, {}, lambda name: None)
+
+
+class _Watch(TorchDispatchMode):
+    """Watches what `parallelize` does to the model's tensors: a proof is about values, and begins with the model's.
+
+    `state`: the model's, which stays alive, so that its storages are no others'. What DTensor makes of a parameter is
+    taken as it says.
+    """
+
+    def __init__(self, state: Sequence[tuple[str, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.state, self.wrote = state, dict[str, str]()
+        self.names: dict[int, set[str]] = {}
+        for name, tensor in state:
+            self.names.setdefault(storage_of(tensor), set()).add(name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        given = kwargs or {}
+        if func.namespace == "aten" and func._schema.is_mutable:
+            for tensor in written(func, arguments_of(func, args, given)):
+                self.wrote |= dict.fromkeys(self.names.get(storage_of(tensor), ()), str(func))
+        return func(*args, **given)
+
+    def doubt(self, name: str, tensor: Tensor, names: Mapping[str, str]) -> str:
+        """Return why a tensor of the program may not hold the model's values; empty where it is the model's own."""
+        own = names.get(name, name)
+        if own in self.wrote:
+            return f"`parallelize` writes to `{own}` ({self.wrote[own]})"
+        if isinstance(tensor, DTensor):
+            return ""
+        origin = self.names.get(storage_of(tensor))
+        if origin is None:
+            return f"`{name}` is a tensor that `parallelize` makes: whether it holds the model's values is not seen"
+        return "" if own in origin else f"`{name}` is the model's `{min(origin)}`"
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what tells a tensor's storage from others; for a DTensor, that of the rank's part."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)
 
 
 def _attempt(what: str, call: Callable[[], Any]) -> Any:

@@ -4,8 +4,9 @@
     result  = embedding(table, put(ids - first, outside, 0))
     put(result, outside, 0)
 
-Each rank finds the rows of the ids that are its own and has zeros for all others, so that the ranks' results are terms of
-a sum, which is the lookup in the whole table. Every id is looked up by one rank, for ids that are rows of the table.
+Each rank finds the rows of the ids that are its own and has zeros for all others, so that the ranks' results are
+terms of a sum, which is the lookup in the whole table. Every id is looked up by one rank, for ids that are rows of
+the table.
 """
 
 from __future__ import annotations

@@ -213,14 +213,14 @@ class Summed(torch.autograd.Function):
     """The sum over ranks, whose gradient is the same on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, times: int, reduction: str) -> Tensor:
+    def forward(_: Any, x: Tensor, group: Any, times: int, reduction: str) -> Tensor:
         """Return the sum."""
         for _ in range(times):
             x = collectives.all_reduce(x, reduction, group)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(_: Any, gradient: Tensor) -> Any:
         """Return the gradient as it is."""
         return gradient, None, None, None
 
