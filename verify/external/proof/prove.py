@@ -27,7 +27,7 @@ from verify.external.proof.graph import Held, RankGraph, refs_in
 from verify.external.proof.lift import Lifting
 from verify.external.proof.reference import Reference, read_reference
 from verify.external.proof.terms import Whole
-from verify.external.proof.trace import NotTraced, trace_rank, trace_whole
+from verify.external.proof.trace import NotTraced, trace_rank, trace_whole, without_collection
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict, merge
 
@@ -95,6 +95,11 @@ def _aligned(program: ExternalProgram, ranks: Sequence[int] | None) -> Aligned:
 
 def prove_external(program: ExternalProgram, *, ranks: Sequence[int] | None = None) -> ExternalProof:
     """Trace some ranks of the program (None: as few as will do) and its model, and prove that they agree."""
+    with without_collection():
+        return _proved(program, ranks)
+
+
+def _proved(program: ExternalProgram, ranks: Sequence[int] | None) -> ExternalProof:
     seconds: dict[str, float] = {}
     started = time.perf_counter()
 

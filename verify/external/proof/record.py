@@ -29,6 +29,7 @@ from verify.external.ranks.torch_private import (
     autograd_sequence_number,
     current_autograd_node,
     new_fake_tensor,
+    new_fake_view,
     unboxed,
 )
 
@@ -37,6 +38,19 @@ STALE, CAPTURED = "stale", "captured"
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, torch.nn.Buffer})
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
+_SEEN_AS = frozenset(  # views of one tensor with one result
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("view", "default"),
+        ("t", "default"),
+        ("transpose", "int"),
+        ("expand", "default"),
+        ("slice", "Tensor"),
+        ("unsqueeze", "default"),
+        ("detach", "default"),
+        ("_unsafe_view", "default"),
+    )
+)
 _FEW = 64  # elements of a tensor that is made out of numbers
 
 
@@ -48,7 +62,7 @@ class GraphRecorder(TorchDispatchMode):
         self.calls: list[RecordedCall] = []
         self._alive: list[Tensor] = []  # keeps storages from being used again
         self._values: dict[int, dict[Any, Ref]] = {}  # storage -> place in it -> the value there
-        self._results: dict[Any, list[Any]] = {}  # operator and forms of its arguments -> forms of its results
+        self._results: dict[Any, Any] = {}  # operator and forms of its arguments -> forms of its results
         self._lines: dict[int, SourceLocation] = {}  # number of an autograd node -> the line that made it
 
     def given(self, tensor: Tensor, name: str) -> Ref:
@@ -102,6 +116,8 @@ class GraphRecorder(TorchDispatchMode):
         """
         modes = [t.fake_mode for t in flat([*args, *kwargs.values()]) if isinstance(t, FakeTensor)]
         key = (func, _form_of(args), _form_of(tuple(sorted(kwargs.items()))))
+        if func in _SEEN_AS and modes:
+            return self._seen_as(func, args, kwargs, modes[0], (key, args[0].storage_offset()))
         known = self._results.get(key)
         if known is not None and modes:
             made = [new_fake_tensor(modes[0], *form) for form in known]
@@ -109,6 +125,17 @@ class GraphRecorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if modes and func.namespace in ("aten", "_c10d_functional") and self._is_new(func, result):
             self._results[key] = [(t.shape, t.stride(), t.dtype, t.device) for t in flat(result)]
+        return result
+
+    def _seen_as(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Any, key: Any) -> Any:
+        """Return a view of the first argument, which depends on its form alone."""
+        known = self._results.get(key)
+        if known is not None:
+            return new_fake_view(mode, args[0], *known)
+        result = func(*args, **kwargs)
+        same = isinstance(result, FakeTensor) and isinstance(args[0], FakeTensor) and result.dtype == args[0].dtype
+        if same and _place(result)[0] == _place(args[0])[0]:
+            self._results[key] = result.shape, result.stride(), result.storage_offset(), result.device
         return result
 
     def _is_new(self, func: Any, result: Any) -> bool:

@@ -195,7 +195,6 @@ def _traced(
         inputs[path] = recorder.given(tensor, f"batch {path}")
     stored = {name: _held(recorder, tensor, spans, f"stored {name}") for name, tensor in state_of(runs)}
     with ExitStack() as stack:
-        stack.enter_context(without_collection())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(recorder)
         loss = _attempt("the step", lambda: step(runs, batch))

@@ -364,3 +364,14 @@ def new_fake_tensor(
     with in_kernel_invocation_manager(mode):
         made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     return FakeTensor(mode, made, device)
+
+
+def new_fake_view(
+    mode: Any, of: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, device: torch.device
+) -> Tensor:
+    """Return a fake tensor in the memory of another one."""
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    with in_kernel_invocation_manager(mode):
+        made = torch.as_strided(of, shape, strides, offset)
+    return made if isinstance(made, FakeTensor) else FakeTensor(mode, made, device)

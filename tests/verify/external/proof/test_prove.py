@@ -106,3 +106,25 @@ def test_labels_that_do_not_count_have_to_be_as_many_in_each_part() -> None:
 def test_a_thousand_ranks_take_no_longer_than_two() -> None:
     found = prove_external(program(tensor_parallel, (("pp", 2048), ("tp", 4))))
     assert found.verdict is Verdict.PROVED_BOUNDED and found.ranks == (0, 8191)
+
+
+def test_what_parallelize_does_to_values_is_doubted() -> None:
+    def scales(model: nn.Module, mesh: object) -> None:
+        with torch.no_grad():
+            model.head.weight.mul_(2.0)  # type: ignore[operator,union-attr]
+
+    def exchanges(model: nn.Module, mesh: object) -> None:
+        block = model.blocks[0]  # type: ignore[index]
+        block.q, block.k = block.k, block.q
+
+    def makes(model: nn.Module, mesh: object) -> None:
+        model.norm = nn.LayerNorm(16)
+
+    for parallelize, text in (
+        (scales, "`parallelize` writes to `head.weight`"),
+        (exchanges, "is the model's `blocks.0."),
+        (makes, "is a tensor that `parallelize` makes"),
+    ):
+        found = prove_external(program(parallelize, TP))
+        assert found.verdict is Verdict.INCONCLUSIVE
+        assert any(text in f.message for f in found.findings), found.findings
