@@ -110,6 +110,7 @@ def transformers_program(
     """
     sizes = sizes or PlanSizes(tp=2)
     _check_sizes(sizes)
+    _check_library()
     name = target.removeprefix(LIBRARY)
     built = build(name, sizes, settings or {}, exact=exact)
     _check_plans(built.model, sizes)
@@ -189,6 +190,18 @@ def distributed_options(sizes: PlanSizes, changes: PlanChanges, model: Any) -> d
         if changes.ep:
             options["ep_plan"] = dict(changes.ep)
     return options
+
+
+def _check_library() -> None:
+    try:
+        utilities = importlib.import_module("transformers.distributed.utils")
+        base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+        is_known = hasattr(utilities, "initialize_distributed_mesh") and hasattr(base, "maybe_distribute_model")
+    except ImportError:
+        is_known = False
+    if not is_known:
+        message = f"transformers {library().__version__} does not apply its plans by DistributedConfig to a made model"
+        raise NnscalerError("usage", message, help="pip install 'transformers>=5.24,<6'")
 
 
 def _check_sizes(sizes: PlanSizes) -> None:

@@ -105,6 +105,12 @@ def test_a_plan_that_a_model_does_not_have_is_named() -> None:
     assert "--tp" in str(caught.value.help)
 
 
+def test_a_library_that_applies_plans_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("transformers.distributed.utils.initialize_distributed_mesh")
+    with pytest.raises(NnscalerError, match="does not apply its plans by DistributedConfig"):
+        transformers_program("hf:llama", TWO)
+
+
 def test_a_model_that_the_library_cannot_run_is_not_built() -> None:
     with pytest.raises(NnscalerError, match="grid_thw") as caught:
         build("muse_glimmer_vision", TWO, {})
