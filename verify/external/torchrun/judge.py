@@ -13,7 +13,7 @@ from verify.external.addresses import Piece
 from verify.external.compare import compare
 from verify.external.differences import Compared, Difference, PartGradients, Run
 from verify.external.findings import findings
-from verify.external.noise import DRAWS, Noise, distances
+from verify.external.noise import AGREES, DRAWS, Noise, distances
 from verify.external.observe import RankRecord
 from verify.external.reference import Reference, ReferenceStep
 from verify.external.torchrun.feed import Material, Way
@@ -154,11 +154,13 @@ def _no_gradients(reference: Reference) -> PartGradients:
 def _with_part_losses(reference: Reference, ranks: Sequence[RankRecord], layout: Layout) -> tuple[ReferenceStep, ...]:
     """Add the losses of the data parts, where the loss is a sum over rows: theirs must add up to that of the whole."""
     steps = []
+    exact = reference.dtype == torch.float64
+    bound = FLOAT64_BOUND if exact else AGREES * layout.count * torch.finfo(reference.dtype).eps
     for number, step in enumerate(reference.steps):
         losses = [ranks[layout.parts.index(part)].steps[number].loss for part in range(layout.count)]
         known = [loss.double() for loss in losses if loss is not None]
         sums = len(known) == layout.count > 1 and not step.part_losses
-        if sums and difference(torch.stack(known).sum(), step.loss).relative <= FLOAT64_BOUND:
+        if sums and difference(torch.stack(known).sum(), step.loss).relative <= bound:
             step = replace(step, part_losses=tuple(known))
         steps.append(step)
     return tuple(steps)
