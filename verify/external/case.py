@@ -188,7 +188,7 @@ class Case:
             ranks = self.on_ranks(lambda rank: traced_rank(self.program, self.model, self.reference, rank))
         except RanksFailed:
             return None
-        return next(iter(first_differences(self.program, self.truth, right, ranks.results)), None)
+        return next(iter(first_differences(self.program, self.reference, right, ranks.results)), None)
 
     def _mends(self, repair: Repair, tolerance: Noise) -> bool:
         """Return whether the program with the repair passes every comparison."""

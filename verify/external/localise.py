@@ -29,7 +29,7 @@ from verify.external.program import ExternalProgram
 from verify.external.reference import Reference, batch_of_step, computing_in, coordinates, copied, data_part, row_count
 from verify.results.tolerance import difference
 
-_CLOSE = 1e-7  # relative; the run is in float64
+_CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative; in narrower dtypes rounding hides too much
 _LARGEST = 1 << 22  # elements of a tensor that is kept
 
 
@@ -145,13 +145,15 @@ def first_differences(
     program: ExternalProgram, reference: Reference, right: Traced, ranks: Sequence[Traced]
 ) -> tuple[FirstDifference, ...]:
     """Return the first forward difference over all ranks; where forward agrees, the first backward one."""
+    if reference.dtype not in _CLOSE:
+        return ()
     rows = row_count(reference.batch)
     for direction in ("forward", "backward"):
         expected: list[Seen] = list(getattr(right, direction))
         earliest: tuple[int, FirstDifference] | None = None
         for rank, traced in enumerate(ranks):
             index, parts = data_part(program, coordinates(program)[rank])
-            places = _Places(index, parts, rows)
+            places = _Places(index, parts, rows, _CLOSE[reference.dtype])
             found = _first_wrong(getattr(traced, direction), expected, places)
             if found is not None and (earliest is None or found[0] < earliest[0]):
                 earliest = found[0], FirstDifference(direction, found[1].name, found[1].kind, rank)
@@ -162,11 +164,12 @@ def first_differences(
 
 @dataclass(frozen=True)
 class _Places:
-    """A rank's data part, of how many, and the rows of the whole batch."""
+    """A rank's data part, of how many, the rows of the whole batch, and the relative difference that is rounding."""
 
     index: int
     parts: int
     rows: int
+    close: float
 
 
 def _first_wrong(found: Sequence[Seen], expected: Sequence[Seen], places: _Places) -> tuple[int, Seen] | None:
@@ -191,7 +194,7 @@ def _agrees(value: Tensor, expected: Tensor, places: _Places) -> bool | None:
     candidates = list(_candidates(value, expected, places))
     if not candidates or (value.dim() == 0 and places.parts > 1):  # the loss of a part is its own
         return None
-    if any(difference(value, other).relative < _CLOSE for other in candidates):
+    if any(difference(value, other).relative < places.close for other in candidates):
         return True
     # with one data part a tensor of the model's shape is the model's; a piece may be cut in ways that are not known
     return False if value.shape == _own(expected, places).shape else None

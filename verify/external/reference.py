@@ -176,7 +176,8 @@ def run_reference(
     dtype: torch.dtype,
     learning_rate: float | None = None,
 ) -> Reference:
-    """Train a copy of the plain model on the whole batch. Raises NnscalerError `model_raised`, `no_gradient`."""
+    """Train a copy of the plain model on the whole batch. Raises NnscalerError `model_raised`, `no_gradient`,
+    `reference_not_finite`."""
     model = copy.deepcopy(model)
     step_of = program.reference_step or program.step
     _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
@@ -190,6 +191,8 @@ def run_reference(
             model.zero_grad(set_to_none=True)
             loss = _backward(program, step_of, model, whole, dtype, parts)
             gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
+            if dtype == torch.float64:  # a narrower one may overflow where the program does as well
+                _check_finite(program, number, loss, model)
             if optimizer is None:
                 learning_rate = learning_rate or choose_learning_rate(model)
                 optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
@@ -230,6 +233,16 @@ def _backward(
         message = f"the loss of {program.name} depends on no parameter of the plain model that is trained"
         raise NnscalerError("no_gradient", message, program.where)
     return torch.stack(losses).mean(0)
+
+
+def _check_finite(program: ExternalProgram, number: int, loss: Tensor, model: nn.Module) -> None:
+    """Check that a step of the plain model gives numbers. Raises NnscalerError `reference_not_finite`."""
+    wrong = [n for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.isnan().all()) and p.numel()]
+    if bool(torch.isfinite(loss)) and not wrong:
+        return
+    named = f"the gradient of {wrong[0]}" if wrong and bool(torch.isfinite(loss)) else "the loss"
+    message = f"{named} of the plain model of {program.name} is not finite in step {number}: nothing can be compared"
+    raise NnscalerError("reference_not_finite", message, program.where, help="choose another `batch()`")
 
 
 def _no_gradient_yet(model: nn.Module, losses: int) -> bool:

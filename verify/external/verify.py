@@ -19,6 +19,7 @@ from verify.external.observe import RankRecord
 from verify.external.profile import communication_profile, memory, notes_of
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.attention import register_attention
+from verify.external.ranks.policies import register_policies
 from verify.external.ranks.run import RankRun, RanksFailed
 from verify.external.reference import (
     check_rows,
@@ -59,6 +60,7 @@ def verify_program(
 ) -> Report:
     """Verify a program in each of these dtypes. Raises NnscalerError for what cannot be run at all."""
     register_attention()
+    register_policies()
     how = settings or Settings()
     started = time.perf_counter()
     model = initial_model(program, how.seed)

@@ -12,6 +12,7 @@ import torch
 
 from op_registry.spec import SourceLocation
 
+from verify.external.ranks.policies import register_policies
 from verify.external.ranks.records import RanksFailed
 from verify.external.torchrun.judge import SAID, Judged, are_copies, counts_for_each_rank, judge
 from verify.external.torchrun.match import Layout, NoParts, material_of, parts_of, unequal_starts
@@ -49,6 +50,7 @@ def verify_script(
     Raises NnscalerError `usage`, `no_such_file`.
     """
     started = time.perf_counter()
+    register_policies()
     given = check_words(words)
     name = " ".join(given)
     with tempfile.TemporaryDirectory(prefix="nnscaler-torchrun-", ignore_cleanup_errors=True) as folder:

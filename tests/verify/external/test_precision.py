@@ -1,0 +1,67 @@
+"""Programs that name dtypes of their own, and models whose numbers are none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from nnscaler.errors import NnscalerError
+from tests.verify.external import programs
+from tests.verify.external.programs import program
+from verify.external.ranks.policies import register_policies
+from verify.external.verify import verify_program
+from verify.results.verdict import Verdict
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)
+
+
+def mixed(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=mesh, mp_policy=POLICY)
+
+
+def mixed_and_summed(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    made = mixed(model, mesh)
+    made.set_gradient_divide_factor(1.0)
+    return made
+
+
+def test_mixed_precision_is_float64_in_a_run_in_float64() -> None:
+    report = verify_program(program(mixed, dp=2))
+    assert report.verdict is Verdict.TESTED_EXACT, [f.message for f in report.findings]
+    assert not [note for note in report.notes if "float32" in note]
+
+
+def test_wrong_gradients_under_mixed_precision_have_their_factor() -> None:
+    (finding,) = verify_program(program(mixed_and_summed, dp=2)).findings
+    assert (finding.code, finding.counter_example["factor"]) == ("gradient_differs", "2")
+    assert finding.counter_example["dtype"] == "float64"
+
+
+def test_a_policy_is_its_authors_outside_of_float64() -> None:
+    register_policies()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (torch.bfloat16, None, False)
+    assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    assert policy != MixedPrecisionPolicy(param_dtype=torch.float16, cast_forward_inputs=False)
+
+
+def test_no_module_is_blamed_for_rounding_in_float32() -> None:
+    """All outputs are right, and in float32 they differ by rounding: only gradients are wrong."""
+    report = verify_program(program(programs.summed, dp=2), dtypes=("float32",))
+    (finding,) = report.findings
+    assert finding.counter_example["cause"] == "scaled"
+    assert "output" not in finding.counter_example.get("first difference", "")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_without_numbers_is_no_reference(value: float) -> None:
+    right = program(programs.replicated, dp=2)
+    wrong = replace(right, step=lambda model, batch: right.step(model, batch) * value)
+    with pytest.raises(NnscalerError, match=r"the loss of the plain model .* is not finite in step 0") as caught:
+        verify_program(wrong)
+    assert caught.value.code == "reference_not_finite"
