@@ -51,6 +51,7 @@ traced (a third where two axes could be meant): the graphs have to be one text, 
 
 What it does not do
 -------------------
+It compares one step: loss, gradients, and what the step writes to. Clipping and the optimizer are left to runs.
 FSDP2's hooks move parameters beside the dispatcher, and pipelines are no one graph: INCONCLUSIVE, with the reason; a
 SimpleFSDP-like parametrisation is followed. Shards of unequal sizes, draws of random numbers and what has no rule
 likewise. Never is something taken for the model's that is not shown to be. `ASSUMED` (`prove.py`) says what it rests

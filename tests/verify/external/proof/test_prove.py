@@ -103,6 +103,12 @@ def test_labels_that_do_not_count_have_to_be_as_many_in_each_part() -> None:
     assert "as many labels" in found.findings[0].message
 
 
+def test_a_mean_over_parts_is_no_whole_batch() -> None:
+    given = RIGHT["data parallel by hooks"]
+    found = prove_external(type(given)(**{**vars(given), "reference": "parts"}))
+    assert found.verdict is Verdict.INCONCLUSIVE and found.reason is not None and "data parts" in found.reason
+
+
 def test_a_thousand_ranks_take_no_longer_than_two() -> None:
     found = prove_external(program(tensor_parallel, (("pp", 2048), ("tp", 4))))
     assert found.verdict is Verdict.PROVED_BOUNDED and found.ranks == (0, 8191)
