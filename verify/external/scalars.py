@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from verify.external.cause import MEAN_OF_MEANS, Cause, Wrong, cause_of
@@ -19,7 +20,8 @@ from verify.results.verdict import Verdict
 def compare_losses(run: Run, last: int) -> Compared:
     """Compare each rank's loss up to step `last`, the first one in which a gradient is wrong.
 
-    It may be that of the whole batch, that of the rank's rows, or a part of the mean.
+    It may be that of the whole batch, that of the rank's rows, or a part of the mean; where all gradients agree, also a
+    part of the sum over the data parts, as where the loss of a part is divided by the number of terms of all parts.
     """
     found: list[Difference] = []
     count, worst = 0, 0.0
@@ -35,6 +37,8 @@ def compare_losses(run: Run, last: int) -> Compared:
             gap = min(difference(value, right).relative for right in expected[rank])
             mean = _agreeing_mean(run, rank, values, step.loss.double())
             gap = min(gap, mean)
+            if last == len(run.reference.steps):
+                gap = min(gap, _agreeing_sum(run, rank, values, step.loss.double()))
             worst = max(worst, gap)
             verdict = run.tolerance.judge(("loss", number, ""), gap)
             if not verdict.passes:
@@ -65,6 +69,15 @@ def _agreeing_mean(run: Run, rank: int, values: Mapping[int, Tensor], whole: Ten
         if size > 1 and all(r in values for r in group):
             best = min(best, difference(mean_of([values[r] for r in group]), whole).relative)
     return best
+
+
+def _agreeing_sum(run: Run, rank: int, values: Mapping[int, Tensor], whole: Tensor) -> float:
+    """Return how far the sum over the data parts is from the whole loss."""
+    here, others = run.at[rank], [axis for axis in run.sizes if axis not in run.program.data_axes]
+    group = [r for r, c in run.at.items() if all(c[axis] == here[axis] for axis in others)]
+    if len(group) == 1 or any(r not in values for r in group):
+        return float("inf")
+    return difference(torch.stack([values[r] for r in group]).sum(), whole).relative
 
 
 def _cause_of_loss(run: Run, number: int, rank: int, values: Mapping[int, Tensor], expected: Tensor) -> Cause:
