@@ -70,10 +70,16 @@ def device_of(module: nn.Module | None) -> str:
 
 @contextmanager
 def exact(
-    module: nn.Module | None = None, *, dtype: str = "float64", dropout: bool = False, draws: Draws | None = None
+    module: nn.Module | None = None,
+    *,
+    dtype: str = "float64",
+    dropout: bool = False,
+    draws: Draws | None = None,
+    generators: bool = False,
 ) -> Iterator[None]:
     """While open, every floating dtype that code asks for is `dtype`, no dropout drops anything (unless asked), and
-    other random numbers are those that a program without dropout draws. `draws` gives all random numbers instead.
+    other random numbers are those that a program without dropout draws. `draws` gives all random numbers instead;
+    `generators`: what code draws from a generator of its own stays as it is.
 
     `module` is converted, for good: give it a copy.
     """
@@ -84,16 +90,19 @@ def exact(
         _convert(module, floating, dropout)
     torch.set_default_dtype(floating)
     try:
-        with autocast_on(device_of(module)), _ExactMode(floating, default, dropout, draws):
+        with autocast_on(device_of(module)), _ExactMode(floating, default, dropout, draws, generators):
             yield
     finally:
         torch.set_default_dtype(default)
 
 
 @contextmanager
-def without_dropout(module: nn.Module | None = None) -> Iterator[None]:
-    """While open, no dropout (of `module`) drops anything and random numbers are fixed; dtypes are the model's own."""
-    with autocast_on(device_of(module)), _ExactMode(None, torch.get_default_dtype(), False, None):
+def without_dropout(module: nn.Module | None = None, *, generators: bool = False) -> Iterator[None]:
+    """While open, no dropout (of `module`) drops anything and random numbers are fixed; dtypes are the model's own.
+
+    `generators`: as for `exact`.
+    """
+    with autocast_on(device_of(module)), _ExactMode(None, torch.get_default_dtype(), False, None, generators):
         yield
 
 
@@ -132,10 +141,18 @@ def _convert(module: nn.Module, floating: torch.dtype, dropout: bool) -> None:
 
 
 class _ExactMode(TorchFunctionMode):
-    """`floating` None: dtypes stay as they are."""
+    """`floating` None: dtypes stay as they are. `generators`: draws from a generator that is given are left alone."""
 
-    def __init__(self, floating: torch.dtype | None, default: torch.dtype, dropout: bool, draws: Draws | None) -> None:
+    def __init__(
+        self,
+        floating: torch.dtype | None,
+        default: torch.dtype,
+        dropout: bool,
+        draws: Draws | None,
+        generators: bool = False,
+    ) -> None:
         super().__init__()
+        self._generators = generators
         self._draws = draws
         self._floating = floating
         self._default = default
@@ -155,7 +172,8 @@ class _ExactMode(TorchFunctionMode):
                 return self._run(func, given, named)
         if not self._dropout and func in _DROPOUTS:
             _keep_everything(_DROPOUTS[func], given, named)
-        if not self._dropout and func in DRAWING:
+        own = self._generators and any(isinstance(value, torch.Generator) for value in (*given, *named.values()))
+        if not self._dropout and func in DRAWING and not own:
             with FixedDraws():
                 return self._run(func, given, named)
         return self._run(func, given, named)

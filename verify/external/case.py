@@ -23,7 +23,7 @@ from verify.external.noise import Noise
 from verify.external.observe import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
-from verify.external.reference import Reference, computing_in, part_gradients
+from verify.external.reference import Reference, part_gradients
 from verify.external.repair import Repair, repair_of
 from verify.external.replicas import NAME as COPIES
 from verify.external.replicas import draws, unequal
@@ -96,7 +96,7 @@ class Case:
                 return error
 
         runner = run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
-        with computing_in(None, self.reference.dtype), _quiet():
+        with _quiet():
             run = runner(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
         for result in run.results:
             if isinstance(result, NnscalerError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,10 +123,14 @@ def parallelised(
     mine = copy.deepcopy(model)
     torch.manual_seed(0)
     with computing_in(mine, dtype, dropout):
-        axes = tuple(axis for axis, _ in program.mesh)
+        pass  # the copy is converted for good
+    axes = tuple(axis for axis, _ in program.mesh)
+    # what is drawn here stays as it is: values that ranks make, and differ in, are to be seen
+    with computing_in(None, dtype, True) if dtype == torch.float64 else nullcontext():
         mesh = init_device_mesh("cpu", tuple(size for _, size in program.mesh), mesh_dim_names=axes)
         with in_phase("parallelize"):
             made = program.parallelize(mine, mesh)
+    with computing_in(None, dtype, dropout):
         yield mine if made is None else made
 
 

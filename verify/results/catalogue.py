@@ -96,6 +96,9 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
         ),
         "near_threshold": Code("The difference is neither clearly rounding nor clearly an error.", undecided=True),
         "random_numbers_unmatched": Code("The model's random draws are not those of its graph, one to one."),
+        "float64_alone": Code(
+            "The program differs from the model in float64, and agrees with it in float32.", undecided=True
+        ),
         "nothing_checked": Code("There was nothing to compare.", undecided=True, unfinished=True),
         # verify-external
         "parameter_unmatched": Code(

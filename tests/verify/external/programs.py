@@ -88,6 +88,39 @@ def doubled_backward(model: nn.Module, mesh: DeviceMesh) -> None:
     model.up.register_forward_hook(hook)
 
 
+def halved_in_float64(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Wrong in float64 alone: gradients are halved."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float64:
+            parameter.register_hook(lambda gradient: gradient / 2)
+    return replicated(model, mesh)
+
+
+def made_anew(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Wrong: each rank draws values of its own for a parameter, and nothing makes them equal."""
+    torch.manual_seed(mesh.get_local_rank())
+    nn.init.normal_(model.up.weight)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_averaged)
+
+
+def _averaged(parameter: Tensor) -> None:
+    dist.all_reduce(parameter.grad)
+    parameter.grad.div_(dist.get_world_size())
+
+
+def shuffled(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Wrong: ranks that see the same rows take them in orders of their own."""
+    generator = torch.Generator().manual_seed(mesh.get_local_rank())
+    forward = model.forward
+
+    def some(x: Tensor, y: Tensor) -> Tensor:
+        chosen = torch.randperm(len(x), generator=generator)[:4]
+        return forward(x[chosen], y[chosen])
+
+    model.forward = some
+
+
 def crossed(model: nn.Module, mesh: DeviceMesh) -> None:
     """Wrong: rank 1 waits for another collective than rank 0."""
     if dist.get_rank() == 0:

@@ -73,6 +73,20 @@ def test_copies_that_drop_other_elements_are_refuted() -> None:
     assert [finding.code for finding in report.findings] == ["random_numbers_differ"]
 
 
+def test_what_differs_in_float64_alone_is_undecided() -> None:
+    report = verify_program(program(programs.halved_in_float64, dp=2))
+    assert (report.verdict, [f.code for f in report.findings]) == (Verdict.INCONCLUSIVE, ["float64_alone"])
+
+
+def test_values_that_ranks_draw_for_themselves_are_seen() -> None:
+    found = verify_program(program(programs.made_anew, dp=2)).findings
+    assert [(f.code, f.counter_example["cause"]) for f in found] == [("replicas_differ", "not_synchronised")]
+    assert found[0].help is not None
+    assert "broadcast up.weight from rank 0" in found[0].help
+    shuffled = verify_program(program(programs.shuffled, tp=2)).findings
+    assert {f.code for f in shuffled} == {"loss_differs", "gradient_differs"}
+
+
 def test_ranks_that_call_different_collectives_are_named() -> None:
     report = verify_program(program(programs.crossed, dp=2))
     (finding,) = report.findings
@@ -99,9 +113,7 @@ def test_unequal_parts_are_told_from_a_missing_reduction() -> None:
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(
-        NnscalerError, match=r"the 12 rows of .* in replicated do not divide into 5 data parts"
-    ):
+    with pytest.raises(NnscalerError, match=r"the 12 rows of .* in replicated do not divide into 5 data parts"):
         verify_program(program(programs.replicated, dp=5))
 
 
