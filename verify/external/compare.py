@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def _held(run: Run) -> Compared:
                 first = starts.setdefault(
                     (piece.local, piece.name, piece.addresses.start), (record.rank, piece.started)
                 )
-                if first[1] != piece.started:
+                if first[1] != piece.started and not (isnan(first[1]) and isnan(piece.started)):
                     cause = Cause(
                         "not_synchronised", f"rank {first[0]} starts from other values than rank {record.rank}"
                     )

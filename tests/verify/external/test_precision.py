@@ -58,6 +58,19 @@ def test_no_module_is_blamed_for_rounding_in_float32() -> None:
     assert "output" not in finding.counter_example.get("first difference", "")
 
 
+def emptied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    return programs.replicated(model, mesh)
+
+
+def test_values_that_are_no_numbers_are_equal_starts() -> None:
+    """They are replaced by the model's, as all values that a program makes for itself."""
+    report = verify_program(program(emptied, dp=2))
+    assert report.verdict is Verdict.TESTED_EXACT, [f.message for f in report.findings]
+    assert any("makes its own values" in note for note in report.notes)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_model_without_numbers_is_no_reference(value: float) -> None:
     right = program(programs.replicated, dp=2)

@@ -29,6 +29,7 @@ _EQUAL_BY_SEED = (
     "every rank takes in the same data, by its seed alone: each gradient is that of the rows of all ranks, so that "
     "each rank was given other data, made from its own"
 )
+_CHECK_FILE = "in a check file, `model()` says what the plain model is: docs/verify-external.md"
 _SAME_ROWS = "every rank takes in the same data: data-parallel ranks then do the work of one (is a sampler missing?)"
 Progress = Callable[[str], None]
 
@@ -84,7 +85,7 @@ def _verify(runner: Runner, name: str, double: bool, progress: Progress) -> Outc
     ended = ("the script runs to its steps", tuple(len(record.steps) for record in records))
     if min(ended[1]) == 0 or len(set(ended[1])) > 1:
         message = f"the ranks made {', '.join(map(str, ended[1]))} optimizer steps, so that nothing can be compared"
-        return *_undecided(message, runner.output()), tuple(notes), used
+        return *_undecided(message, runner.output(), help=_CHECK_FILE), tuple(notes), used
     try:
         layout = Layout(parts_of(records))
     except NoParts as problem:
@@ -156,9 +157,7 @@ def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
         return judged.checks, judged.findings
     reasons = "; ".join(dict.fromkeys(reason for _, reason in judged.reasons))
     message = f"the script on one rank is no reference for the ranks: {reasons}"
-    return _undecided(
-        message, None, help="in a check file, `model()` says what the plain model is: docs/verify-external.md"
-    )
+    return _undecided(message, None, help=_CHECK_FILE)
 
 
 def _run(runner: Runner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
