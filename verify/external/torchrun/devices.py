@@ -24,7 +24,6 @@ Change = tuple[Any, str, Any]  # owner, attribute, value
 Groups = list[tuple[int, ...]]  # ranks of each
 CPU = torch.device("cpu")
 _FILLED, _STRIDE = 0.0371, 7919  # the largest number that memory is filled with; a prime: neighbours differ
-_DEVICE_FIRST = frozenset((Tensor.to, Tensor.cuda, Tensor.pin_memory))
 _CUDA_NOTE = "the script asks for cuda devices: they were the CPU"
 
 
@@ -81,9 +80,6 @@ def cpu_changes(
     """Return what is to be replaced in torch: (owner, attribute, value). `groups`: where ranks of new groups go;
     `devices`: how many this machine is said to have."""
     start, end = dist.init_process_group, dist.destroy_process_group
-    mesh, mesh_class = device_mesh.init_device_mesh, device_mesh.DeviceMesh.__init__
-    module_to: Callable[..., nn.Module] = nn.Module.to
-    module_to_empty: Callable[..., nn.Module] = nn.Module.to_empty
 
     def init_process_group(*args: Any, **named: Any) -> None:
         backend = args[0] if args else named.get("backend")
@@ -102,14 +98,40 @@ def cpu_changes(
         if group is not None and group is not dist.group.WORLD:
             end(group)  # the default one is destroyed when all have ended: no rank loses its connections to another
 
+    return [
+        *((owner, "init_process_group", init_process_group) for owner in (dist, dist.distributed_c10d, device_mesh)),
+        *((owner, "destroy_process_group", destroy_process_group) for owner in (dist, dist.distributed_c10d)),
+        *_meshes(tell, init_process_group),
+        *_modules(tell),
+        *_groups(tell, groups),
+        *_wrappers(tell),
+        *_calls(devices, here),
+    ]
+
+
+def _meshes(tell: Tell, start: Callable[[], None]) -> list[Change]:
+    """Return what makes meshes lie on the CPU; `start` makes the default group where there is none yet."""
+    mesh, mesh_class = device_mesh.init_device_mesh, device_mesh.DeviceMesh.__init__
+
     def init_device_mesh(device_type: str, *args: Any, **named: Any) -> Any:
         named.pop("backend_override", None)
         if not dist.is_initialized():
-            init_process_group()
+            start()
         return mesh(str(on_cpu(str(device_type), tell)), *args, **named)
 
     def new_mesh(self: Any, device_type: str, *args: Any, **named: Any) -> None:
         mesh_class(self, str(on_cpu(str(device_type), tell)), *args, **named)
+
+    return [
+        *((owner, "init_device_mesh", init_device_mesh) for owner in (dist, device_mesh)),
+        (device_mesh.DeviceMesh, "__init__", new_mesh),
+    ]
+
+
+def _modules(tell: Tell) -> list[Change]:
+    """Return what keeps modules on the CPU when a script moves them."""
+    module_to: Callable[..., nn.Module] = nn.Module.to
+    module_to_empty: Callable[..., nn.Module] = nn.Module.to_empty
 
     def to(self: nn.Module, *args: Any, **named: Any) -> nn.Module:
         given = [CPU if type(value) is int else on_cpu(value, tell) for value in args]
@@ -128,18 +150,7 @@ def cpu_changes(
         tell(_CUDA_NOTE)
         return module_to(self, CPU)
 
-    return [
-        *((owner, "init_process_group", init_process_group) for owner in (dist, dist.distributed_c10d, device_mesh)),
-        *((owner, "destroy_process_group", destroy_process_group) for owner in (dist, dist.distributed_c10d)),
-        *((owner, "init_device_mesh", init_device_mesh) for owner in (dist, device_mesh)),
-        (device_mesh.DeviceMesh, "__init__", new_mesh),
-        (nn.Module, "to", to),
-        (nn.Module, "to_empty", to_empty),
-        (nn.Module, "cuda", cuda),
-        *_groups(tell, groups),
-        *_wrappers(tell),
-        *_calls(devices, here),
-    ]
+    return [(nn.Module, "to", to), (nn.Module, "to_empty", to_empty), (nn.Module, "cuda", cuda)]
 
 
 def fill(module: nn.Module) -> None:
