@@ -31,7 +31,7 @@ from verify.evidence.operator_trace import arguments_of
 from verify.external.program import ExternalProgram
 from verify.external.proof.graph import Held, RankGraph, pruned
 from verify.external.proof.record import GraphRecorder
-from verify.external.ranks.torch_private import fake_world, group_ranks
+from verify.external.ranks.torch_private import fake_world, group_ranks, meshes_for_real
 
 Spans = Callable[[str], tuple[str, ...] | None]  # name of a group -> the mesh axes that it spans
 WHOLE = -1  # "rank" of the plain model's graph
@@ -49,10 +49,10 @@ def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
     with fake_world(rank, program.ranks):
         names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        model = _model(program, mode)
         with mode:
-            model = _attempt("`model()`", program.model)
             watch = _Watch(list(state_of(model)))
-            with watch:
+            with watch, meshes_for_real():
                 returned = _attempt("`parallelize`", lambda: program.parallelize(model, mesh))
             runs = model if returned is None else returned
             _refuse_hooks(runs)
@@ -66,10 +66,45 @@ def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
 def trace_whole(program: ExternalProgram) -> RankGraph:
     """Return the graph of the plain model on the whole batch. Raises NotTraced."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _model(program, mode)
     with mode:
-        model = _attempt("`model()`", program.model)
         batch = _part(_attempt("`batch()`", program.batch), mode, program, {})
         return _traced(model, batch, program.reference_step or program.step, WHOLE, {}, lambda name: None)
+
+
+def _model(program: ExternalProgram, mode: FakeTensorMode) -> nn.Module:
+    """Make the plain model of fake tensors; what cannot be made of them is made for real, and its tensors replaced.
+
+    Raises NotTraced.
+    """
+    made: nn.Module
+    try:
+        with mode:
+            made = program.model()
+        return made
+    except Exception:  # noqa: BLE001 - it copies a model, or looks at values while it makes them
+        made = _attempt("`model()`", program.model)
+    fakes: dict[int, Tensor] = {}  # by tensor, so that tied ones stay one
+    alive = []
+
+    def fake(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        return fakes.setdefault(id(tensor), _faked(tensor, mode))
+
+    for module in made.modules():
+        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for held in holders:
+            for name, value in list(held.items()):
+                if isinstance(value, Tensor):
+                    held[name] = fake(value)
+    return made
+
+
+def _faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    found = mode.from_tensor(tensor.detach())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(found, requires_grad=tensor.requires_grad)
+    return found.requires_grad_(tensor.requires_grad)
 
 
 class _Watch(TorchDispatchMode):

@@ -282,6 +282,30 @@ def has_sharding_rule(operator: Any) -> bool:
     return any(operator in getattr(propagator, name, ()) for name in names)
 
 
+@contextmanager
+def meshes_for_real() -> Iterator[None]:
+    """While open, meshes are made of real numbers although tensors are fake: torch reads ranks from them."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    places: Any = ((dist, "init_device_mesh"), (dist.device_mesh, "init_device_mesh"), (_MESH, "__init__"))
+    before = [(owner, name, getattr(owner, name)) for owner, name in places]
+
+    def real(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            with _disable_current_modes():
+                return function(*args, **named)
+
+        return call
+
+    try:
+        for owner, name, original in before:
+            setattr(owner, name, real(original))
+        yield
+    finally:
+        for owner, name, original in before:
+            setattr(owner, name, original)
+
+
 def forget_shardings() -> None:
     """Empty the caches of DTensor's sharding rules, in Python and in C++."""
     debug: Any = sys.modules.get("torch.distributed.tensor.debug")
@@ -306,8 +330,7 @@ def current_autograd_node() -> Any:
 
 
 def unboxed(value: Any) -> str:
-    """Return the name of the process group, or of the reduction ("sum"), that an operator of `c10d` is given; of any
-    other object of C++, its type."""
+    """Return the name of the process group, or the reduction ("sum"), given to an operator of `c10d`; else its type."""
     kind = str(value._type())
     if "ProcessGroup" in kind:
         return str(dist.ProcessGroup.unbox(value).group_name)

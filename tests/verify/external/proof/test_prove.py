@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.verify.external.proof.programs import TP, mutants, program, right_programs, tensor_parallel
 from verify.external.proof import prove_external
+from verify.external.transformers_target import PlanSizes, transformers_program
 from verify.results.verdict import Verdict
 
 RIGHT, WRONG = right_programs(), mutants()
@@ -134,3 +135,12 @@ def test_what_parallelize_does_to_values_is_doubted() -> None:
         found = prove_external(program(parallelize, TP))
         assert found.verdict is Verdict.INCONCLUSIVE
         assert any(text in f.message for f in found.findings), found.findings
+
+
+def test_plans_of_transformers_are_followed_through_its_own_code() -> None:
+    """The model is copied and meshes are made inside of `parallelize`; norms of heads have no rule in one of them."""
+    right = prove_external(transformers_program("hf:llama", PlanSizes(tp=2), {}))
+    assert right.verdict is Verdict.PROVED_BOUNDED, right.reason
+    wrong = prove_external(transformers_program("hf:phi", PlanSizes(tp=2), {"qk_layernorm": True}))
+    assert wrong.verdict is Verdict.REFUTED
+    assert {f.code for f in wrong.findings} == {"gradient_reduced_wrongly"}
