@@ -122,7 +122,7 @@ def load_check_file(target: str, *, ranks: int | None = None, mesh: str | None =
     functions = {name: _function(reader, chosen if name == "parallelize" else name, name) for name in FUNCTIONS}
     notes = _notes_on_slips(reader)
     axes = _mesh(reader, ranks, mesh, notes)
-    data_axes = _data_axes(reader, axes, notes)
+    data_axes = _data_axes(reader, axes, mesh, notes)
     program = ExternalProgram(
         name=f"{path.name}::{named}" if named else path.name,
         model=_made_by_user(path, "model"),
@@ -251,8 +251,13 @@ def _axis_names(reader: _Reader) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _data_axes(reader: _Reader, axes: tuple[tuple[str, int], ...], notes: list[str]) -> tuple[str, ...]:
-    """Return the axes over which the batch is divided: as the file says, else those with a name of `DATA_NAMES`."""
+def _data_axes(
+    reader: _Reader, axes: tuple[tuple[str, int], ...], given: str | None, notes: list[str]
+) -> tuple[str, ...]:
+    """Return the axes over which the batch is divided: as the file says, else those with a name of `DATA_NAMES`.
+
+    Where the command line's mesh (`given`) replaces the file's, an axis that only the file's has is left out.
+    """
     known = [name for name, _ in axes]
     said = _axis_names(reader)
     if said is None:
@@ -260,6 +265,11 @@ def _data_axes(reader: _Reader, axes: tuple[tuple[str, int], ...], notes: list[s
         told = f"divided over {', '.join(found)}" if found else "whole on every rank"
         notes.append(f"the batch is {told}, by the names of the axes; `data_axes` in {reader.path.name} would say it")
         return found
+    own = _own_axes(reader) if given is not None else ()
+    absent = [name for name in said if name not in known and name in own]
+    if absent:
+        notes.append(f"`data_axes` names {', '.join(absent)}, which --mesh {given} has not: left out")
+        said = tuple(name for name in said if name not in absent)
     unknown = [name for name in said if name not in known]
     if unknown:
         close = get_close_matches(unknown[0], known, n=1)
@@ -267,6 +277,12 @@ def _data_axes(reader: _Reader, axes: tuple[tuple[str, int], ...], notes: list[s
         help = f"did you mean {close[0]!r}?" if close else "data_axes = () where each rank gets the whole batch"
         raise reader.error("bad_mesh", "data_axes", message, help)
     return said
+
+
+def _own_axes(reader: _Reader) -> tuple[str, ...]:
+    """Return the names of the axes in `mesh` of the file; none where it has no `mesh` or makes it by a function."""
+    said = reader.get("mesh")
+    return () if said is None or callable(said) else tuple(name for name, _ in _axes(reader, "mesh", said))
 
 
 def _max_norm(reader: _Reader, clips: bool) -> float | None:

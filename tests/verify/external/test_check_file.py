@@ -223,3 +223,15 @@ def test_what_the_users_functions_raise_is_the_users(folder: Path) -> None:
         program.model()
     assert caught.value.code == "model_raised" and caught.value.where is not None
     assert caught.value.where.text == "return torch.nn.Linear()"
+
+
+def test_one_file_serves_several_meshes(folder: Path) -> None:
+    text = FUNCTIONS + "mesh = ('dp',)\ndata_axes = ('dp',)"
+    found = load(text, mesh="tp=2")
+    assert (found.program.mesh, found.program.data_axes) == ((("tp", 2),), ())
+    assert "`data_axes` names dp, which --mesh tp=2 has not: left out" in found.notes
+
+
+def test_an_axis_of_no_mesh_is_still_an_error(folder: Path) -> None:
+    error = refused(FUNCTIONS + "mesh = ('rows',)\ndata_axes = ('dp',)", ranks=None, mesh="tp=2")
+    assert (error.code, "names 'dp', and the mesh has tp" in error.message) == ("bad_mesh", True)
