@@ -79,20 +79,8 @@ def cpu_changes(
 ) -> list[Change]:
     """Return what is to be replaced in torch: (owner, attribute, value). `groups`: where ranks of new groups go;
     `devices`: how many this machine is said to have."""
-    start, end = dist.init_process_group, dist.destroy_process_group
-
-    def init_process_group(*args: Any, **named: Any) -> None:
-        backend = args[0] if args else named.get("backend")
-        if backend is not None and "nccl" in str(backend):
-            tell("the script asks for nccl: gloo took its place")
-        rank, size = named.get("rank", -1), named.get("world_size", -1)
-        rank, size = (here if rank < 0 else rank), (ranks if size < 0 else size)
-        if (rank, size) != (here, ranks):
-            raise ValueError(f"the script joins as rank {rank} of {size}, and torchrun started rank {here} of {ranks}")
-        options = {name: named[name] for name in ("timeout", "group_name") if named.get(name)}
-        if store is not None:
-            options["store"] = store
-        start("gloo", rank=rank, world_size=size, **options)
+    init_process_group = _joining(ranks, here, store, tell)
+    end = dist.destroy_process_group
 
     def destroy_process_group(group: Any = None) -> None:
         if group is not None and group is not dist.group.WORLD:
@@ -107,6 +95,26 @@ def cpu_changes(
         *_wrappers(tell),
         *_calls(devices, here),
     ]
+
+
+def _joining(ranks: int, here: int, store: Any, tell: Tell) -> Callable[..., None]:
+    """Return what makes the default group, one of gloo over the ranks that were started."""
+    start = dist.init_process_group
+
+    def init_process_group(*args: Any, **named: Any) -> None:
+        backend = args[0] if args else named.get("backend")
+        if backend is not None and "nccl" in str(backend):
+            tell("the script asks for nccl: gloo took its place")
+        rank, size = named.get("rank", -1), named.get("world_size", -1)
+        rank, size = (here if rank < 0 else rank), (ranks if size < 0 else size)
+        if (rank, size) != (here, ranks):
+            raise ValueError(f"the script joins as rank {rank} of {size}, and torchrun started rank {here} of {ranks}")
+        options = {name: named[name] for name in ("timeout", "group_name") if named.get(name)}
+        if store is not None:
+            options["store"] = store
+        start("gloo", rank=rank, world_size=size, **options)
+
+    return init_process_group
 
 
 def _meshes(tell: Tell, start: Callable[[], None]) -> list[Change]:

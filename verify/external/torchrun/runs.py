@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
 from nnscaler.files import save_tensors
 from verify.external.ranks.run import run_ranks
+from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.feed import Material, RanksFeed, Way
 from verify.external.torchrun.processes import NotMatched, redirect, run_apart
 from verify.external.torchrun.records import ScriptRecord

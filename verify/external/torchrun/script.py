@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import FileStore
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.random_state import seed_all
+from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.devices import cpu_changes, replaced
 from verify.external.torchrun.records import ScriptRecord, Stopped
 from verify.external.torchrun.watch import Feed, Start, Watch
