@@ -163,7 +163,7 @@ def _step(
 ) -> ObservedStep:
     loss = run_step(program, made, batch, number)
     named = list(tensors_of_program(made, program))
-    gradients = {name: _gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
+    gradients = {name: local_gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
     with in_phase(phase_of_step("clip", number)):
         norm = _clip(program, made) if program.max_norm is not None else None
     with in_phase(phase_of_step("optimizer", number)):
@@ -176,8 +176,8 @@ def _has_gradients(made: Any) -> bool:
     return any(p.grad is not None for part in modules_of(made) for p in part.parameters())
 
 
-def _gradient(parameter: Tensor) -> Tensor | None:
-    """Return the local gradient, laid out as the parameter is: DTensor lets an operator choose another layout."""
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """Return a copy of the local gradient, laid out as the parameter is: operators of DTensor choose other layouts."""
     gradient: Any = parameter.grad
     if gradient is None:
         return None

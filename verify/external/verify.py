@@ -238,7 +238,8 @@ def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -
     example = {"dtype": name} | ({} if failure.rank is None else {"rank": str(failure.rank)})
     example |= {f"rank {rank}": text for rank, text in failure.by_rank.items()}
     finding = Finding(failure.code, failure.message, _place(failure) or program.where, example)
-    check = Check("ranks run to their end", verdict, 1, int(verdict is Verdict.REFUTED))
+    refuted = int(verdict is Verdict.REFUTED)
+    check = Check("ranks run to their end", verdict, refuted, refuted)
     return Outcome(dtype, (check,), (finding,), ())
 
 

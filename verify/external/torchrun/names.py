@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +42,6 @@ def held(name: str, parameter: nn.Parameter, tied: tuple[str, ...]) -> Held:
         places = claimed(parameter, name, StateMap({name: 0}, shapes, {name: "parameter"}, parameter.numel(), (name,)))
     shape = tuple(local_value(parameter).shape)
     return Held(name, tuple(parameter.shape), shape, places, layout_words(parameter), parameter.requires_grad, tied)
-
-
-def local_gradient(parameter: Tensor) -> Tensor | None:
-    """Return a copy of the local gradient, laid out as the parameter is; None where there is none."""
-    gradient: Any = parameter.grad
-    if gradient is None:
-        return None
-    if isinstance(gradient, DTensor):
-        if not isinstance(parameter, DTensor):
-            gradient = gradient.full_tensor()
-        elif gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return local_value(gradient).clone()
 
 
 def put(parameter: Tensor, values: Tensor) -> None:

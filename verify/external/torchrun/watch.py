@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.precision import exact, exact_tensor
 from verify.external.addresses import local_value
+from verify.external.observe import local_gradient
 from verify.external.torchrun.data import ScriptMode, exchanged, settings_of, varied
 from verify.external.torchrun.devices import left_as_filled, replaced
-from verify.external.torchrun.names import held, local_gradient, outermost, parameters_of
+from verify.external.torchrun.names import held, outermost, parameters_of
 from verify.external.torchrun.records import Held, ScriptRecord, SeenStep, Stopped, Tensors
 
 State = dict[str, tuple[nn.Parameter, tuple[str, ...]]]  # name -> parameter, its other names
