@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 _PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests are started
 import torch.distributed as dist
 from verify.external.ranks.run import run_ranks, run_ranks_isolated
 
