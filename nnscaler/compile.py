@@ -32,7 +32,7 @@ from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, schedule_of
 from nnscaler.scheduling.schedule import Schedule
-from nnscaler.scheduling.timeline import simulate, timeline_rows
+from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
 from nnscaler.transform.apply import apply_plan
@@ -280,7 +280,11 @@ def step_timeline(
 ) -> TimelineRows:
     """Return the timeline of a step, by a model of the work of its stages."""
     work = stage_work(communicated, signatures)
-    timeline = simulate(order, communicated.edges, [w.forward for w in work], [w.backward for w in work])
+    timeline = simulate(
+        order,
+        communicated.edges,
+        PassCosts([w.forward for w in work], [w.backward for w in work], [w.backward / 2 for w in work]),
+    )
     ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in communicated.stages}
     unit = max(w.forward for w in work)
     return timeline_rows(

@@ -23,6 +23,7 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
+from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import MICRO, Partial, full_along, local_shape
 from nnscaler.ir.placement import Stage
@@ -30,10 +31,10 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.collectives import seconds_per_byte, summed_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
-from nnscaler.scheduling.dependencies import Edge, check_acyclic, dependencies
+from nnscaler.scheduling.dependencies import check_acyclic, dependencies
 from nnscaler.scheduling.registry import schedule_of
-from nnscaler.scheduling.schedule import Instruction, Schedule
-from nnscaler.scheduling.timeline import Span, Timeline, simulate, timeline_of
+from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.timeline import PassCosts, Span, Timeline, simulate, timeline_of
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
 
@@ -43,9 +44,8 @@ from nnscaler.transform.plan import Plan
 
 def simulate_crowded(
     schedule: Schedule,
-    edges: Collection[Edge],
-    forward: Sequence[float],
-    backward: Sequence[float],
+    edges: Collection[StageEdge],
+    costs: PassCosts,
     ranks: Sequence[int],
     relief: Callable[[int], float],
 ) -> Timeline:
@@ -55,8 +55,7 @@ def simulate_crowded(
     device that waits computes nothing.
     """
     check_acyclic(schedule, edges)
-    costs = {"F": forward, "B": backward}
-    waits = {i: dependencies(i, edges) for order in schedule.orders for i in order}
+    waits = dependencies(schedule, edges)
     position = [0] * len(schedule.orders)
     rows: list[list[Span]] = [[] for _ in schedule.orders]
     finished: set[Instruction] = set()
@@ -67,7 +66,7 @@ def simulate_crowded(
             if device not in running and position[device] < len(order):
                 instruction = order[position[device]]
                 if all(w in finished for w in waits[instruction]):
-                    running[device] = instruction, now, costs[instruction.kind][instruction.stage]
+                    running[device] = instruction, now, costs.of(instruction)
         if not running:
             return timeline_of(schedule, rows)
         share = relief(sum(ranks[device] for device in running))
@@ -113,13 +112,14 @@ def predict(
     found = [_stage(graph, program, signatures, cost) for program in communicated.stages]
     forward, backward, once, beside = (tuple(values) for values in zip(*found, strict=True))
     edges, overheads = communicated.edges, cost.overheads
+    costs = PassCosts(forward, backward, [seconds / 2 for seconds in backward])
     if overheads.crowding:
         ranks = {p.stage.device: len(p.stage.mesh.ranks) for p in communicated.stages}
         counts = [ranks[device] for device in range(len(order.orders))]
-        timeline = simulate_crowded(order, edges, forward, backward, counts, overheads.relief)
+        timeline = simulate_crowded(order, edges, costs, counts, overheads.relief)
         all_ranks = overheads.relief(sum(counts))
     else:
-        timeline, all_ranks = simulate(order, edges, forward, backward), 1.0
+        timeline, all_ranks = simulate(order, edges, costs), 1.0
     last = max(a + b for a, b in zip(once, beside, strict=True))
     return Prediction(timeline.makespan + last * all_ranks, forward, backward, once, beside, timeline)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nnscaler.scheduling.schedule import Instruction, Schedule, ScheduleKind, stage_devices
+from nnscaler.instructions import Instruction
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind, stage_devices
 
 
 def gpipe(devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -11,18 +12,13 @@ def gpipe(devices: int, chunks: int, micro_batches: int) -> Schedule:
     Backward passes run in the order of micro-batches, as in the other schedules, so that gradients are summed in the
     same order under all of them.
     """
-    orders = tuple(
-        (
-            *(Instruction("F", s, m) for s in range(device, devices * chunks, devices) for m in range(micro_batches)),
-            *(
-                Instruction("B", s, m)
-                for s in reversed(range(device, devices * chunks, devices))
-                for m in range(micro_batches)
-            ),
-        )
-        for device in range(devices)
-    )
-    return Schedule("gpipe", stage_devices(devices, chunks), micro_batches, orders)
+    orders = []
+    for device in range(devices):
+        own = range(device, devices * chunks, devices)
+        forward = [Instruction("F", stage, (m,)) for stage in own for m in range(micro_batches)]
+        backward = [Instruction("B", stage, (m,)) for stage in reversed(own) for m in range(micro_batches)]
+        orders.append((*forward, *backward))
+    return Schedule("gpipe", stage_devices(devices, chunks), micro_batches, tuple(orders))
 
 
 GPIPE = ScheduleKind(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from nnscaler.instructions import Instruction
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B, alternate
-from nnscaler.scheduling.schedule import Instruction, Schedule, ScheduleKind, stage_devices
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind, stage_devices
 
 
 def interleaved(devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -25,8 +26,8 @@ def interleaved(devices: int, chunks: int, micro_batches: int) -> Schedule:
     orders = []
     for device in range(devices):
         order = alternate(
-            [Instruction("F", chunk * devices + device, m) for chunk, m in forward],
-            [Instruction("B", chunk * devices + device, m) for chunk, m in backward],
+            [Instruction("F", chunk * devices + device, (m,)) for chunk, m in forward],
+            [Instruction("B", chunk * devices + device, (m,)) for chunk, m in backward],
             (chunks - 1) * devices + slope * (devices - device - 1),
         )
         orders.append(tuple(i for i in order if i.micro < micro_batches))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nnscaler.errors import NnscalerError
-from nnscaler.scheduling.schedule import Instruction, Schedule, ScheduleKind, stage_devices
+from nnscaler.instructions import Instruction
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind, stage_devices
 
 
 def one_f_one_b(devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -19,8 +20,8 @@ def one_f_one_b(devices: int, chunks: int, micro_batches: int) -> Schedule:
             f"schedule 1f1b runs one stage on each device, not {chunks}",
             help="use schedule interleaved, or chunks=1",
         )
-    forward = [[Instruction("F", device, m) for m in range(micro_batches)] for device in range(devices)]
-    backward = [[Instruction("B", device, m) for m in range(micro_batches)] for device in range(devices)]
+    forward = [[Instruction("F", device, (m,)) for m in range(micro_batches)] for device in range(devices)]
+    backward = [[Instruction("B", device, (m,)) for m in range(micro_batches)] for device in range(devices)]
     orders = tuple(alternate(forward[d], backward[d], devices - d - 1) for d in range(devices))
     return Schedule("1f1b", stage_devices(devices, 1), micro_batches, orders)
 

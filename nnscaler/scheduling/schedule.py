@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from inspect import getdoc
-from typing import Literal
 
 from nnscaler.errors import NnscalerError
+from nnscaler.instructions import FORM, Instruction, Kind, read_instruction
 
-Kind = Literal["F", "B"]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Instruction:
-    """The forward (F) or backward (B) pass of one micro-batch through one stage."""
-
-    kind: Kind
-    stage: int
-    micro: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.stage}.{self.micro}"
+BACKWARD: tuple[Kind, ...] = ("B", "I", "W")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +43,7 @@ class Schedule:
 
     def text(self, device: int) -> str:
         """Return one device's order as it stands in a rank program: `F0.0 F0.1 B0.0 ...`."""
-        return format_order(self.orders[device])
+        return " ".join(map(str, self.orders[device]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,24 +84,14 @@ class ScheduleKind:
         return sum(seconds) + self.repeats(len(seconds), micro_batches) * max(seconds)
 
 
-def format_order(order: Iterable[Instruction]) -> str:
-    """Write instructions as kind, stage and micro-batch: `F0.0 F0.1 B0.0 ...`."""
-    return " ".join(map(str, order))
-
-
 def parse_order(text: str) -> tuple[Instruction, ...]:
-    """Read the text that `format_order` writes. Raises NnscalerError("bad_schedule") on anything else."""
+    """Read the text of one device's order. Raises NnscalerError("bad_schedule") for a word that is no instruction."""
     order = []
     for word in text.split():
-        match = re.fullmatch(r"([FB])(\d+)\.(\d+)", word)
-        if match is None:
-            raise NnscalerError(
-                "bad_schedule",
-                f"{word!r} is not an instruction of a schedule",
-                help="write F<stage>.<micro-batch> or B<stage>.<micro-batch>, such as F0.1",
-            )
-        kind: Kind = "F" if match.group(1) == "F" else "B"
-        order.append(Instruction(kind, int(match.group(2)), int(match.group(3))))
+        read = read_instruction(word)
+        if read is None:
+            raise NnscalerError("bad_schedule", f"{word!r} is not an instruction of a schedule", help=FORM)
+        order.append(read)
     return tuple(order)
 
 

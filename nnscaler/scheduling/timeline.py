@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.manifest import Bar, TimelineRow, TimelineRows
-from nnscaler.scheduling.dependencies import Edge, chain, check_acyclic, dependencies
-from nnscaler.scheduling.schedule import Instruction, Schedule
+from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
+from nnscaler.scheduling.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +36,52 @@ class Timeline:
     peak_live: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """The time of each pass of one micro-batch, by stage.
+
+    forward    of F
+    backward   of B
+    weights    of W, which is a part of `backward`; the rest of it is I
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    weights: Sequence[float]
+
+    @staticmethod
+    def alike(stages: int, forward: float = 1.0, backward: float = 2.0, weights: float = 1.0) -> PassCosts:
+        """Return the costs of stages that are alike."""
+        return PassCosts([forward] * stages, [backward] * stages, [weights] * stages)
+
+    def of(self, instruction: Instruction) -> float:
+        """Return the time of an instruction."""
+        stage = instruction.stage
+        if instruction.kind == "F":
+            return self.forward[stage]
+        if instruction.kind == "B":
+            return self.backward[stage]
+        return self.weights[stage] if instruction.kind == "W" else self.backward[stage] - self.weights[stage]
+
+
 def simulate(
-    schedule: Schedule,
-    edges: Collection[Edge] | None = None,
-    forward: Sequence[float] | None = None,
-    backward: Sequence[float] | None = None,
+    schedule: Schedule, edges: Collection[StageEdge] | None = None, costs: PassCosts | None = None
 ) -> Timeline:
     """Run each device's order as early as dependencies allow; communication takes no time.
 
-    `forward` and `backward` are costs per stage (1 and 2 unless given); `edges` says which stages feed which (each
+    `costs`: 1 forward, 2 backward, half of it for the weights, unless given; `edges` says which stages feed which (each
     the next one unless given). Raises what `check_acyclic` raises.
     """
     edges = chain(schedule.stages) if edges is None else edges
-    costs = {"F": forward or [1.0] * schedule.stages, "B": backward or [2.0] * schedule.stages}
+    costs = PassCosts.alike(schedule.stages) if costs is None else costs
+    waits = dependencies(schedule, edges)
     rows: list[list[Span]] = [[] for _ in schedule.orders]
     finished: dict[Instruction, float] = {}
     for instruction in check_acyclic(schedule, edges):
         row = rows[schedule.devices[instruction.stage]]
-        ready = [finished[d] for d in dependencies(instruction, edges)]
+        ready = [finished[d] for d in waits[instruction]]
         start = max([row[-1].stop if row else 0.0, *ready])
-        finished[instruction] = start + costs[instruction.kind][instruction.stage]
+        finished[instruction] = start + costs.of(instruction)
         row.append(Span(instruction, start, finished[instruction]))
     return timeline_of(schedule, rows)
 
@@ -100,7 +127,8 @@ def peak_of_stage(schedule: Schedule, stage: int) -> int:
 def _peak(order: Sequence[Instruction]) -> int:
     live = most = 0
     for instruction in order:
-        live += 1 if instruction.kind == "F" else -1
+        # what W needs is there until W
+        live += 1 if instruction.kind == "F" else -1 if instruction.kind in ("B", "W") else 0
         most = max(most, live)
     return most
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnscaler.instructions import Instruction
 from nnscaler.manifest import Returns
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
-from nnscaler.runtime.role import MICRO, Input, Instruction, RunContext, Stage, parse_schedule, place_of
+from nnscaler.runtime.role import MICRO, Input, RunContext, Stage, parse_schedule, place_of
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.batch import Batch, BatchCutter

@@ -357,11 +357,11 @@ BATCH = {"x": torch.ones(2)}
 @pytest.mark.parametrize(
     "schedule, state, batch, message",
     [
-        ("F0.0 X1", STATE, BATCH, "'X1' is not F<stage>"),
-        ("F0.0 F0.1", STATE, BATCH, "F0.1 names a stage or micro-batch"),
-        ("F0.0 F0.0", STATE, BATCH, "F0.0 occurs twice"),
-        ("B0.0 F0.0", STATE, BATCH, "B0.0 comes before its forward"),
-        ("", STATE, BATCH, "F0.0 is missing"),
+        ("F0.0 X1", STATE, BATCH, "'X1', which is not an instruction"),
+        ("F0.0 F0.1", STATE, BATCH, "has .F0.1., a stage or micro-batch that is not its own"),
+        ("F0.0 F0.0", STATE, BATCH, "runs F0.0 twice"),
+        ("B0.0 F0.0", STATE, BATCH, "runs B0.0 before its forward"),
+        ("", STATE, BATCH, "never runs F0.0"),
         ("F0.0", {}, BATCH, "rank 0, stage 0: 'w' is not in the state"),
         ("F0.0", {"w": torch.ones(3)}, BATCH, r"'w' has shape \(3,\) in the state, \(2,\) in the program"),
         ("F0.0", STATE, {}, "rank 0, F0.0 at .*: the batch has no input 'x'"),

@@ -301,7 +301,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
         for typed, axes, uses in typer.classes.values()
     )
     held: dict[int, Mapping[str, Held]] = {r.stage.index: r.made for r in done}
-    total = tuple(f"{kind}{stage}.{micro}" for kind, stage, micro in order.total)
+    total = tuple(map(str, order.total))
     kept = tuple(o for o in outcomes if o.check.count or o.findings)
     rows = frozenset(row for r in done for row in r.rows)
     at_sample = tuple(

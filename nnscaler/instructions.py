@@ -1,0 +1,221 @@
+"""The instructions of a step: their text, what an order of them must hold, and what each waits for.
+
+The schedules that the compiler writes, the runtime that follows them and the check that reads them in a program's text
+share this file, so that none of them can accept an order that another one reads otherwise. It stands on the standard
+library alone.
+
+An instruction is a pass of one micro-batch through one stage: forward `F`, and backward either whole, `B`, or in two
+halves: `I` computes the gradients of what the stage received, and `W`, any time later, those of its parameters (Qi et
+al., Zero Bubble Pipeline Parallelism, 2023). Nothing waits for `W` but the update, so it fills what would be a bubble.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, cast
+
+Kind = Literal["F", "B", "I", "W"]
+StageEdge = tuple[int, int]  # producer stage, consumer stage
+FORM = "write F<stage>.<micro-batch>, such as F0.1; B for a backward, or I and W for its two halves"
+
+_WORD = re.compile(r"([FBIW])([0-9]{1,9})((?:\.[0-9]{1,9})+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Instruction:
+    """One pass of one micro-batch through one stage.
+
+    kind    F forward, B backward, I and W the two halves of a backward
+    stage   index
+    at      its place on each axis in time: the micro-batch
+    """
+
+    kind: Kind
+    stage: int
+    at: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{'.'.join(map(str, self.at))}"
+
+    @property
+    def micro(self) -> int:
+        """Return the micro-batch."""
+        return self.at[0]
+
+    def of(self, kind: Kind) -> Instruction:
+        """Return the instruction of another kind at the same place."""
+        return Instruction(kind, self.stage, self.at)
+
+
+def read_instruction(word: str) -> Instruction | None:
+    """Read what `str` of an instruction writes; None for anything else."""
+    match = _WORD.fullmatch(word)
+    if match is None:
+        return None
+    at = tuple(map(int, match[3][1:].split(".")))
+    return Instruction(cast(Kind, match[1]), int(match[2]), at)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePasses:
+    """The passes of a stage in one step.
+
+    times      size of each axis in time: the micro-batches
+    backward   "must": there are gradients to compute; "may": there are none, and a backward would do nothing;
+               "never": the model has no loss
+    """
+
+    times: tuple[int, ...]
+    backward: Literal["must", "may", "never"] = "must"
+
+    def places(self) -> Iterator[tuple[int, ...]]:
+        """Yield every place in time."""
+        return product(*map(range, self.times))
+
+    def has(self, at: tuple[int, ...]) -> bool:
+        """Return whether this is a place in time of the stage."""
+        return len(at) == len(self.times) and all(a < n for a, n in zip(at, self.times, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class OrderMistake:
+    """A reason why an order is not one of these stages.
+
+    kind      word: it is no instruction; foreign: of no stage here; unwanted: a backward without a loss; twice,
+              missing, early: an instruction repeated, left out, or before what it needs on its own stage; mixed: a
+              backward that is run whole and in halves
+    word      the instruction
+    message   "runs F0.1 twice": what the order does, without a subject
+    """
+
+    kind: Literal["word", "foreign", "unwanted", "twice", "missing", "early", "mixed"]
+    word: str
+    message: str
+
+
+def check_order(
+    words: Sequence[str], stages: Mapping[int, StagePasses]
+) -> tuple[tuple[Instruction, ...], tuple[OrderMistake, ...]]:
+    """Read an order of one device and check that it is complete: `stages` are those that it has.
+
+    Every stage runs forward once at each place in time. Where it has gradients, it runs backward once, after forward:
+    whole, or first I and then W. Returns the instructions that could be read, each once, and all mistakes.
+    """
+    position: dict[Instruction, int] = {}
+    mistakes: list[OrderMistake] = []
+    for word in words:
+        read = read_instruction(word)
+        if read is None:
+            mistakes.append(OrderMistake("word", word, f"has {word!r}, which is not an instruction"))
+        elif read.stage not in stages or not stages[read.stage].has(read.at):
+            mistakes.append(OrderMistake("foreign", word, f"has {word!r}, a stage or micro-batch that is not its own"))
+        elif read.kind != "F" and stages[read.stage].backward == "never":
+            mistakes.append(OrderMistake("unwanted", word, f"runs {word}, and the model has no loss"))
+        elif read in position:
+            mistakes.append(OrderMistake("twice", word, f"runs {word} twice"))
+        else:
+            position[read] = len(position)
+    for stage, passes in stages.items():
+        # so many words leave out one of these places, if there are more
+        for _, at in zip(range(len(words) + 1), passes.places(), strict=False):
+            mistakes += _mistakes_at(Instruction("F", stage, at), passes, position)
+    return tuple(position), tuple(mistakes)
+
+
+def _mistakes_at(
+    forward: Instruction, passes: StagePasses, position: Mapping[Instruction, int]
+) -> Iterator[OrderMistake]:
+    """Yield what is wrong with the passes at one place in time."""
+    whole, inputs, weights = forward.of("B"), forward.of("I"), forward.of("W")
+    found = [i for i in (whole, inputs, weights) if i in position]
+    if forward not in position:
+        yield OrderMistake("missing", str(forward), f"never runs {forward}")
+    if whole in position and len(found) > 1:
+        yield OrderMistake("mixed", str(found[1]), f"runs {whole} and {found[1]}: the same gradients twice")
+        return
+    if not found and passes.backward == "must":
+        yield OrderMistake("missing", str(whole), f"never runs {whole}")
+    if len(found) == 1 and found[0] != whole:
+        other = weights if found[0] == inputs else inputs
+        yield OrderMistake("missing", str(other), f"runs {found[0]} and never {other}")
+    for earlier, later in ((forward, whole), (forward, inputs), (forward, weights), (inputs, weights)):
+        if earlier in position and position.get(later, len(position)) < position[earlier]:
+            what = "its forward" if earlier == forward else f"{earlier}"
+            yield OrderMistake("early", str(later), f"runs {later} before {what}")
+            return
+
+
+def waits_of(
+    instruction: Instruction, sources: Iterable[int], readers: Iterable[int], every: Collection[Instruction]
+) -> tuple[Instruction, ...]:
+    """Return what must be finished before an instruction starts, besides what its device runs before it.
+
+    sources   the stages from which it receives tensors
+    readers   the stages that send it gradients
+    every     all instructions of all devices: they say which backward is run in halves
+
+    F waits for the tensors, a backward (B or I) for its own forward and for the gradients, W for its own I.
+    """
+    if instruction.kind == "F":
+        return tuple(Instruction("F", source, instruction.at) for source in sources)
+    if instruction.kind == "W":
+        return (instruction.of("I"),)
+    halves = (Instruction("I", reader, instruction.at) for reader in readers)
+    gradients = (half if half in every else half.of("B") for half in halves)
+    return (instruction.of("F"), *gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class TotalOrder:
+    """The instructions of all devices in an order in which they can run.
+
+    done    in that order; all of them, unless devices wait for ever
+    stuck   by device that waits for ever: the instruction that it is at, and one that this waits for
+    """
+
+    done: tuple[Instruction, ...]
+    stuck: Mapping[int, tuple[Instruction, Instruction]]
+
+
+def total_order(
+    orders: Sequence[Sequence[Instruction]], waits: Callable[[Instruction], Collection[Instruction]]
+) -> TotalOrder:
+    """Sort all instructions topologically (Kahn 1962): each device in its own order, each after what it waits for.
+
+    An instruction in the orders of several devices is run by all of them together. That the sort ends with all of them
+    is the proof that nothing waits for ever.
+    """
+    holders: dict[Instruction, list[int]] = {}
+    for device, order in enumerate(orders):
+        for instruction in order:
+            holders.setdefault(instruction, []).append(device)
+    needed = {instruction: tuple(waits(instruction)) for instruction in holders}
+    position = [0] * len(orders)
+    done: dict[Instruction, None] = {}
+
+    def at_head(device: int, instruction: Instruction) -> bool:
+        return position[device] < len(orders[device]) and orders[device][position[device]] == instruction
+
+    moved = True
+    while moved:
+        moved = False
+        for device, order in enumerate(orders):
+            while position[device] < len(order):
+                head = order[position[device]]
+                if not all(w in done for w in needed[head]) or not all(at_head(d, head) for d in holders[head]):
+                    break
+                done[head] = None
+                for together in holders[head]:
+                    position[together] += 1
+                moved = True
+    stuck: dict[int, tuple[Instruction, Instruction]] = {}
+    for device, order in enumerate(orders):
+        if position[device] < len(order):
+            head = order[position[device]]
+            unmet = [w for w in needed[head] if w not in done]
+            late = (orders[d][position[d]] for d in holders[head] if not at_head(d, head))
+            stuck[device] = (head, unmet[0] if unmet else next(late))
+    return TotalOrder(tuple(done), stuck)
