@@ -227,7 +227,7 @@ def make_plan(
     chunks = chunks or (kind.chunks if pp > 1 else 1)
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None:
-        micro_batches = kind.only
+        micro_batches = None if kind.only is None else kind.only[1]
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
     mesh = tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)

@@ -101,9 +101,9 @@ def _devices(orders: Sequence[GivenOrder], read: Sequence[Sequence[Instruction]]
 def kind_of_orders(orders: Sequence[GivenOrder], source: str, name: str) -> ScheduleKind:
     """Return the schedule that has these orders and no others. Raises as `read_orders`."""
     made = replace(read_orders(orders, source), name=name)
+    has = len(made.orders), made.micro_batches
 
     def only(devices: int, _: int, micro_batches: int) -> Schedule:
-        has = (len(made.orders), made.micro_batches)
         if has != (devices, micro_batches):
             raise NnscalerError(
                 "plan_illegal",
@@ -113,7 +113,7 @@ def kind_of_orders(orders: Sequence[GivenOrder], source: str, name: str) -> Sche
             )
         return made
 
-    return ScheduleKind(name, name, only, chunks=1, any_chunks=True, given=True, only=made.micro_batches)
+    return ScheduleKind(name, name, only, chunks=1, any_chunks=True, given=True, only=has)
 
 
 def kind_of_function(function: Callable[[int, int, int], object], source: str, name: str) -> ScheduleKind:

@@ -63,7 +63,7 @@ class ScheduleKind:
     in_flight   (device, devices, micro-batches) -> the most micro-batches whose backward pass is still to come there
     repeats     (devices, micro-batches) -> how often the slowest stage counts beside the sum of all stages
     given       whether it is the user's: no name leads to it, so a plan that follows it holds its orders
-    only        the one number of micro-batches that it is for; None: any
+    only        the one number of devices, and of micro-batches, that it is for; None: any
     """
 
     name: str
@@ -75,7 +75,7 @@ class ScheduleKind:
     in_flight: Callable[[int, int, int], int] | None = None
     repeats: Callable[[int, int], int] | None = None
     given: bool = False
-    only: int | None = None
+    only: tuple[int, int] | None = None
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
         """Return the order of every device. Raises NnscalerError("plan_illegal") for a number of chunks that it has

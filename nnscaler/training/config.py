@@ -265,6 +265,7 @@ def _relative(settings: TrainSettings, folder: Path) -> TrainSettings:
         weights=str(folder / settings.weights) if settings.weights else "",
         loss=_at(settings.loss, folder),
         plan=_at(settings.plan, folder),
+        pipeline=_at(settings.pipeline, folder),
         data=replace(settings.data, source=_at(settings.data.source, folder)),
         optimizer=replace(settings.optimizer, name=_at(settings.optimizer.name, folder)),
         schedule=replace(settings.schedule, name=_at(settings.schedule.name, folder)),
