@@ -76,7 +76,9 @@ def test_complete_and_acyclic_with_any_forward_edges(
     assert set(kinds.values()) <= {"BF", "FIW"}
     assert sum(map(len, kinds.values())) == len(found)
     where = {i.stage: device for device, order in enumerate(schedule.orders) for i in order}
-    assert schedule.devices == tuple(where[s] for s in stages) == SCHEDULES[name].places(devices, len(stages) // devices)
+    assert (
+        schedule.devices == tuple(where[s] for s in stages) == SCHEDULES[name].places(devices, len(stages) // devices)
+    )
     skips = data.draw(st.sets(st.tuples(st.sampled_from(stages), st.sampled_from(stages)), max_size=6))
     edges = {(p, c) for p, c in skips if p < c} | (chain(schedule.stages) if data.draw(st.booleans()) else set())
     certificate = check_acyclic(schedule, edges)
