@@ -51,7 +51,7 @@ class FromFile:
     def __call__(self, stages: Any, micro_batches: int, **choices: Any) -> Any:
         each = stages if isinstance(stages, list) else [stages]
         runtime = _PipelineScheduleRuntime(each, micro_batches, **choices)
-        runtime._load_csv(self.path)  # type: ignore[no-untyped-call]
+        runtime._load_csv(self.path)
         return runtime
 
 

@@ -81,8 +81,8 @@ def test_zb_h2(devices: int, m: int) -> None:
 
 @pytest.mark.parametrize(("devices", "m"), SIZES)
 def test_zb_v(devices: int, m: int) -> None:
-    """No bubble for m >= 2 p - 1, in the memory of 1F1B's first device: 2 p passes of half of it each. A step is then as
-    short as one can be, for the last device starts at p - 1 and has 6 m to do."""
+    """No bubble for m >= 2 p - 1, in the memory of 1F1B's first device: 2 p passes of half of it each. A step is then
+    as short as one can be, for the last device starts at p - 1 and has 6 m to do."""
     found = simulate(made("zb-v", devices, m))
     assert max(found.idle) == 2 * max(2 * devices - 1 - m, 0)
     if m >= 2 * devices - 1:
