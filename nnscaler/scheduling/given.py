@@ -39,7 +39,8 @@ class GivenOrder:
 
 
 def read_orders(orders: Sequence[GivenOrder], source: str, devices: Sequence[int] | None = None) -> Schedule:
-    """Return the schedule with these orders, one per device; it has backward passes where one of them has.
+    """Return the schedule with these orders, one per device. A stage has all of its backward passes or none: only the
+    model says whether gradients reach it.
 
     source   of the orders, for messages; the schedule's name
     devices  the device of each stage; None: a stage is on the device whose order has it
@@ -54,15 +55,15 @@ def read_orders(orders: Sequence[GivenOrder], source: str, devices: Sequence[int
     if devices is None:
         devices = _devices(orders, read, source)
     micro_batches = max(i.micro for i in every) + 1
-    trains = any(i.kind in BACKWARD for i in every)
-    passes = StagePasses((micro_batches,), "must" if trains else "never")
+    trained = {i.stage for i in every if i.kind in BACKWARD}
     for device, order in enumerate(orders):
         own = [stage for stage, at in enumerate(devices) if at == device]
-        _, mistakes = check_order(order.words, dict.fromkeys(own, passes))
+        passes = {stage: StagePasses((micro_batches,), "must" if stage in trained else "never") for stage in own}
+        _, mistakes = check_order(order.words, passes)
         for mistake in mistakes[:1]:
             help = f"there are {len(devices)} stages and {micro_batches} micro-batches, and this device has the stages "
             raise order.wrong(source, mistake.word, mistake.message, f"{help}{own}")
-    return Schedule(source, tuple(devices), micro_batches, read, trains)
+    return Schedule(source, tuple(devices), micro_batches, read, bool(trained))
 
 
 def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:
@@ -88,10 +89,10 @@ def _devices(orders: Sequence[GivenOrder], read: Sequence[Sequence[Instruction]]
             if other != device:
                 message = f"{instruction} is of stage {instruction.stage}, which is in {orders[other].name} as well"
                 raise orders[device].wrong(source, str(instruction), message, "a stage is on one device")
+    missing = next(stage for stage in range(len(found) + 1) if stage not in found)
     for device, order in enumerate(read):
         for instruction in order:
-            missing = next((stage for stage in range(instruction.stage) if stage not in found), None)
-            if missing is not None:
+            if instruction.stage > missing:
                 message = f"{instruction} is of stage {instruction.stage}, and stage {missing} is nowhere"
                 help = f"stages are numbered from 0: there are {sorted(found)}"
                 raise orders[device].wrong(source, str(instruction), message, help)

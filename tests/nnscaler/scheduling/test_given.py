@@ -30,7 +30,7 @@ def own(*orders: str, micro_batches: int = 1, **more: Any) -> Plan:
         (own("F0.0 B0.0"), "there are 1, and the plan has 2 pipeline devices"),
         (own("F0.0 B0.0", "F1.0 X1.0"), "device 1, word 2: 'X1.0' is not an instruction of a schedule"),
         (own("F0.0 B0.0", "F1.0.1 B1.0.1"), "device 1, word 1: 'F1.0.1' has 2 places in time"),
-        (own("F0.0 B0.0", "F1.0"), "device 1: never runs B1.0"),
+        (own("F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.1", micro_batches=2), "device 1: never runs B1.0"),
         (own("F0.0 B0.0", "F1.0 I1.0"), "device 1: runs I1.0 and never W1.0"),
         (own("F0.0 B0.0", "F1.0 I1.0 W1.0 W1.0"), "device 1, word 4: runs W1.0 twice"),
         (own("F0.0 B0.0", "F1.0 W1.0 I1.0"), "device 1, word 2: runs W1.0 before I1.0"),
@@ -56,8 +56,12 @@ def test_micro_batches_of_a_plans_orders() -> None:
 def test_orders_without_backward_do_not_train() -> None:
     plan = own("F0.0", "F1.0")
     assert check_acyclic(schedule_of(plan, False), chain(2)) == (Instruction("F", 0, (0,)), Instruction("F", 1, (0,)))
-    with pytest.raises(NnscalerError, match=r"device 0 never runs B0\.0"):
-        check_acyclic(schedule_of(plan, True), chain(2))
+    for untrained, missing in (
+        (plan, r"device 0 never runs B0\.0"),
+        (own("F0.0 B0.0", "F1.0"), r"device 1 never runs B1\.0"),
+    ):
+        with pytest.raises(NnscalerError, match=missing):
+            check_acyclic(schedule_of(untrained, True), chain(2))
 
 
 def test_orders_that_deadlock_are_refused_with_the_cycle() -> None:
