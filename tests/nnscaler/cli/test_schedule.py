@@ -199,6 +199,13 @@ def test_a_plan_is_run_under_another_schedule(folder: Path, capsys: pytest.Captu
     )
 
 
+def test_orders_that_deadlock_are_not_compiled(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compile", "model.py", "--plan", "pp=2", "--micro-batches", "2", "--out", "program"]
+    text = refused([*words, "--schedule", "mine.py::stuck"], capsys)
+    assert "deadlocks: device 0 is at B0.0 and waits for B1.0 of device 1, which comes after F1.1 there" in text
+    assert not (folder / "program").exists()
+
+
 def test_one_more_schedule_is_a_function_and_its_name(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
