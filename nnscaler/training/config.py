@@ -279,7 +279,7 @@ def _at(target: Any, folder: Path) -> Any:
     if not isinstance(target, str):
         return target
     name, separator, function = target.partition("::")
-    is_path = bool(name) and (name.endswith((".py", ".json", ".toml")) or bool(separator))
+    is_path = bool(name) and (name.endswith((".py", ".json", ".toml", ".csv")) or bool(separator))
     return f"{folder / name}{separator}{function}" if is_path else target
 
 

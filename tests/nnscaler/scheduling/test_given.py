@@ -7,9 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from nnscaler.compile import for_batch, parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, check_acyclic
@@ -137,3 +140,24 @@ def test_a_kind_fault_in_any_place_is_found() -> None:
                     read_orders(orders, "mine")
                 count += 1
     assert count == 3 * 36
+
+
+def test_a_smaller_batch_has_fewer_passes() -> None:
+    """The engine compiles a program again for another batch, under the same plan."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    batch = torch.arange(32.0).view(8, 4)
+    zipped = kind(SCHEDULES["gpipe"])
+    program = parallelize(
+        model,
+        (batch,),
+        ranks=2,
+        plan="pp=2",
+        schedule=zipped,
+        micro_batches=4,
+        loss_fn=lambda out, _: out.square().mean(),
+    )
+    assert program.plan.orders[1] == "F1.0 F1.1 F1.2 F1.3 B1.0 B1.1 B1.2 B1.3"
+    (name,) = program.inputs
+    smaller = for_batch(program, {name: batch[:2]}, training=True)
+    assert (smaller.plan.micro_batches, smaller.plan.orders[1]) == (2, "F1.0 F1.1 B1.0 B1.1")
+    assert "\nF1.0 F1.1 B1.0 B1.1\n" in smaller.sources["role_1.py"]
