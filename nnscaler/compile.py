@@ -331,7 +331,8 @@ def _under(plan: Plan, schedule: str | ScheduleKind | None) -> Plan:
     """Return a plan that exists under another schedule, for as many stages as it has. Raises NnscalerError."""
     if schedule is None:
         return plan
-    found = with_schedule(plan, schedule, plan.stages // plan.devices)
+    says = isinstance(schedule, str) and ":" in schedule  # how many stages are on each device
+    found = with_schedule(plan, schedule, None if says else plan.stages // plan.devices)
     if found.stages != plan.stages:
         message = f"schedule {found.schedule} is for {found.stages} stages, and the plan has {plan.stages}"
         raise NnscalerError("plan_illegal", message, help="let the plan be made for the schedule: --plan pp=2")

@@ -194,6 +194,7 @@ def test_a_plan_is_run_under_another_schedule(folder: Path, capsys: pytest.Captu
     assert (plan.schedule, plan.micro_batches) == ("1f1b", 4)
     capsys.readouterr()
     assert "schedule zb-v runs 2 stages on each device, not 1" in refused([*again, "zb-v"], capsys)
+    assert "schedule interleaved is for 4 stages, and the plan has 2" in refused([*again, "interleaved:2"], capsys)
     assert "good.csv is for 2 devices and 2 micro-batches, and there are 2 and 4" in refused(
         [*again, "good.csv"], capsys
     )

@@ -18,6 +18,7 @@ from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, check_acyclic
 from nnscaler.scheduling.given import GivenOrder, kind_of_function, read_orders
 from nnscaler.scheduling.registry import SCHEDULES, schedule_of, with_schedule
+from nnscaler.scheduling.torch_csv import read_csv, write_csv
 from nnscaler.transform.plan import Plan
 
 PP2 = Plan((("pp", 2),), micro_batches=1)
@@ -101,6 +102,38 @@ def test_functions_may_return_texts_or_instructions_or_a_schedule(name: str, dev
     plan = with_schedule(Plan((("pp", devices),), micro_batches=micro_batches), kind(lambda *_: made))
     assert plan.orders == tuple(texts)
     assert schedule_of(Plan.from_json(plan.to_json()), True) == replace(made, name="f")
+
+
+@given(data=st.data(), devices=st.integers(1, 3), stages=st.integers(3, 5), micro_batches=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_any_order_that_can_run_is_accepted(data: st.DataObject, devices: int, stages: int, micro_batches: int) -> None:
+    """Passes drawn one by one, each of those that could run: on any devices, backward whole or in halves."""
+    places = data.draw(st.permutations([*range(devices), *(s % devices for s in range(devices, stages))]))
+    halves = data.draw(st.sets(st.tuples(st.integers(0, stages - 1), st.integers(0, micro_batches - 1))))
+    waits: dict[Instruction, set[Instruction]] = {}
+    for stage in range(stages):
+        for m in range(micro_batches):
+            forward = Instruction("F", stage, (m,))
+            back = forward.of("I" if (stage, m) in halves else "B")
+            later = Instruction("I" if (stage + 1, m) in halves else "B", stage + 1, (m,))
+            waits[forward] = {Instruction("F", stage - 1, (m,))} if stage else set()
+            waits[back] = {forward, later} if stage + 1 < stages else {forward}
+            if back.kind == "I":
+                waits[back.of("W")] = {back}
+    orders: list[list[str]] = [[] for _ in range(devices)]
+    done: set[Instruction] = set()
+    while len(done) < len(waits):
+        found = data.draw(st.sampled_from(sorted(i for i, w in waits.items() if i not in done and w <= done)))
+        done.add(found)
+        orders[places[found.stage]].append(str(found))
+    texts = tuple(" ".join(order) for order in orders)
+    plan = Plan(
+        (("pp", devices),), (), micro_batches, "mine", 1, stage_devices=tuple((d,) for d in places), orders=texts
+    )
+    schedule = schedule_of(plan, True)
+    assert len(check_acyclic(schedule, chain(stages))) == len(waits)
+    again = read_orders(read_csv(write_csv(schedule), "a.csv"), "mine")
+    assert again == schedule
 
 
 @pytest.mark.parametrize(
