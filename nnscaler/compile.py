@@ -30,8 +30,8 @@ from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.planning.sharding.memory import bytes_of_optimizer
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
-from nnscaler.scheduling.registry import check_schedule, schedule_of
-from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.registry import check_schedule, schedule_of, with_schedule
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
@@ -84,7 +84,7 @@ class WantedPlan:
 
     ranks            that run the program
     plan             itself, or how it is made
-    schedule         its name; None: the plan's
+    schedule         its name, or one that is given; None: the plan's
     micro_batches    None: what the pipeline needs, or the planner finds
     replicate        patterns of modules that tensor parallelism leaves whole
     precision        in which the model was traced
@@ -94,7 +94,7 @@ class WantedPlan:
 
     ranks: int
     plan: PlanSource = None
-    schedule: str | None = None
+    schedule: str | ScheduleKind | None = None
     micro_batches: int | None = 1
     replicate: Sequence[str] = ()
     precision: Precision | None = None
@@ -116,7 +116,7 @@ def parallelize(
     *,
     ranks: int,
     plan: PlanSource = None,
-    schedule: str | None = None,
+    schedule: str | ScheduleKind | None = None,
     micro_batches: int | None = 1,
     replicate: Sequence[str] = (),
     model: Mapping[str, str] | None = None,
@@ -133,8 +133,9 @@ def parallelize(
     `sample_inputs`: one global batch, as keyword arguments (dict) or positional ones (tuple). `plan`: a `Plan`, a
     specification such as `dp=2,tp=2,pp=2`, a function of (graph, ranks) that returns a `Plan`, or what is to be
     searched: an `AutoPlan`, `auto:h100x8` (for that cluster), or `auto` and None (for this machine).
-    `micro_batches` None: what the pipeline needs, or the planner finds. `replicate`: patterns of modules that tensor
-    parallelism leaves whole.
+    `schedule`: its name (`nnscaler list schedules`), or one that `nnscaler.plan_source.read_schedule` read; None: the
+    plan's. `micro_batches` None: what the pipeline needs, or the planner finds. `replicate`: patterns of modules that
+    tensor parallelism leaves whole.
     `specialise`: where the model branches on data, take the branch of the sample batch. `loss_fn`: for a model that
     returns no loss, a function of its outputs and the batch; without either, the program only runs forward.
     `precision`: mixed precision, a `Precision` or its text (`bfloat16`); parameters rest in the model's dtypes.
@@ -233,7 +234,7 @@ def _plans_for(program: Program, graph: Graph) -> Iterator[Plan]:
     plan = carry(program.plan, program.graph, graph)
     for axes in dict.fromkeys((plan.data_axes, ())):
         kept = replace(plan, data_axes=axes)
-        yield replace(kept, micro_batches=largest_micro_batches(graph, plan.micro_batches, kept.data_parts))
+        yield kept.with_micro_batches(largest_micro_batches(graph, plan.micro_batches, kept.data_parts))
 
 
 def compile_traced(
@@ -297,7 +298,7 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
     known = dict(signatures(graph, default_registry()))
     plan, ranks = wanted.plan, wanted.ranks
     if isinstance(plan, Plan):
-        return Planned(plan.for_ranks(ranks), known, "as given")
+        return Planned(_under(plan.for_ranks(ranks), wanted.schedule), known, "as given")
     if callable(plan):
         made = plan(graph, ranks)
         if not isinstance(made, Plan):
@@ -307,7 +308,7 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
                 f"the policy's plan has the precision {made.precision.describe()}, and the model is traced without"
             )
             raise NnscalerError("plan_illegal", message, help="precision=..., or --precision, beside the policy")
-        made = with_checkpoints(made.for_ranks(ranks), graph)
+        made = with_checkpoints(_under(made.for_ranks(ranks), wanted.schedule), graph)
         return Planned(made, known, f"made by {getattr(plan, '__name__', 'the policy')}")
     search = searched(plan)
     if search is not None:
@@ -326,6 +327,18 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
     return Planned(with_checkpoints(made, graph), known, "as asked")
 
 
+def _under(plan: Plan, schedule: str | ScheduleKind | None) -> Plan:
+    """Return a plan that exists under another schedule, for as many stages as it has. Raises NnscalerError."""
+    if schedule is None:
+        return plan
+    says = isinstance(schedule, str) and ":" in schedule  # how many stages are on each device
+    found = with_schedule(plan, schedule, None if says else plan.stages // plan.devices)
+    if found.stages != plan.stages:
+        message = f"schedule {found.schedule} is for {found.stages} stages, and the plan has {plan.stages}"
+        raise NnscalerError("plan_illegal", message, help="let the plan be made for the schedule: --plan pp=2")
+    return found
+
+
 def searched(plan: PlanSource) -> AutoPlan | None:
     """Return the request of a plan that is to be searched; None for a plan that is named."""
     if plan is None:
@@ -341,5 +354,6 @@ def _search(graph: Graph, known: dict[str, Signature], search: AutoPlan, wanted:
     start = time.perf_counter()
     decided = Decided(wanted.micro_batches, wanted.replicate, optimizer_bytes=wanted.optimizer_bytes)
     found = search_plan(graph, known, wanted.ranks, search, decided)
-    plan = found.plan if wanted.schedule is None else replace(found.plan, schedule=wanted.schedule)
-    return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))
+    return Planned(
+        with_checkpoints(_under(found.plan, wanted.schedule), graph), known, told(found, time.perf_counter() - start)
+    )

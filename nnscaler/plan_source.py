@@ -1,17 +1,21 @@
-"""The plan that a request names: mesh axes, a saved plan, a policy function of the user's, or a search."""
+"""The plan that a request names: mesh axes, a saved plan, a policy function of the user's, or a search; and the
+schedule that it names: a name, or a file with one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import parse_precision
 from nnscaler.planning.auto import AutoPlan, cluster_of, parse_auto
 from nnscaler.planning.policies import parse_axes, parse_spec, ranks_in
-from nnscaler.scheduling.registry import check_schedule, get_schedule
+from nnscaler.scheduling.given import GivenOrder, kind_of_function, kind_of_orders
+from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of
+from nnscaler.scheduling.schedule import ScheduleKind
+from nnscaler.scheduling.torch_csv import read_csv
 
 # A request to compile, as plain values: what the command line, settings and tokens say of a model and its plan.
 
@@ -28,7 +32,7 @@ class CompileRequest:
     ranks          None: as many as the plan says
     plan           mesh axes, `auto`, `auto:CLUSTER`, a saved plan's file, or `policy.py::function`; None: search one
     plan_document  the text of a saved plan, instead of `plan`
-    schedule       its name; None: the plan's
+    schedule       its name, or a file that has one, as `read_schedule` reads it; None: the plan's
     micro_batches  None: as many as the plan says
     replicate      patterns of modules that stay whole
     cluster, memory, constraints, profile
@@ -57,7 +61,6 @@ class CompileRequest:
 
 if TYPE_CHECKING:
     from nnscaler.compile import PlanSource
-    from nnscaler.ir.graph import Graph
     from nnscaler.transform.plan import Plan
 
 FORMS = "dp=2,tp=2 (mesh axes), auto or auto:h100x8 (searched), plan.json (a saved plan), or policy.py::function"
@@ -72,7 +75,7 @@ def check_plan(request: CompileRequest) -> None:
     if request.precision is not None:
         parse_precision(request.precision)
     wanted = asked_search(request)  # refuses values of a search beside a plan that is named
-    check_schedule(request.schedule, searched=wanted is not None)
+    check_schedule(read_schedule(request.schedule), searched=wanted is not None)
     if wanted is None:
         _check_named(request)
     else:
@@ -83,13 +86,13 @@ def _check_named(request: CompileRequest) -> None:
     """Check the plan that a request names, as far as that goes without the model."""
     spec, ranks = request.plan, request.ranks
     if spec is not None and "::" in spec:
-        _policy_file(spec)
+        _user_file(spec, FORMS)
     elif spec is not None and is_words(spec):
         if ranks is not None:
             parse_spec(spec, ranks)
     else:
         plan = _saved(request)
-        get_schedule(plan.schedule)
+        schedule_of(plan, trains=False)
         plan.for_ranks(plan.ranks if ranks is None else ranks)
 
 
@@ -122,7 +125,9 @@ def _named(request: CompileRequest) -> PlanSource:
     spec = request.plan
     if request.plan_document is None and (spec is None or is_words(spec)):
         return spec
-    return _policy(spec) if spec is not None and "::" in spec else _saved(request)
+    if spec is None or "::" not in spec:
+        return _saved(request)
+    return _user_function(spec, FORMS, "policy", "(graph, ranks): return nnscaler.Plan(...)")
 
 
 def asked_search(request: CompileRequest) -> AutoPlan | None:
@@ -202,40 +207,87 @@ def _saved(request: CompileRequest) -> Plan:
         raise NnscalerError("plan_illegal", f"{path} cannot be read: {error}", help=FORMS) from None
 
 
-def _policy_file(spec: str) -> Path:
+# The schedule that a request names.
+
+SCHEDULE_FORMS = (
+    "zb-h1 (a name: `nnscaler list schedules`), orders.csv (as torch.distributed.pipelining writes them), "
+    "mine.py::function, or plan.json (that of a saved plan)"
+)
+
+
+def read_schedule(text: str | None) -> str | ScheduleKind | None:
+    """Return the schedule that a text names: a name as it is; the one that a file has; the one that a function of the
+    user's makes, whose file is not loaded before it is asked for orders.
+
+    Raises NnscalerError: "unknown_schedule", "no_such_file", and "bad_schedule" with the place in the file.
+    """
+    file = None if text is None else schedule_file(text)
+    if text is None or file is None:
+        check_schedule(text, searched=False)
+        return text
+    path, name = _user_file(text, SCHEDULE_FORMS, "no_such_file"), f"{Path(file).name}{text[len(file) :]}"
+    if "::" in text:
+
+        def made(devices: int, chunks: int, micro_batches: int) -> Any:
+            form = "(devices, chunks, micro_batches): return a text of orders per device"
+            return _user_function(text, SCHEDULE_FORMS, "schedule", form)(devices, chunks, micro_batches)
+
+        return kind_of_function(made, text, name)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NnscalerError("bad_schedule", f"{path} cannot be read: {error}", help=SCHEDULE_FORMS) from None
+    if path.suffix == ".csv":
+        return kind_of_orders(read_csv(content, str(path)), str(path), name)
+    from nnscaler.transform.plan import Plan
+
+    plan = Plan.from_json(content, str(path))
+    if not plan.orders:
+        kind = get_schedule(plan.schedule)
+        return replace(kind, chunks=plan.stages // plan.devices)
+    orders = [GivenOrder.of_text(order, f"orders[{i}]") for i, order in enumerate(plan.orders)]
+    return kind_of_orders(orders, str(path), plan.schedule)
+
+
+def schedule_file(text: str) -> str | None:
+    """Return the file that a schedule's text names; None for a name."""
+    file = text.partition("::")[0]
+    return file if "::" in text or Path(file).suffix in (".csv", ".json") else None
+
+
+# Files and functions of the user's.
+
+
+def _user_file(spec: str, forms: str, code: str = "plan_illegal") -> Path:
     file = Path(spec.partition("::")[0])
     if not file.is_file():
-        raise NnscalerError("plan_illegal", f"there is no file {str(file)!r}", help=FORMS)
+        raise NnscalerError(code, f"there is no file {str(file)!r}", help=forms)
     return file
 
 
-def _policy(spec: str) -> Callable[[Graph, int], Plan]:
-    from nnscaler.model_file import import_user_file
+def _user_function(spec: str, forms: str, what: str, form: str) -> Callable[..., Any]:
+    """Return the function that `file.py::name` names, whose exceptions are the user's and not ours.
+
+    what   it is: a policy, a schedule
+    form   of its definition, from its arguments on
+    """
+    from nnscaler.model_file import import_user_file, user_frame
 
     file, _, name = spec.partition("::")
-    policy: Callable[[Graph, int], Plan] | None = getattr(import_user_file(_policy_file(spec)), name, None)
-    if not callable(policy):
-        raise NnscalerError(
-            "plan_illegal",
-            f"{file} has no function {name}",
-            help=f"def {name}(graph, ranks): return nnscaler.Plan(...)",
-        )
-    return _guarded(policy, file, name)
+    found = getattr(import_user_file(_user_file(spec, forms)), name, None)
+    if not callable(found):
+        raise NnscalerError("plan_illegal", f"{file} has no function {name}", help=f"def {name}{form}")
 
-
-def _guarded(policy: Callable[[Graph, int], Plan], file: str, name: str) -> Callable[[Graph, int], Plan]:
-    """The policy, whose exceptions are the user's and not ours."""
-    from nnscaler.model_file import user_frame
-
-    def guarded(graph: Graph, ranks: int) -> Plan:
+    def guarded(*arguments: Any) -> Any:
         try:
-            return policy(graph, ranks)
+            return found(*arguments)
         except NnscalerError:
             raise
         except Exception as error:
             place = user_frame(error, Path(file).resolve().parent)
-            message = f"the policy {name} of {file} raises {type(error).__name__}: {error}"
-            raise NnscalerError("policy_raised", message, place, f"def {name}(graph, ranks): ...") from error
+            message = f"the {what} {name} of {file} raises {type(error).__name__}: {error}"
+            help = f"def {name}{form.partition(':')[0]}: ..."
+            raise NnscalerError(f"{what}_raised", message, place, help) from error
 
     guarded.__name__ = name
     return guarded

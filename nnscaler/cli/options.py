@@ -178,7 +178,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--plan", metavar="SPEC", help=PLAN_HELP)
     group.add_argument(
-        "--schedule", metavar="NAME", help="order of micro-batches in a pipeline; `nnscaler list schedules` shows them"
+        "--schedule",
+        metavar="NAME",
+        help="order of passes in a pipeline: a name that `nnscaler list schedules` shows, orders.csv as "
+        "torch.distributed.pipelining writes them, mine.py::function, or a saved plan, whose schedule is taken",
     )
     group.add_argument(
         "--micro-batches", type=positive, metavar="M", help="pieces into which a step's batch is cut for the pipeline"

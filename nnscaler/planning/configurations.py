@@ -80,11 +80,13 @@ class Configuration:
 
     def live(self, device: int) -> int:
         """Return the most micro-batches that are between forward and backward on a pipeline device."""
+        assert self.schedule.in_flight is not None, "schedules without figures are not searched"
         return self.schedule.in_flight(device, self.pp, self.micro_batches)
 
     @property
     def repeats(self) -> int:
         """How often the slowest stage counts in a step beside the sum of all stages."""
+        assert self.schedule.repeats is not None, "schedules without figures are not searched"
         return self.schedule.repeats(self.pp, self.micro_batches)
 
     @property

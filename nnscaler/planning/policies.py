@@ -16,7 +16,8 @@ from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
-from nnscaler.scheduling.registry import DEFAULT, get_schedule
+from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
+from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import partition_stages
@@ -102,12 +103,15 @@ def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> Step:
 # Pipeline parallelism: contiguous stages, balanced by cost, cut between layers.
 
 
-def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, chunks: int) -> tuple[Step, ...]:
-    """Return assign steps for `devices * chunks` stages; chunks of an interleaved pipeline may be cut inside a layer.
+def pipeline(
+    graph: Graph, signatures: Mapping[str, Signature], devices: int, chunks: int, stages: int | None = None
+) -> tuple[Step, ...]:
+    """Return assign steps for `devices * chunks` stages, or for `stages`; more stages than devices may be cut inside a
+    layer.
 
     Raises NnscalerError("plan_illegal") when there are fewer layers than devices.
     """
-    stages = devices * chunks
+    stages = stages or devices * chunks
     if stages == 1:
         return ()
 
@@ -116,9 +120,9 @@ def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, ch
         return 3.0 * signatures[op.name].flops + written
 
     random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
-    if chunks > 1:
+    if stages > devices:
         partition_stages(graph, devices, cost, random=random)  # refuses more devices than layers
-    found = partition_stages(graph, stages, cost, finer=chunks > 1, random=random)
+    found = partition_stages(graph, stages, cost, finer=stages > devices, random=random)
     groups: dict[tuple[int, ...], list[str]] = {}
     for op in graph.operations:
         groups.setdefault(tuple(found.stage_of[op.name]), []).append(op.name)
@@ -206,7 +210,7 @@ def make_plan(
     signatures: Mapping[str, Signature],
     sizes: Mapping[str, int],
     *,
-    schedule: str | None = None,
+    schedule: str | ScheduleKind | None = None,
     micro_batches: int | None = None,
     replicate: Sequence[str] = (),
     chunks: int | None = None,
@@ -214,25 +218,28 @@ def make_plan(
     """Return the product of the policies data_parallel, tensor_parallel and pipeline; with `zero`, parameters rest in
     shards.
 
-    `micro_batches` None: twice the pipeline's devices, as far as the batch allows; 1 without a pipeline. `replicate`:
+    `micro_batches` None: as many as a given schedule is for; else twice the pipeline's devices, as far as the batch
+    allows; 1 without a pipeline. `replicate`:
     patterns of modules or operations that tensor parallelism leaves whole.
     """
     dp, tp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(TP, 1), sizes.get(PP, 1)
-    kind = get_schedule(schedule) if schedule else DEFAULT
+    kind = get_schedule(schedule) if isinstance(schedule, str) else schedule or DEFAULT
     chunks = chunks or (kind.chunks if pp > 1 else 1)
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None:
+        micro_batches = None if kind.only is None else kind.only[1]
+    if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
     mesh = tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)
-    plan = Plan(mesh, (), micro_batches, schedule or DEFAULT.name, chunks)
+    plan = with_schedule(Plan(mesh, (), micro_batches), schedule or DEFAULT.name, chunks)
     if SHARD in sizes:
         plan = replace(plan, data_axes=(DP, SHARD))
     steps: list[Step] = []
     if tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
         steps.extend(tensor_parallel(graph, signatures, TP, tp, whole, made, axes))
-    if pp > 1:
-        steps.extend(pipeline(graph, signatures, pp, chunks))
+    if plan.stages > 1:
+        steps.extend(pipeline(graph, signatures, pp, chunks, plan.stages))
     if "zero" in sizes:
         steps.append(RestStep(("*",), SHARD if SHARD in sizes else DP, sizes["zero"], OWNED in sizes))
     return replace(plan, steps=tuple(steps))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind, stage_devices
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.transform.plan import stage_devices
 
 
 def gpipe(devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -26,6 +27,7 @@ GPIPE = ScheduleKind(
     "GPipe",
     gpipe,
     chunks=1,
+    any_chunks=True,
     in_flight=lambda device, devices, micro_batches: micro_batches,
     repeats=lambda devices, micro_batches: micro_batches - 1,
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B, alternate
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind, stage_devices
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.transform.plan import stage_devices
 
 
 def interleaved(devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -36,5 +37,11 @@ def interleaved(devices: int, chunks: int, micro_batches: int) -> Schedule:
 
 # with one stage on each device it is 1F1B
 INTERLEAVED = ScheduleKind(
-    "interleaved", "interleaved", interleaved, chunks=2, in_flight=ONE_F_ONE_B.in_flight, repeats=ONE_F_ONE_B.repeats
+    "interleaved",
+    "interleaved",
+    interleaved,
+    chunks=2,
+    any_chunks=True,
+    in_flight=ONE_F_ONE_B.in_flight,
+    repeats=ONE_F_ONE_B.repeats,
 )

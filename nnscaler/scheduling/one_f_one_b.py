@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind, stage_devices
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.transform.plan import stage_devices
 
 
 def one_f_one_b(devices: int, chunks: int, micro_batches: int) -> Schedule:
     """One forward, one backward, after a warm-up: at most (devices - d) micro-batches are live on device d.
 
-    Raises NnscalerError("plan_illegal") unless `chunks` is 1: with more stages per device it is `interleaved`.
+    `chunks` is 1: with more stages per device it is `interleaved`.
     """
-    if chunks != 1:
-        raise NnscalerError(
-            "plan_illegal",
-            f"schedule 1f1b runs one stage on each device, not {chunks}",
-            help="use schedule interleaved, or chunks=1",
-        )
     forward = [[Instruction("F", device, (m,)) for m in range(micro_batches)] for device in range(devices)]
     backward = [[Instruction("B", device, (m,)) for m in range(micro_batches)] for device in range(devices)]
     orders = tuple(alternate(forward[d], backward[d], devices - d - 1) for d in range(devices))
-    return Schedule("1f1b", stage_devices(devices, 1), micro_batches, orders)
+    return Schedule("1f1b", stage_devices(devices, chunks), micro_batches, orders)
 
 
 def alternate(forward: Sequence[Instruction], backward: Sequence[Instruction], warm_up: int) -> tuple[Instruction, ...]:

@@ -1,45 +1,117 @@
-"""The schedules that can be asked for by name."""
+"""The schedules that can be asked for by name, and the schedule of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
+from nnscaler.scheduling.given import GivenOrder, read_orders
 from nnscaler.scheduling.gpipe import GPIPE
 from nnscaler.scheduling.interleaved import INTERLEAVED
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
-from nnscaler.transform.plan import Plan
+from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
+from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
+from nnscaler.transform.plan import Plan, stage_devices
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
-    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED)}
+    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)}
 )
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 
 
 def get_schedule(name: str) -> ScheduleKind:
-    """The schedule of this name, in any case. Raises NnscalerError("unknown_schedule") with the nearest name."""
-    found = SCHEDULES.get(name.strip().lower())
-    if found is not None:
-        return found
-    near = get_close_matches(name.strip().lower(), SCHEDULES, 1, 0.5)
+    """Return the schedule of this name, in any case; `interleaved:3` is the one with three stages on each device.
+
+    Raises NnscalerError("unknown_schedule") with the nearest name, and "plan_illegal" for a number that it has not.
+    """
+    bare, colon, number = name.strip().lower().partition(":")
+    found = SCHEDULES.get(bare)
+    if found is not None and (not colon or (number.isdecimal() and int(number) > 0)):
+        if not colon:
+            return found
+        found.check_chunks(2, int(number))
+        return replace(found, chunks=int(number))
+    near = get_close_matches(bare, SCHEDULES, 1, 0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
-    raise NnscalerError("unknown_schedule", f"no schedule {name!r}", help=f"{guess}known: {', '.join(SCHEDULES)}")
+    known = f"known: {', '.join(SCHEDULES)}; interleaved:3 has three stages on each device"
+    raise NnscalerError("unknown_schedule", f"no schedule {name!r}", help=f"{guess}{known}")
+
+
+def with_schedule(plan: Plan, schedule: str | ScheduleKind, chunks: int | None = None) -> Plan:
+    """Return the plan under a schedule: its name, the places of its stages, and its orders where it is given.
+
+    `chunks`: stages on each device; None: as many as the schedule says. Raises NnscalerError as the schedule does for
+    what it cannot be made for.
+    """
+    kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
+    name = schedule.partition(":")[0] if isinstance(schedule, str) else kind.name
+    chunks = chunks or kind.chunks
+    kind.check_chunks(plan.devices, chunks)
+    made = kind(plan.devices, chunks, plan.micro_batches) if kind.given else None
+    places = kind.places(plan.devices, chunks) if made is None else made.devices
+    each, more = divmod(len(places), plan.devices)
+    goes_round = not more and places == stage_devices(plan.devices, each)
+    return replace(
+        plan,
+        schedule=name,
+        chunks=each if goes_round else 1,
+        stage_devices=() if goes_round else tuple((device,) for device in places),
+        orders=() if made is None else tuple(made.text(device) for device in range(plan.devices)),
+    )
 
 
 def schedule_of(plan: Plan, trains: bool) -> Schedule:
-    """Return the orders that a plan asks for. `trains`: the model has a loss; else there are no backward passes."""
-    found = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
-    return found if trains else found.forward_only()
+    """Return the orders that a plan asks for. `trains`: the model has a loss; else there are no backward passes.
+
+    Raises NnscalerError: "bad_schedule" with the place in the plan's own orders, "unknown_schedule", and
+    "plan_illegal" for stages that are not where the schedule has them.
+    """
+    devices = plan.one_device_each()
+    if plan.orders:
+        found = _own(plan, devices)
+    else:
+        kind = get_schedule(plan.schedule)
+        found = kind(plan.devices, max(plan.stages // plan.devices, 1), plan.micro_batches)
+        if found.devices != devices:
+            raise NnscalerError(
+                "plan_illegal",
+                f"schedule {kind.name} has the stages on the devices {list(found.devices)}, and stage_devices of the "
+                f"plan on {list(devices)}",
+                help='name another schedule, or give "orders" for these places: a text per device',
+            )
+    return replace(found, trains=True) if trains else found.forward_only()
 
 
-def check_schedule(name: str | None, searched: bool) -> None:
+def _own(plan: Plan, devices: tuple[int, ...]) -> Schedule:
+    """Return the schedule that a plan's orders are."""
+    source = f"orders of the plan ({plan.schedule})"
+    if len(plan.orders) != plan.devices:
+        message = f"{source}: there are {len(plan.orders)}, and the plan has {plan.devices} pipeline devices"
+        raise NnscalerError("bad_schedule", message, help="a text per device: F0.0 F0.1 B0.0 B0.1")
+    given = [GivenOrder.of_text(text, f"device {device}") for device, text in enumerate(plan.orders)]
+    found = read_orders(given, source, devices)
+    if found.micro_batches != plan.micro_batches:
+        message = f"{source} are for {found.micro_batches} micro-batches, and the plan has {plan.micro_batches}"
+        raise NnscalerError("bad_schedule", message, help=f'"micro_batches": {found.micro_batches}')
+    return replace(found, name=plan.schedule)
+
+
+def check_schedule(schedule: str | ScheduleKind | None, searched: bool) -> None:
     """Check a schedule that is asked for. `searched`: beside a plan that is searched, and not named.
 
     Raises NnscalerError `unknown_schedule`, and `plan_illegal` for what no searched plan can run.
     """
-    if name is not None and get_schedule(name).chunks > 1 and searched:
-        message = "the planner searches plans with one stage per device, and this schedule has several"
-        raise NnscalerError("plan_illegal", f"schedule {name!r}: {message}", help="name the plan: --plan dp=2,pp=2")
+    if schedule is None:
+        return
+    kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
+    reason = None
+    if kind.chunks > 1:
+        reason = "the planner searches plans with one stage per device, and this schedule has several"
+    elif kind.in_flight is None or kind.repeats is None:
+        reason = "the planner has no figures of its memory and its step to search with"
+    if searched and reason is not None:
+        raise NnscalerError("plan_illegal", f"schedule {kind.name!r}: {reason}", help="name the plan: --plan dp=2,pp=2")

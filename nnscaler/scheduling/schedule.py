@@ -8,6 +8,7 @@ from inspect import getdoc
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import FORM, Instruction, Kind, read_instruction
+from nnscaler.transform.plan import stage_devices
 
 BACKWARD: tuple[Kind, ...] = ("B", "I", "W")
 
@@ -48,28 +49,51 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduleKind:
-    """A schedule that can be asked for by name, and what a planner may assume of it.
+    """A schedule that can be asked for, and what a planner may assume of it.
 
-    The last two fields are for one stage on each device.
+    `in_flight` and `repeats` are for one stage on each device. The planner takes no schedule that leaves them open,
+    as one does whose step depends on more than the seconds of a forward and a backward in each stage.
 
     name        by which it is asked for
     title       in reports
     orders      (devices, chunks, micro-batches) -> the schedule
     chunks      stages on each device of a pipeline where no number is asked for
+    any_chunks  whether there may be more or fewer of them
+    places      (devices, chunks) -> the device of each stage
     in_flight   (device, devices, micro-batches) -> the most micro-batches whose backward pass is still to come there
     repeats     (devices, micro-batches) -> how often the slowest stage counts beside the sum of all stages
+    given       whether it is the user's: no name leads to it, so a plan that follows it holds its orders
+    only        the one number of devices, and of micro-batches, that it is for; None: any
     """
 
     name: str
     title: str
     orders: Callable[[int, int, int], Schedule]
     chunks: int
-    in_flight: Callable[[int, int, int], int]
-    repeats: Callable[[int, int], int]
+    any_chunks: bool = False
+    places: Callable[[int, int], tuple[int, ...]] = stage_devices
+    in_flight: Callable[[int, int, int], int] | None = None
+    repeats: Callable[[int, int], int] | None = None
+    given: bool = False
+    only: tuple[int, int] | None = None
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
-        """Return the order of every device."""
+        """Return the order of every device. Raises NnscalerError("plan_illegal") for a number of chunks that it has
+        not."""
+        self.check_chunks(devices, chunks)
         return self.orders(devices, chunks, micro_batches)
+
+    def check_chunks(self, devices: int, chunks: int) -> None:
+        """Check the number of stages on each device. Raises NnscalerError("plan_illegal")."""
+        if self.any_chunks or chunks == self.chunks:
+            return
+        runs = "one stage" if self.chunks == 1 else f"{self.chunks} stages"
+        help = f"use chunks={self.chunks}, or schedule interleaved, which takes any number"
+        if self.places is not stage_devices:
+            lists = [[device] for device in self.places(devices, self.chunks)]
+            help = f'a plan.json says where the stages are: "stage_devices": {lists}; and --plan pp=2 puts them there'
+        message = f"schedule {self.name} runs {runs} on each device, not {chunks}"
+        raise NnscalerError("plan_illegal", message, help=help)
 
     @property
     def summary(self) -> str:
@@ -81,6 +105,7 @@ class ScheduleKind:
         One micro-batch goes through all stages, and the slowest stage runs the others. This is exact for equal stages;
         unlike ones take at most this where backward takes the same multiple of forward in all of them.
         """
+        assert self.repeats is not None, "the planner takes no such schedule"
         return sum(seconds) + self.repeats(len(seconds), micro_batches) * max(seconds)
 
 
@@ -93,8 +118,3 @@ def parse_order(text: str) -> tuple[Instruction, ...]:
             raise NnscalerError("bad_schedule", f"{word!r} is not an instruction of a schedule", help=FORM)
         order.append(read)
     return tuple(order)
-
-
-def stage_devices(devices: int, chunks: int) -> tuple[int, ...]:
-    """Return the device of each of `devices * chunks` stages: stage s runs on device s % devices."""
-    return tuple(stage % devices for stage in range(devices * chunks))

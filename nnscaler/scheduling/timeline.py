@@ -35,6 +35,18 @@ class Timeline:
     bubble: float
     peak_live: tuple[int, ...]
 
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """By device, the time between its first pass and its last in which it runs none.
+
+        It is what papers on zero bubble call the bubble: a device that starts and ends later than another loses nothing
+        where steps follow each other.
+        """
+        return tuple(
+            row[-1].stop - row[0].start - sum(span.stop - span.start for span in row) if row else 0.0
+            for row in self.rows
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:

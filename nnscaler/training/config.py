@@ -265,6 +265,7 @@ def _relative(settings: TrainSettings, folder: Path) -> TrainSettings:
         weights=str(folder / settings.weights) if settings.weights else "",
         loss=_at(settings.loss, folder),
         plan=_at(settings.plan, folder),
+        pipeline=_at(settings.pipeline, folder),
         data=replace(settings.data, source=_at(settings.data.source, folder)),
         optimizer=replace(settings.optimizer, name=_at(settings.optimizer.name, folder)),
         schedule=replace(settings.schedule, name=_at(settings.schedule.name, folder)),
@@ -278,7 +279,7 @@ def _at(target: Any, folder: Path) -> Any:
     if not isinstance(target, str):
         return target
     name, separator, function = target.partition("::")
-    is_path = bool(name) and (name.endswith((".py", ".json", ".toml")) or bool(separator))
+    is_path = bool(name) and (name.endswith((".py", ".json", ".toml", ".csv")) or bool(separator))
     return f"{folder / name}{separator}{function}" if is_path else target
 
 

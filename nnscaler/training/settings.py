@@ -184,7 +184,7 @@ class TrainSettings:
     plan           how the model lies on the ranks: dp=2,tp=2,zero=1; plan.json; policy.py::function; or auto
     ranks          processes, one a device; 0: as many as the plan says, or torchrun started
     micro_batches  pieces into which the program cuts a batch, exact also for losses over unequal counts; 0: the plan's
-    pipeline       order of micro-batches; `nnscaler list schedules` shows them; empty: the plan's
+    pipeline       order of micro-batches: a name of `nnscaler list schedules`, or a file; empty: the plan's
     accumulation   batches whose gradients are averaged for one step of the optimizer
     clip           most that the norm of all gradients may be; 0: any
     steps          of the optimizer, in all; 0: as epochs say

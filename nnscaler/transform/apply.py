@@ -117,15 +117,17 @@ def _choose(
 
 
 def make_stages(plan: Plan) -> tuple[Stage, ...]:
-    """Make the pipeline's stages: a device holds consecutive ranks, stage s runs on device s modulo the devices."""
+    """Make the pipeline's stages. A device holds consecutive ranks.
+
+    Raises NnscalerError("plan_illegal") for a stage on several devices.
+    """
     counts = [prod(size for _, size in axes) for axes in plan.device_axes]
     starts = [0, *accumulate(counts)]
     meshes = [
         DeviceMesh(tuple(Axis(*axis) for axis in axes), tuple(range(start, start + count)))
         for axes, start, count in zip(plan.device_axes, starts, counts, strict=False)
     ]
-    devices = [s % plan.devices for s in range(plan.stages)]
-    return tuple(Stage(s, meshes[d], d, plan.micro_batches) for s, d in enumerate(devices))
+    return tuple(Stage(s, meshes[d], d, plan.micro_batches) for s, d in enumerate(plan.one_device_each()))
 
 
 def _check(plan: Plan) -> None:
@@ -136,6 +138,8 @@ def _check(plan: Plan) -> None:
             f"the plan has stage_axes for {len(plan.stage_axes)} devices, and the mesh {dict(plan.mesh)}",
             help=f"with stage_axes, the mesh is pp={len(plan.stage_axes)} alone",
         )
+    if plan.stage_devices:
+        _check_places(plan)
     names = {name for axes in plan.device_axes for name, _ in axes}
     if not all(is_free_name(name) and name != "pp" for name in names) or plan.micro_batches < 1 or plan.chunks < 1:
         raise NnscalerError(
@@ -144,6 +148,21 @@ def _check(plan: Plan) -> None:
             help="axes inside a stage are words, other than pp, micro and the like; there is at least one micro-batch "
             "and one chunk",
         )
+
+
+def _check_places(plan: Plan) -> None:
+    """Check `stage_devices`: the devices exist, each of them has a stage, and `chunks` says nothing besides."""
+    help = f"the devices of this plan (pp={plan.devices}) are 0..{plan.devices - 1}, and each has at least one stage"
+    for stage, devices in enumerate(plan.stage_devices):
+        if not devices or len(set(devices)) < len(devices) or not set(devices) <= set(range(plan.devices)):
+            message = f"stage_devices: stage {stage} is on the devices {list(devices)}"
+            raise NnscalerError("plan_illegal", message, help=help)
+    idle = sorted(set(range(plan.devices)).difference(*plan.stage_devices))
+    if idle:
+        raise NnscalerError("plan_illegal", f"stage_devices: device {idle[0]} has no stage", help=help)
+    if plan.chunks != 1:
+        message = f"the plan has chunks {plan.chunks}, and stage_devices for {plan.stages} stages"
+        raise NnscalerError("plan_illegal", message, help="stage_devices say how many stages there are: chunks is 1")
 
 
 def _check_axes(graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]]) -> None:
@@ -158,9 +177,10 @@ def _check_axes(graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]
             message = f"a {step.kind} step names axis {step.axis!r}"
             raise NnscalerError("plan_illegal", message, help=f"axes of this plan: {list(known)}")
         if plan.stage_axes and not isinstance(step, RestStep):
+            places = plan.places
             found = select(graph, step.operations)
             having = [d for d, axes in enumerate(plan.stage_axes) if step.axis in dict(axes)]
-            if not any(s % plan.devices in having for op in found for s in stage_of[op.name]):
+            if not any(device in having for op in found for s in stage_of[op.name] for device in places[s]):
                 raise NnscalerError(
                     "plan_illegal",
                     f"a {step.kind} step names axis {step.axis!r}, which no stage of its operations has",

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import lcm, prod
 from typing import Any, ClassVar
 
 from nnscaler.errors import NnscalerError
+from nnscaler.instructions import read_instruction
 from nnscaler.ir.precision import Precision
 
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
@@ -105,6 +106,7 @@ class RestStep:
 
 
 Axes = tuple[tuple[str, int], ...]  # (name, size)
+_WHERE_GIVEN = ("stage_devices", "orders")  # entries of plan.json that plans without them do not have
 Step = SplitStep | ReplicateStep | AssignStep | OrderStep | RecomputeStep | RestStep
 _KINDS: dict[str, type[Any]] = {
     s.kind: s for s in (SplitStep, ReplicateStep, AssignStep, OrderStep, RecomputeStep, RestStep)
@@ -121,12 +123,15 @@ class Plan:
     steps           in order
     micro_batches   pieces in time of the batch of a rank
     schedule        name of the pipeline's order
-    chunks          stages per device (interleaved)
+    chunks          stages per device (interleaved), where `stage_devices` does not say where they are
     data_axes       axes whose operations, where no step says otherwise, follow the batch dim of the inputs
     notes           for people
     stage_axes      the axes of each pipeline device where they differ (`mesh` then has `pp` alone); the devices may
                     differ in rank count too
     precision       the dtypes in which the model runs; None: its own
+    stage_devices   the pipeline devices of each stage; (): stage s is on device s modulo the devices
+    orders          per pipeline device its passes in order, `F0.0 I0.0 W0.0`: they are the schedule, whatever its name
+                    is; (): what the schedule of this name makes
     """
 
     mesh: Axes
@@ -138,6 +143,8 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     stage_axes: tuple[Axes, ...] = ()
     precision: Precision | None = None
+    stage_devices: tuple[tuple[int, ...], ...] = ()
+    orders: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -157,7 +164,39 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        return self.devices * self.chunks
+        return len(self.stage_devices) or self.devices * self.chunks
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The pipeline devices of each stage."""
+        return self.stage_devices or tuple((device,) for device in stage_devices(self.devices, self.chunks))
+
+    def one_device_each(self) -> tuple[int, ...]:
+        """Return the device of each stage. Raises NnscalerError("plan_illegal") for a stage on several devices."""
+        for stage, devices in enumerate(self.places):
+            if len(devices) != 1:
+                raise NnscalerError(
+                    "plan_illegal",
+                    f"stage_devices: stage {stage} is on the devices {list(devices)}",
+                    help="a stage is on one pipeline device: its operations are divided by the axes of that device",
+                )
+        return tuple(device for (device,) in self.places)
+
+    def with_micro_batches(self, number: int) -> Plan:
+        """Return the plan for fewer micro-batches: orders of its own lose the passes of those that are left out.
+
+        Raises NnscalerError("plan_illegal") where there are orders of its own, and none for so many micro-batches.
+        """
+        if self.orders and number > self.micro_batches:
+            message = f"the plan has orders for {self.micro_batches} micro-batches, and {number} are asked for"
+            raise NnscalerError("plan_illegal", message, help=f"use {self.micro_batches} or fewer")
+
+        def stays(word: str) -> bool:
+            read = read_instruction(word)
+            return read is None or read.micro < number
+
+        orders = tuple(" ".join(word for word in order.split() if stays(word)) for order in self.orders)
+        return replace(self, micro_batches=number, orders=orders)
 
     @property
     def device_axes(self) -> tuple[Axes, ...]:
@@ -189,6 +228,7 @@ class Plan:
         """Return the plan as text that `from_json` reads."""
         steps = [{"step": s.kind, **{k: v for k, v in asdict(s).items() if v not in ((), False)}} for s in self.steps]
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("steps", "precision")}
+        head = {k: v for k, v in head.items() if v != () or k not in _WHERE_GIVEN}
         if self.precision is not None:
             head["precision"] = asdict(self.precision)
         body = ",\n".join("  " + json.dumps(step) for step in steps)
@@ -221,6 +261,11 @@ class Plan:
         if simple.get("precision") is not None:
             simple["precision"] = _precision(simple["precision"], source)
         return Plan(**{**simple, "steps": steps})
+
+
+def stage_devices(devices: int, chunks: int) -> tuple[int, ...]:
+    """Return the device of each of `devices * chunks` stages that go round: stage s is on device s % devices."""
+    return tuple(stage % devices for stage in range(devices * chunks))
 
 
 def _precision(value: Any, source: str) -> Precision:
@@ -273,6 +318,10 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a text", lambda v: isinstance(v, str)),
     "tuple[str, ...]": ("a list of texts", lambda v: isinstance(v, tuple) and all(isinstance(i, str) for i in v)),
     "tuple[int, ...]": ("a list of numbers", lambda v: isinstance(v, tuple) and all(isinstance(i, int) for i in v)),
+    "tuple[tuple[int, ...], ...]": (
+        "a list of lists of numbers, such as [[0], [1], [1], [0]]",
+        lambda v: isinstance(v, tuple) and all(isinstance(i, tuple) and all(type(n) is int for n in i) for i in v),
+    ),
 }
 
 

@@ -129,6 +129,8 @@ LINES = (
     ("--plan", "tp=2", "--seed", "7", "--replicate", "a*", "--replicate", "b", "--steps", "3", "--quick"),
     ("--deep", "--dtype", "bfloat16", "--timeout", "12.5", "--specialise", "--loss-fn", "small.py::f"),
     ("--program", "program", "--own-weights", "--level", "static"),
+    ("--plan", "pp=2", "--schedule", "policy.py::f"),
+    ("--plan", "pp=2", "--schedule", "orders.csv"),
     ("--plan", "policy.py::f", "--schedule", "gpipe", "--micro-batches", "4", "--level", "run"),
 )
 
@@ -136,6 +138,7 @@ LINES = (
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
 def test_a_token_gives_the_request_that_it_was_made_of(model: Path, tmp_path: Path, line: tuple[str, ...]) -> None:
     (tmp_path / "policy.py").write_text("def f(graph, ranks): ...")
+    (tmp_path / "orders.csv").write_text("0F0,0B0")
     (tmp_path / "program").mkdir()
     word = encode(make_token(asked(*line)))
     assert word is not None and request_of(decode(word)) == asked(*line)
@@ -181,6 +184,15 @@ def test_plans_and_programs_in_a_token(model: Path, tmp_path: Path) -> None:
     assert token.program is not None and token.program.path == "program"
     (tmp_path / "program" / "role_0.py").write_text("b")
     assert token.changes() == ["program was changed since the token was made"]
+
+
+def test_the_file_of_a_schedule_is_in_a_token(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "orders.csv").write_text("0F0,0B0")
+    token = make_token(asked("--plan", "pp=2", "--schedule", "orders.csv"))
+    assert token.schedule == Source.of("orders.csv") and not token.changes()
+    (tmp_path / "orders.csv").write_text("0F0,,0B0")
+    assert token.changes() == ["orders.csv was changed since the token was made"]
+    assert make_token(asked("--plan", "pp=2", "--schedule", "gpipe")).schedule is None
 
 
 def test_a_plan_that_is_too_long_for_a_command_line(model: Path) -> None:

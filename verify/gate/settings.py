@@ -26,6 +26,7 @@ from nnscaler.config import (
 )
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import find_target
+from nnscaler.plan_source import schedule_file
 from nnscaler.planning.auto import parse_auto
 from verify.external.request import EXECUTORS, LIBRARY, SIZES, ExternalRequest, check_values
 from verify.gate.items import ExternalItem, Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, item_name
@@ -249,6 +250,7 @@ def _plan(
     told = {**options, **({"seed": entry["seed"]} if "seed" in entry else {})}
     files = [key for key in _FILES if key in options]
     files += ["plan"] if isinstance(plan, str) and "=" not in plan and parse_auto(plan) is None else []
+    files += ["schedule"] if schedule_file(str(options.get("schedule", ""))) is not None else []
     files += ["cluster"] if str(options.get("cluster", "")).endswith(".toml") else []
     options |= {key: from_here(folder, str(options[key])) for key in files}
     timeout = entry.get("timeout") or model.get("timeout") or values["plan-timeout"].value

@@ -138,9 +138,11 @@ def smaller(plan: Plan) -> Iterator[Plan]:
     if plan.devices > 1 and not plan.stage_axes:
         steps = _without(plan.steps, AssignStep)
         mesh = tuple((name, size) for name, size in plan.mesh if name != "pp")
-        yield replace(plan, mesh=mesh or (("dp", 1),), steps=steps, chunks=1, schedule="1f1b")
+        yield replace(
+            plan, mesh=mesh or (("dp", 1),), steps=steps, chunks=1, schedule="1f1b", stage_devices=(), orders=()
+        )
     if plan.micro_batches > 1:
-        yield replace(plan, micro_batches=1)
+        yield plan.with_micro_batches(1)
     for name, size in plan.mesh if not plan.stage_axes else ():
         if name != "pp" and size > 1:
             yield _sized(plan, name, 1)
@@ -148,7 +150,7 @@ def smaller(plan: Plan) -> Iterator[Plan]:
         if name != "pp" and size > 2:
             yield _sized(plan, name, 2)
     if plan.micro_batches > 2:
-        yield replace(plan, micro_batches=2)
+        yield plan.with_micro_batches(2)
     for kind in (RecomputeStep, OrderStep, RestStep):
         if any(isinstance(step, kind) for step in plan.steps):
             yield replace(plan, steps=_without(plan.steps, kind))

@@ -18,6 +18,7 @@ from nnscaler.compile import PlanSource, WantedPlan, compile_traced, make, searc
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.precision import Precision, parse_precision
+from nnscaler.plan_source import read_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
@@ -183,7 +184,7 @@ def _wanted(request: PlanRequest, source: PlanSource, precision: Precision | Non
     return WantedPlan(
         request.rank_count,
         source,
-        request.schedule,
+        read_schedule(request.schedule),
         request.micro_batches,
         request.replicate,
         precision,

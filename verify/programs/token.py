@@ -14,7 +14,7 @@ from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import find_target
-from nnscaler.plan_source import is_words, plan_text
+from nnscaler.plan_source import is_words, plan_text, schedule_file
 from verify.programs.request import PlanRequest
 from verify.results.packed_word import LONGEST, WordKind
 from verify.results.report import environment
@@ -39,6 +39,7 @@ class PlanToken:
     document the text of plan.json, where the plan was read from one
     program  the folder of `--program`
     options  every other option that decides what is run, by its name in Python
+    schedule the file of a schedule, where `--schedule` named one
     """
 
     model: Source
@@ -50,13 +51,14 @@ class PlanToken:
     options: Mapping[str, Option]
     nnscaler: str
     torch: str
+    schedule: Source | None = None
 
     def changes(self) -> list[str]:
         """Return, as sentences, all that has changed since the token was made.
 
         Raises NnscalerError where a file is gone.
         """
-        return changes((self.model, self.policy, self.program), self.torch)
+        return changes((self.model, self.policy, self.program, self.schedule), self.torch)
 
 
 def reproduce_line(request: PlanRequest, command: Sequence[str]) -> str:
@@ -74,6 +76,7 @@ def make_token(request: PlanRequest) -> PlanToken:
     elif plan is not None and not is_words(plan):
         document, plan = plan_text(plan), None
     values = {name: getattr(request, name) for name in _OPTIONS}
+    scheduled = None if request.schedule is None else schedule_file(request.schedule)
     here = environment()
     return PlanToken(
         Source.of(file),
@@ -89,6 +92,7 @@ def make_token(request: PlanRequest) -> PlanToken:
         },
         here["nnscaler"],
         here["torch"],
+        None if scheduled is None else Source.of(scheduled),
     )
 
 
@@ -100,6 +104,8 @@ def request_of(token: PlanToken) -> PlanRequest:
     unknown = sorted(set(given) - known)
     if unknown:
         raise NnscalerError("bad_token", f"the token has options that this nnscaler lacks: {', '.join(unknown)}")
+    if token.schedule is not None:
+        given["schedule"] = token.schedule.path + "".join(str(given["schedule"]).partition("::")[1:])
     plan = token.plan
     if token.policy is not None and plan is not None:
         plan = f"{token.policy.path}::{plan.partition('::')[2]}"
@@ -146,4 +152,5 @@ def _token(document: Mapping[str, Any]) -> PlanToken:
         options,
         str(document["nnscaler"]),
         str(document["torch"]),
+        read_source(document.get("schedule")),
     )

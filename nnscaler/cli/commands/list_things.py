@@ -67,6 +67,12 @@ PLANS = (
     ("plan.json", "a plan that `nnscaler plan` or `nnscaler compile` wrote, or that you edited"),
     ("policy.py::function", "a function of yours: (graph, ranks) -> nnscaler.Plan"),
 )
+SCHEDULE_FORMS = (
+    ("interleaved:3", "with another number of stages on each device"),
+    ("orders.csv", "one that torch.distributed.pipelining wrote, or can run: docs/schedules.md"),
+    ("mine.py::function", "a function of yours: (devices, chunks, micro_batches) -> a text of orders per device"),
+    ("plan.json", "that of a saved plan"),
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
@@ -147,4 +153,4 @@ def _operators() -> list[tuple[str, str]]:
 def _schedules() -> list[tuple[str, str]]:
     from nnscaler.scheduling.registry import SCHEDULES
 
-    return [(name, kind.summary) for name, kind in SCHEDULES.items()]
+    return [*((name, kind.summary) for name, kind in SCHEDULES.items()), *SCHEDULE_FORMS]

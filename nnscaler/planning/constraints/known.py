@@ -63,6 +63,8 @@ def _outside(plan: Plan, graph: Graph) -> str | None:
         return f"the axes {', '.join(name for name, _ in plan.mesh)}, of which {plan.data_axes} have the batch"
     if plan.stage_axes:
         return "stages of unlike meshes"
+    if plan.orders or plan.stage_devices:
+        return f"the schedule {plan.schedule}, with orders or places of stages of its own"
     if plan.chunks > 1 or plan.schedule.lower() not in [kind.name for kind in SCHEDULES]:
         return f"the schedule {plan.schedule} and {plan.chunks} stages per device"
     if any(isinstance(step, OrderStep) for step in plan.steps):

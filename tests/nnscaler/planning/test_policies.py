@@ -14,6 +14,8 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice, RunInvariant, RunReplicated, Split
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.scheduling.given import GivenOrder, kind_of_orders
+from nnscaler.scheduling.registry import schedule_of
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 
@@ -116,6 +118,34 @@ def test_a_pipeline_is_cut_between_layers(graph: Graph) -> None:
 def test_interleaved_has_two_chunks_per_device(graph: Graph) -> None:
     plan = make_plan(graph, signatures(graph), {"pp": 2}, schedule="interleaved", micro_batches=4)
     assert (plan.chunks, plan.stages) == (2, 4)
+
+
+def test_a_v_has_its_stages_where_the_schedule_has_them(graph: Graph) -> None:
+    plan = make_plan(graph, signatures(graph), {"pp": 2}, schedule="zb-v", micro_batches=4)
+    assert (plan.schedule, plan.chunks, plan.stages, plan.orders) == ("zb-v", 1, 4, ())
+    assert plan.stage_devices == ((0,), (1,), (1,), (0,))
+    assert [s.device for s in apply_plan(graph, dict(signatures(graph)), plan).stages] == [0, 1, 1, 0]
+    round_again = make_plan(graph, signatures(graph), {"pp": 3}, schedule="zb-h1")
+    assert (round_again.stage_devices, round_again.stages) == ((), 3)
+    more = make_plan(graph, signatures(graph), {"pp": 2}, schedule="interleaved:3", micro_batches=4)
+    assert (more.schedule, more.chunks, more.stages) == ("interleaved", 3, 6)
+    with pytest.raises(NnscalerError, match="schedule zb-v runs 2 stages on each device, not 1"):
+        make_plan(graph, signatures(graph), {"dp": 2}, schedule="zb-v")
+
+
+def test_orders_that_are_given_are_in_the_plan(graph: Graph) -> None:
+    """As many micro-batches and stages as they have: three stages on two devices."""
+    texts = ("F0.0 F0.1 F2.0 B2.0 F2.1 B2.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1")
+    kind = kind_of_orders([GivenOrder.of_text(text, f"row {i}") for i, text in enumerate(texts)], "mine", "mine")
+    plan = make_plan(graph, signatures(graph), {"pp": 2}, schedule=kind)
+    assert (plan.schedule, plan.micro_batches, plan.stages) == ("mine", 2, 3)
+    assert (plan.stage_devices, plan.orders) == (((0,), (1,), (0,)), texts)
+    assert schedule_of(plan, True).orders == kind(2, 1, 2).orders
+    assert schedule_of(plan, False).text(1) == "F1.0 F1.1"
+    for sizes, micro_batches in (({"pp": 3}, None), ({"pp": 2}, 4)):
+        with pytest.raises(NnscalerError, match="mine is for 2 devices and 2 micro-batches, and there are") as error:
+            make_plan(graph, signatures(graph), sizes, schedule=kind, micro_batches=micro_batches)
+        assert error.value.help == "--plan pp=2 --micro-batches 2"
 
 
 def test_more_stages_than_layers_is_illegal(graph: Graph) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
-from nnscaler.scheduling.registry import SCHEDULES, get_schedule
+from nnscaler.scheduling.registry import SCHEDULES, check_schedule, get_schedule
 from nnscaler.scheduling.schedule import Schedule, parse_order
 from nnscaler.scheduling.timeline import PassCosts, format_timeline, simulate
 
@@ -54,10 +54,12 @@ def test_golden_timeline(name: str, devices: int, chunks: int, micro_batches: in
 
 devices_and_micros = {"devices": st.integers(1, 6), "micro_batches": st.integers(1, 14)}
 names = st.sampled_from(sorted(SCHEDULES))
+PLANNED = ["1f1b", "gpipe", "interleaved"]  # which define what the planner needs
 
 
 def build(name: str, devices: int, chunks: int, micro_batches: int) -> Schedule:
-    return SCHEDULES[name](devices, 1 if name == "1f1b" else chunks, micro_batches)
+    kind = SCHEDULES[name]
+    return kind(devices, chunks if kind.any_chunks else kind.chunks, micro_batches)
 
 
 @given(name=names, chunks=st.integers(1, 4), data=st.data(), **devices_and_micros)
@@ -67,15 +69,21 @@ def test_complete_and_acyclic_with_any_forward_edges(
 ) -> None:
     schedule = build(name, devices, chunks, micro_batches)
     stages = range(schedule.stages)
-    every = [(kind, s, m) for kind in "FB" for s in stages for m in range(micro_batches)]
-    found = Counter((i.kind, i.stage, i.micro) for order in schedule.orders for i in order)
-    assert found == Counter(every)
-    assert schedule.devices == tuple(s % devices for s in stages)
+    places = [(s, m) for s in stages for m in range(micro_batches)]
+    found = Counter(i for order in schedule.orders for i in order)
+    assert set(found.values()) == {1}
+    kinds = {place: "".join(sorted(i.kind for i in found if (i.stage, i.micro) == place)) for place in places}
+    assert set(kinds.values()) <= {"BF", "FIW"}
+    assert sum(map(len, kinds.values())) == len(found)
+    where = {i.stage: device for device, order in enumerate(schedule.orders) for i in order}
+    assert (
+        schedule.devices == tuple(where[s] for s in stages) == SCHEDULES[name].places(devices, len(stages) // devices)
+    )
     skips = data.draw(st.sets(st.tuples(st.sampled_from(stages), st.sampled_from(stages)), max_size=6))
     edges = {(p, c) for p, c in skips if p < c} | (chain(schedule.stages) if data.draw(st.booleans()) else set())
     certificate = check_acyclic(schedule, edges)
     place = {instruction: i for i, instruction in enumerate(certificate)}
-    assert len(place) == len(certificate) == len(every)
+    assert len(place) == len(certificate) == len(found)
     for order in schedule.orders:
         assert all(place[a] < place[b] for a, b in pairwise(order))
     for instruction, waits in dependencies(schedule, edges).items():
@@ -93,11 +101,12 @@ def test_one_f_one_b_bounds(devices: int, micro_batches: int) -> None:
     assert SCHEDULES["interleaved"](devices, 1, micro_batches).orders == schedule.orders
 
 
-@given(name=names, data=st.data(), **devices_and_micros)
+@given(name=st.sampled_from(PLANNED), data=st.data(), **devices_and_micros)
 @settings(max_examples=100, deadline=None)
 def test_what_the_planner_assumes(name: str, data: st.DataObject, devices: int, micro_batches: int) -> None:
     """With one stage per device: live micro-batches are exact, and a step of equal stages; unlike ones take no more."""
     kind = SCHEDULES[name]
+    assert kind.in_flight is not None
     schedule = kind(devices, 1, micro_batches)
     found = simulate(schedule)
     assert found.peak_live == tuple(kind.in_flight(d, devices, micro_batches) for d in range(devices))
@@ -128,6 +137,16 @@ def test_text_parses_back(name: str, chunks: int, devices: int, micro_batches: i
     schedule = build(name, devices, chunks, micro_batches)
     for device, order in enumerate(schedule.orders):
         assert parse_order(schedule.text(device)) == order
+
+
+def test_the_planner_takes_schedules_with_figures_only() -> None:
+    assert [n for n, kind in SCHEDULES.items() if kind.in_flight and kind.repeats] == ["gpipe", "1f1b", "interleaved"]
+    check_schedule("zb-h1", searched=False)
+    check_schedule("gpipe", searched=True)
+    for name, reason in (("zb-h1", "no figures"), ("zb-h2", "no figures"), ("zb-v", "several")):
+        with pytest.raises(NnscalerError, match=reason) as error:
+            check_schedule(name, searched=True)
+        assert error.value.help == "name the plan: --plan dp=2,pp=2"
 
 
 def test_text_is_kind_stage_micro() -> None:
@@ -212,6 +231,15 @@ def test_unknown_names_get_a_guess() -> None:
         get_schedule("zzz")
 
 
-def test_one_f_one_b_has_no_chunks() -> None:
-    with pytest.raises(NnscalerError, match="not 2"):
+def test_numbers_of_chunks() -> None:
+    with pytest.raises(NnscalerError, match="schedule 1f1b runs one stage on each device, not 2"):
         get_schedule("1f1b")(2, 2, 4)
+    with pytest.raises(NnscalerError, match="schedule zb-v runs 2 stages on each device, not 1") as error:
+        get_schedule("zb-v")(2, 1, 4)
+    assert error.value.help is not None and '"stage_devices": [[0], [1], [1], [0]]' in error.value.help
+    assert get_schedule("Interleaved:3").chunks == 3
+    for name in ("interleaved:0", "interleaved:x", "interleaved:"):
+        with pytest.raises(NnscalerError, match=f"no schedule '{name}'"):
+            get_schedule(name)
+    with pytest.raises(NnscalerError, match="schedule zb-h1 runs one stage on each device, not 2"):
+        get_schedule("zb-h1:2")

@@ -45,6 +45,14 @@ def test_a_file_is_read(file: Path) -> None:
     assert found.hooks.on_step == (f"{file.parent}/hooks.py::print_rate",)
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "found"), [("zb-h1", "zb-h1"), ("mine.py::f", "{}/mine.py::f"), ("a.csv", "{}/a.csv")]
+)
+def test_the_file_of_a_schedule_is_beside_the_settings(file: Path, pipeline: str, found: str) -> None:
+    file.write_text(f'pipeline = "{pipeline}"\n{file.read_text()}')
+    assert read_settings(file).pipeline == found.format(file.parent)
+
+
 def test_the_command_line_goes_first(file: Path) -> None:
     words = ["--ranks=2", "--plan=dp=2,zero=1", "--steps", "5", "--dtype=float64", "--checkpoints.folder=runs/a"]
     words += ["--lr=1e-2", "--optimizer.fused=false", "--data.shuffle=false", "--checkpoints.asynchronous"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -119,6 +120,41 @@ def test_devices_hold_consecutive_ranks() -> None:
     stages = make_stages(Plan((("pp", 2),), chunks=2, stage_axes=((("dp", 2),), (("tp", 3), ("dp", 1)))))
     assert [s.mesh.ranks for s in stages] == [(0, 1), (2, 3, 4), (0, 1), (2, 3, 4)]
     assert [s.names for s in stages][:2] == [("dp", "micro"), ("tp", "micro")]
+
+
+def test_stages_are_where_the_plan_has_them() -> None:
+    plan = Plan((("pp", 2), ("tp", 2)), stage_devices=((0,), (1,), (1,), (0,), (0,)))
+    stages = make_stages(plan)
+    assert [s.device for s in stages] == [0, 1, 1, 0, 0]
+    assert [s.mesh.ranks for s in stages] == [(0, 1), (2, 3), (2, 3), (0, 1), (0, 1)]
+
+
+def test_a_step_may_name_an_axis_of_the_device_where_its_operations_are(transformer: Any) -> None:
+    steps: tuple[Step, ...] = AssignStep(("up", "gelu", "down"), (2,)), SplitStep(("up",), "tp", "n")
+    places = ((0,), (1,), (1,))
+    plan = Plan((("pp", 2),), steps, stage_axes=((), (("tp", 2),)), stage_devices=places)
+    up = apply(transformer, plan).placements[named(transformer.graph, "up")]
+    assert up.stages == (2,) and up.choices[2][0] == Split("n")
+    error = refused(transformer, replace(plan, stage_devices=((0,), (1,), (0,))))
+    assert "which no stage of its operations has" in error.message
+
+
+@pytest.mark.parametrize(
+    ("places", "chunks", "message"),
+    [
+        (((0,), (2,)), 1, "stage_devices: stage 1 is on the devices [2]"),
+        (((0,), (-1,)), 1, "stage_devices: stage 1 is on the devices [-1]"),
+        (((0,), ()), 1, "stage_devices: stage 1 is on the devices []"),
+        (((0,), (1, 1)), 1, "stage_devices: stage 1 is on the devices [1, 1]"),
+        (((0,), (0,)), 1, "stage_devices: device 1 has no stage"),
+        (((0,), (1,), (1,), (0,)), 2, "the plan has chunks 2, and stage_devices for 4 stages"),
+        (((0,), (0, 1)), 1, "stage_devices: stage 1 is on the devices [0, 1]"),
+    ],
+)
+def test_places_that_make_no_sense(transformer: Any, places: Any, chunks: int, message: str) -> None:
+    error = refused(transformer, Plan((("pp", 2),), chunks=chunks, stage_devices=places))
+    assert (error.code, error.message) == ("plan_illegal", message)
+    assert error.help
 
 
 def test_choices_are_those_of_the_operations_own_mesh(transformer: Any) -> None:

@@ -33,6 +33,8 @@ plans = st.builds(
     data_axes=st.sampled_from([(), ("dp",), ("dp", "fsdp")]),
     notes=st.lists(words, max_size=2).map(tuple),
     stage_axes=st.lists(axes, max_size=2).map(tuple),
+    stage_devices=st.lists(st.lists(st.integers(0, 5), max_size=2).map(tuple), max_size=4).map(tuple),
+    orders=st.lists(st.sampled_from(["F0.0 B0.0", "F1.0 I1.0 W1.0", ""]), max_size=2).map(tuple),
 )
 
 
@@ -47,6 +49,42 @@ def test_ranks_devices_and_stages() -> None:
     assert plan.device_axes == ((("dp", 2), ("tp", 2)),) * 3
     assert plan.describe() == "pp=3 dp=2 tp=2"
     assert Plan(()).describe() == "1 rank"
+
+
+def test_places_and_orders_are_written_where_they_are_given() -> None:
+    """A plan without them is the text that it was before there were any."""
+    assert Plan((("pp", 2),)).to_json() == (
+        '{\n "mesh": [["pp", 2]],\n "micro_batches": 1,\n "schedule": "1f1b",\n "chunks": 1,\n "data_axes": ["dp"],\n'
+        ' "notes": [],\n "stage_axes": [],\n "steps": []\n}\n'
+    )
+    plan = Plan((("pp", 2),), stage_devices=((0,), (1,), (1,), (0,)), orders=("F0.0", "F1.0"))
+    assert '"stage_devices": [[0], [1], [1], [0]],\n "orders": ["F0.0", "F1.0"],' in plan.to_json()
+    assert (plan.stages, plan.one_device_each()) == (4, (0, 1, 1, 0))
+    assert Plan((("pp", 2),), chunks=2).places == ((0,), (1,), (0,), (1,))
+
+
+@pytest.mark.parametrize("value", ['"0"', "[0, 1]", '[[0], ["1"]]', "[[0], [true]]", "[[[0]]]"])
+def test_places_are_lists_of_numbers(value: str) -> None:
+    with pytest.raises(NnscalerError, match=r"plan.json: stage_devices is .*, not a list of lists of numbers"):
+        Plan.from_json(f'{{"mesh": [["pp", 2]], "stage_devices": {value}}}')
+
+
+def test_a_stage_is_on_one_device() -> None:
+    plan = Plan((("pp", 2),), stage_devices=((0,), (0, 1)))
+    assert plan.stages == 2
+    with pytest.raises(NnscalerError, match=r"stage_devices: stage 1 is on the devices \[0, 1\]"):
+        plan.one_device_each()
+
+
+def test_fewer_micro_batches_leave_out_passes() -> None:
+    plan = Plan(
+        (("pp", 2),), micro_batches=3, orders=("F0.0 F0.1 F0.2 B0.0 B0.1 B0.2", "F1.2 B1.2 F1.0 B1.0 F1.1 B1.1")
+    )
+    fewer = plan.with_micro_batches(2)
+    assert (fewer.micro_batches, fewer.orders) == (2, ("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1"))
+    with pytest.raises(NnscalerError, match="orders for 3 micro-batches, and 4 are asked for"):
+        plan.with_micro_batches(4)
+    assert Plan(()).with_micro_batches(4).micro_batches == 4
 
 
 @pytest.mark.parametrize(("patterns", "told"), [(("*",), "dp=2 zero=3"), (("head",), "dp=2 some zero=3")])

@@ -86,6 +86,16 @@ def test_an_item_is_what_the_command_line_says(folder: Path) -> None:
         assert replace(item.request, timeout=round(item.request.timeout, 6)) == asked
 
 
+def test_the_file_of_a_schedule_is_beside_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = 'plans = [{ plan = "pp=2", schedule = "mine.py::f" }, { plan = "pp=2", schedule = "zb-h1" }]'
+    text = f'[tool.nnscaler.gate]\n[[tool.nnscaler.gate.models]]\nmodel = "model.py"\n{plans}\n'
+    (folder / "below").mkdir()
+    settings(text)
+    monkeypatch.chdir(folder / "below")
+    requests = [item.request for item in read_settings(folder / "pyproject.toml", {}).plans]
+    assert [request.schedule for request in requests] == [str(folder / "mine.py::f"), "zb-h1"]
+
+
 def test_the_text_alone_is_read_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     item = settings(f"[tool.nnscaler.gate]\n{MODELS}").plans[0]
     asked: list[PlanRequest] = []

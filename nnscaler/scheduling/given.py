@@ -1,0 +1,154 @@
+"""Schedules that are given: orders as text or as instructions, with the places in them for what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.instructions import FORM, Instruction, StagePasses, check_order, read_instruction
+from nnscaler.scheduling.schedule import BACKWARD, Schedule, ScheduleKind
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOrder:
+    """The order of one device, as it was given.
+
+    words   its passes
+    places  of each word, for messages: "word 3"
+    name    of the order, for messages: "row 2"
+    where   its line in a file; None where it comes from none
+    """
+
+    words: tuple[str, ...]
+    places: tuple[str, ...]
+    name: str
+    where: SourceLocation | None = None
+
+    @staticmethod
+    def of_text(text: str, name: str, where: SourceLocation | None = None) -> GivenOrder:
+        """Return the order with this text: `F0.0 I0.0 W0.0`."""
+        words = tuple(text.split())
+        return GivenOrder(words, tuple(f"word {i}" for i in range(1, len(words) + 1)), name, where)
+
+    def wrong(self, source: str, word: str | None, message: str, help: str | None = None) -> NnscalerError:
+        """Return the error that the order `source` has: at its last such word, if it has one."""
+        last = max((i for i, other in enumerate(self.words) if other == word), default=None)
+        place = self.name if last is None else f"{self.name}, {self.places[last]}"
+        return NnscalerError("bad_schedule", f"{source}: {place}: {message}", self.where, help)
+
+
+def read_orders(orders: Sequence[GivenOrder], source: str, devices: Sequence[int] | None = None) -> Schedule:
+    """Return the schedule with these orders, one per device. A stage has all of its backward passes or none: only the
+    model says whether gradients reach it.
+
+    source   of the orders, for messages; the schedule's name
+    devices  the device of each stage; None: a stage is on the device whose order has it
+
+    Raises NnscalerError("bad_schedule") with the place of the first word that is no pass, is of a stage that is
+    elsewhere or nowhere, is there twice, too early, or lacks its other half; and of an order that lacks one.
+    """
+    read = tuple(tuple(_instruction(order, i, source) for i in range(len(order.words))) for order in orders)
+    every = {i for order in read for i in order}
+    if not every:
+        raise NnscalerError("bad_schedule", f"{source}: there are no passes in it", help=FORM)
+    if devices is None:
+        devices = _devices(orders, read, source)
+    micro_batches = max(i.micro for i in every) + 1
+    trained = {i.stage for i in every if i.kind in BACKWARD}
+    for device, order in enumerate(orders):
+        own = [stage for stage, at in enumerate(devices) if at == device]
+        passes = {stage: StagePasses((micro_batches,), "must" if stage in trained else "never") for stage in own}
+        _, mistakes = check_order(order.words, passes)
+        for mistake in mistakes[:1]:
+            help = f"there are {len(devices)} stages and {micro_batches} micro-batches, and this device has the stages "
+            raise order.wrong(source, mistake.word, mistake.message, f"{help}{own}")
+    return Schedule(source, tuple(devices), micro_batches, read, bool(trained))
+
+
+def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:
+    word = order.words[position]
+    read = read_instruction(word)
+    if read is None:
+        place = f"{order.name}, {order.places[position]}"
+        message = f"{source}: {place}: {word!r} is not an instruction of a schedule"
+        raise NnscalerError("bad_schedule", message, order.where, FORM)
+    if len(read.at) != 1:
+        raise order.wrong(
+            source, word, f"{word!r} has {len(read.at)} places in time, and a pass has a micro-batch", FORM
+        )
+    return read
+
+
+def _devices(orders: Sequence[GivenOrder], read: Sequence[Sequence[Instruction]], source: str) -> tuple[int, ...]:
+    """Return the device of each stage: the one whose order has it."""
+    found: dict[int, int] = {}
+    for device, order in enumerate(read):
+        for instruction in order:
+            other = found.setdefault(instruction.stage, device)
+            if other != device:
+                message = f"{instruction} is of stage {instruction.stage}, which is in {orders[other].name} as well"
+                raise orders[device].wrong(source, str(instruction), message, "a stage is on one device")
+    missing = next(stage for stage in range(len(found) + 1) if stage not in found)
+    for device, order in enumerate(read):
+        for instruction in order:
+            if instruction.stage > missing:
+                message = f"{instruction} is of stage {instruction.stage}, and stage {missing} is nowhere"
+                help = f"stages are numbered from 0: there are {sorted(found)}"
+                raise orders[device].wrong(source, str(instruction), message, help)
+    return tuple(found[stage] for stage in range(len(found)))
+
+
+def kind_of_orders(orders: Sequence[GivenOrder], source: str, name: str) -> ScheduleKind:
+    """Return the schedule that has these orders and no others. Raises as `read_orders`."""
+    made = replace(read_orders(orders, source), name=name)
+    has = len(made.orders), made.micro_batches
+
+    def only(devices: int, _: int, micro_batches: int) -> Schedule:
+        if has != (devices, micro_batches):
+            raise NnscalerError(
+                "plan_illegal",
+                f"{source} is for {has[0]} devices and {has[1]} micro-batches, and there are {devices} and "
+                f"{micro_batches}",
+                help=f"--plan pp={has[0]} --micro-batches {has[1]}",
+            )
+        return made
+
+    return ScheduleKind(name, name, only, chunks=1, any_chunks=True, given=True, only=has)
+
+
+def kind_of_function(function: Callable[[int, int, int], object], source: str, name: str) -> ScheduleKind:
+    """Return the schedule that a user's function makes: (devices, chunks, micro-batches) -> a list with an order per
+    device, each a text or a list of instructions, or a `Schedule`.
+
+    Called, it raises as `read_orders`, and for what is no such list.
+    """
+
+    def made(devices: int, chunks: int, micro_batches: int) -> Schedule:
+        result = function(devices, chunks, micro_batches)
+        orders = result.orders if isinstance(result, Schedule) else result
+        if not isinstance(orders, list | tuple) or len(orders) != devices:
+            what = f"{len(orders)} orders" if isinstance(orders, list | tuple) else type(orders).__name__
+            raise NnscalerError(
+                "bad_schedule",
+                f"{source}({devices}, {chunks}, {micro_batches}) returns {what}, not the orders of {devices} devices",
+                help='return ["F0.0 B0.0", "F1.0 B1.0"], a text per device',
+            )
+        given = [GivenOrder.of_text(_text(order), f"order of device {d}") for d, order in enumerate(orders)]
+        found = read_orders(given, source)
+        if found.micro_batches != micro_batches:
+            message = f"{source} has passes of {found.micro_batches} micro-batches, and there are {micro_batches}"
+            raise NnscalerError("bad_schedule", message, help="micro-batches are numbered from 0")
+        return replace(found, name=name)
+
+    return ScheduleKind(name, name, made, chunks=1, any_chunks=True, given=True)
+
+
+def _text(order: object) -> str:
+    return (
+        order
+        if isinstance(order, str)
+        else " ".join(map(str, order))
+        if isinstance(order, list | tuple)
+        else repr(order)
+    )
