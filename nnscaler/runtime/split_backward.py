@@ -7,11 +7,11 @@ parameters hang off (`starts`). W runs each start once more, for the gradients t
 So nothing is computed twice but what a start derives both gradients from, and every collective runs once: one of an
 activation lies on the trunk, one of a parameter off it.
 
-What hangs off falls into groups that share no node and no start. A group can wait for W if none of its starts leads to
-another one along the trunk: autograd started at the upper one would run through the lower one again and count it
-twice. A group that cannot (a parameter that is used again further down), or that hangs off a Function written in
-Python, which computes all of its gradients at once, is run whole in I. Where nothing is received there is no trunk, and
-W is the whole backward.
+What hangs off falls into groups that share no node. A group can wait for W if none of its starts leads to another one
+along the trunk: autograd started at the upper one would run through the lower one again and count it twice. A group
+that cannot (a parameter that is used again further down), or that hangs off a Function written in Python, which
+computes all of its gradients at once, is run whole in I. Those that can and share a start are one. Where nothing is
+received there is no trunk, and W is the whole backward.
 
 Saved values go as backward reads them, as they do without the split; those of starts, and of what hangs off, stay until
 W. The values of a recomputed region come back in I, and those of its starts stay.
@@ -153,39 +153,47 @@ class _Graph:
 
 def _groups(graph: _Graph, leaves: Mapping[Node, Tensor], roots: Sequence[tuple[GradientEdge, Tensor]]) -> list[_Group]:
     """Return what hangs off the trunk; groups that cannot wait have neither roots nor starts."""
-    numbers = _numbered(graph)
+    numbers = _numbered(graph, lambda _: False)
+    apart = _early(graph, numbers)  # or a shared bias would hold back the weights beside it
+    numbers = _numbered(graph, lambda node: not apart >> numbers[node] & 1)
+    early = _early(graph, numbers)
     groups: dict[int, _Group] = {}
-    early = 0  # bits of groups that cannot wait
-    hanging: dict[Node, int] = {}  # start -> number of the group that hangs off it
-    reach: dict[Node, int] = {}  # node of the trunk -> bits of the groups that it leads to
-    for node, found in graph.below.items():
-        if node not in graph.trunk:
-            group = groups.setdefault(numbers[node], _Group())
-            if node in leaves:
-                group.leaves.append(leaves[node])
-            continue
-        below = 0
-        for n in found:
-            if n in graph.trunk:
-                below |= reach[n]
-            else:
-                hanging[node] = numbers[n]
-        own = 1 << hanging[node] if node in hanging else 0
-        early |= own if isinstance(node, BackwardCFunction) else own & below
-        reach[node] = own | below
-    for node in reversed(hanging):  # in which I comes to them
-        if not early >> hanging[node] & 1:
-            groups[hanging[node]].starts[node] = ()
+    for node, number in numbers.items():
+        group = groups.setdefault(number, _Group())
+        if node in leaves:
+            group.leaves.append(leaves[node])
+    for node in reversed(graph.below):  # in which I comes to them
+        for n in graph.below[node] if node in graph.trunk else ():
+            if n not in graph.trunk and not early >> numbers[n] & 1:
+                groups[numbers[n]].starts[node] = ()
     for edge, gradient in roots:
         if edge.node not in graph.trunk and not early >> numbers[edge.node] & 1:
             groups[numbers[edge.node]].roots.append((edge, gradient))
     return list(reversed(groups.values()))
 
 
-def _numbered(graph: _Graph) -> dict[Node, int]:
-    """Return the number of the group of each node off the trunk: nodes that share an edge or a start are in one.
+def _early(graph: _Graph, numbers: Mapping[Node, int]) -> int:
+    """Return the groups that cannot wait for W, each as a bit."""
+    early = 0
+    reach: dict[Node, int] = {}  # node of the trunk -> the groups that it leads to
+    for node, found in graph.below.items():
+        if node in graph.trunk:
+            own = below = 0
+            for n in found:
+                if n in graph.trunk:
+                    below |= reach[n]
+                else:
+                    own |= 1 << numbers[n]
+            early |= own if isinstance(node, BackwardCFunction) else own & below
+            reach[node] = own | below
+    return early
 
-    Disjoint sets, with path halving (Tarjan and van Leeuwen 1984).
+
+def _numbered(graph: _Graph, joins: Callable[[Node], bool]) -> dict[Node, int]:
+    """Return the number of the group of each node off the trunk, where nodes with an edge between them are in one.
+
+    So are those that `joins` holds of and that hang off one start. Disjoint sets, with path halving (Tarjan and van
+    Leeuwen 1984).
     """
     parent: dict[Node, Node] = {}
 
@@ -197,7 +205,9 @@ def _numbered(graph: _Graph) -> dict[Node, int]:
 
     for node, found in graph.below.items():
         together = [n for n in found if n not in graph.trunk]
-        if node not in graph.trunk:
+        if node in graph.trunk:
+            together = [n for n in together if joins(n)]
+        else:
             parent[node] = node
             together.append(node)
         for n in together[1:]:
@@ -217,13 +227,27 @@ class _SavedValues:
 
     def hooks(self) -> saved_tensors_hooks:
         """Return what forward runs inside of."""
+        return saved_tensors_hooks(_Saved, self._take)
 
-        def take(box: list[Tensor]) -> Tensor:
-            if not box:
-                raise RuntimeError("backward reads a saved value again that it had done with")
-            return box[0] if self.keep else box.pop()
+    def _take(self, saved: _Saved) -> Tensor:
+        value = saved.value
+        if value is None:
+            raise RuntimeError("backward reads a saved value again that it had done with")
+        if value._version != saved.version:  # autograd's own check is not made of values that hooks save
+            raise RuntimeError(f"a tensor of shape {list(value.shape)} that backward needs was modified in place")
+        if not self.keep:
+            saved.value = None
+        return value
 
-        return saved_tensors_hooks(lambda value: [value.detach()], take)
+
+class _Saved:
+    """A value, and the number of changes in place at the time."""
+
+    __slots__ = ("value", "version")
+
+    def __init__(self, value: Tensor) -> None:
+        self.value: Tensor | None = value.detach()
+        self.version = value._version
 
 
 _recording: ContextVar[_SavedValues | None] = ContextVar("recording", default=None)

@@ -1,0 +1,77 @@
+"""Programs whose backwards run in two halves, made of programs whose backwards run whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Order = list[str]
+Place = Callable[[Order], Order]  # an order with B -> the same with I and W
+
+
+def adjacent(order: Order) -> Order:
+    """Each W right after its I."""
+    return [half for word in order for half in ((f"I{word[1:]}", f"W{word[1:]}") if word[0] == "B" else (word,))]
+
+
+def late(order: Order) -> Order:
+    """All W at the end, the last one first."""
+    inputs = [f"I{word[1:]}" if word[0] == "B" else word for word in order]
+    return [*inputs, *(f"W{word[1:]}" for word in reversed(order) if word[0] == "B")]
+
+
+def zero_bubble(order: Order) -> Order:
+    """W one I later than its own, as ZB-H1 has it in the steady state."""
+    made: Order = []
+    waiting: Order = []
+    for word in order:
+        if word[0] == "B":
+            made.append(f"I{word[1:]}")
+            waiting.append(f"W{word[1:]}")
+            if len(waiting) > 1:
+                made.append(waiting.pop(0))
+        else:
+            made.append(word)
+    return made + waiting
+
+
+def drawn(draw: Callable[[int], int]) -> Place:
+    """Each W anywhere after its I. `draw(n)`: a number below n."""
+
+    def place(order: Order) -> Order:
+        made = [f"I{word[1:]}" if word[0] == "B" else word for word in order]
+        for word in order:
+            if word[0] == "B":
+                first = made.index(f"I{word[1:]}") + 1
+                made.insert(first + draw(len(made) - first + 1), f"W{word[1:]}")
+        return made
+
+    return place
+
+
+def some(place: Place, stages: Sequence[int]) -> Place:
+    """Halves in some stages only."""
+
+    def chosen(order: Order) -> Order:
+        marked = [word if word[0] == "F" or int(word[1:].split(".")[0]) in stages else f"#{word}" for word in order]
+        return [word.removeprefix("#") for word in place(marked)]
+
+    return chosen
+
+
+_SCHEDULE = re.compile(r'(?<=^SCHEDULE = """\n)[^"]*?(?=\n""")|(?<=^SCHEDULE = ")[^"\n]*(?=")', re.M)
+
+
+def rewritten(text: str, place: Place) -> str:
+    """Return the text of a role with another order."""
+    found = _SCHEDULE.search(text)
+    assert found is not None
+    return text[: found.start()] + " ".join(place(found[0].split())) + text[found.end() :]
+
+
+def in_halves(folder: Path, place: Place) -> Path:
+    """Rewrite the roles of a saved program, in place."""
+    for file in sorted(folder.glob("role_*.py")):
+        file.write_text(rewritten(file.read_text(encoding="utf-8"), place), encoding="utf-8")
+    return folder
