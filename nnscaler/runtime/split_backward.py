@@ -1,17 +1,11 @@
 """The backward of a micro-batch in two halves: `I`, the gradients of what the stage received, and later `W`, those of
 its parameters (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
 
-Of the autograd graph, the nodes that lead to a received tensor are the *trunk*; what hangs off it leads to parameters
-only. I runs the trunk, each node for its gradients along the trunk alone, and keeps what arrives at the nodes that
-parameters hang off (`starts`). W runs each start once more, for the gradients that leave the trunk, and what hangs off.
-So nothing is computed twice but what a start derives both gradients from, and every collective runs once: one of an
-activation lies on the trunk, one of a parameter off it.
-
-What hangs off falls into groups that share no node. A group can wait for W if none of its starts leads to another one
-along the trunk: autograd started at the upper one would run through the lower one again and count it twice. A group
-that cannot (a parameter that is used again further down), or that hangs off a Function written in Python, which
-computes all of its gradients at once, is run whole in I. Those that can and share a start are one. Where nothing is
-received there is no trunk, and W is the whole backward.
+`nnscaler.halves` says which part of the autograd graph each half runs. I runs the trunk, each node for its gradients
+along the trunk alone, and keeps what arrives at the starts. W runs each start once more, for the gradients that leave
+the trunk, and what hangs off there. So nothing is computed twice but what a start derives both gradients from. Every
+collective runs once: one of an activation lies on the trunk, one of a parameter off it. A Function written in Python
+computes all of its gradients at once. Where nothing is received there is no trunk, and W is the whole backward.
 
 Saved values go as backward reads them, as they do without the split; those of starts, and of what hangs off, stay until
 W. The values of a recomputed region come back in I, and those of its starts stay.
@@ -24,7 +18,7 @@ saved tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,7 +29,10 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
+from nnscaler.halves import Halves, halves_of
+
 Root = tuple[Tensor, Tensor]  # an output and its gradient
+Edge = tuple[GradientEdge, Tensor]
 Received = tuple[Tensor | None, ...]  # by output of a node, the gradient that arrived
 
 
@@ -49,7 +46,7 @@ class _Group:
     """
 
     leaves: list[Tensor] = field(default_factory=list)
-    roots: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+    roots: list[Edge] = field(default_factory=list)
     starts: dict[Node, Received] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -85,16 +82,18 @@ class SplitBackward:
 
     def inputs(self, roots: Sequence[Root], received: Sequence[Tensor]) -> None:
         """Compute the gradients of `received`, from those of the `roots`: I."""
-        leaves = {get_gradient_edge(p).node: p for p in self._parameters if p.requires_grad}
-        trunk_ends = {get_gradient_edge(tensor).node: tensor for tensor in received}
         edges = [(get_gradient_edge(value), gradient) for value, gradient in roots]
-        graph = _Graph([edge.node for edge, _ in edges], trunk_ends)
-        groups = _groups(graph, leaves, edges)
-        now = [tensor for node, tensor in trunk_ends.items() if node in graph.trunk]
-        now += [leaf for group in groups if not group.starts and not group.roots for leaf in group.leaves]
-        self._later = [group for group in groups if group.starts or group.roots]
-        waiting = {edge.node for group in self._later for edge, _ in group.roots}
-        begin = [(edge, gradient) for edge, gradient in edges if edge.node not in waiting]
+        ends = {get_gradient_edge(tensor).node: tensor for tensor in received}
+        below = _below([edge.node for edge, _ in edges])
+        halves = halves_of(below, ends.keys(), lambda node: isinstance(node, BackwardCFunction))
+        groups = _waiting(below, halves, edges)
+        now = [tensor for node, tensor in ends.items() if node in halves.trunk]
+        for parameter in self._parameters:
+            number = halves.groups.get(get_gradient_edge(parameter).node)
+            if number is not None:  # it was read
+                (now if number in halves.early else groups[number].leaves).append(parameter)
+        self._later = list(groups.values())
+        begin = [(edge, gradient) for edge, gradient in edges if not halves.waits(edge.node)]
         if not begin or not now:
             return
         with ExitStack() as hooks:
@@ -123,100 +122,41 @@ class SplitBackward:
         self._saved.keep = False
 
 
-class _Graph:
-    """The part of autograd's graph below some nodes.
-
-    nodes  all, each after those that it leads to
-    trunk  those that lead to one of the `ends`
-    """
-
-    def __init__(self, roots: Sequence[Node], ends: Mapping[Node, Tensor]) -> None:
-        self.below: dict[Node, tuple[Node, ...]] = {}  # in the order of `nodes`
-        open_nodes: dict[Node, tuple[Node, ...]] = {}
-        path = list(reversed(roots))
-        while path:
-            node = path[-1]
-            if node in self.below:
-                path.pop()
-            elif node in open_nodes:
-                self.below[node] = open_nodes.pop(node)
-                path.pop()
-            else:
-                found = tuple(dict.fromkeys(n for n, _ in node.next_functions if n is not None))
-                open_nodes[node] = found
-                path += [n for n in reversed(found) if n not in self.below]
-        self.trunk: set[Node] = set()
-        for node, found in self.below.items():
-            if node in ends or any(n in self.trunk for n in found):
-                self.trunk.add(node)
-
-
-def _groups(graph: _Graph, leaves: Mapping[Node, Tensor], roots: Sequence[tuple[GradientEdge, Tensor]]) -> list[_Group]:
-    """Return what hangs off the trunk; groups that cannot wait have neither roots nor starts."""
-    numbers = _numbered(graph, lambda _: False)
-    apart = _early(graph, numbers)  # or a shared bias would hold back the weights beside it
-    numbers = _numbered(graph, lambda node: not apart >> numbers[node] & 1)
-    early = _early(graph, numbers)
-    groups: dict[int, _Group] = {}
-    for node, number in numbers.items():
-        group = groups.setdefault(number, _Group())
-        if node in leaves:
-            group.leaves.append(leaves[node])
-    for node in reversed(graph.below):  # in which I comes to them
-        for n in graph.below[node] if node in graph.trunk else ():
-            if n not in graph.trunk and not early >> numbers[n] & 1:
-                groups[numbers[n]].starts[node] = ()
-    for edge, gradient in roots:
-        if edge.node not in graph.trunk and not early >> numbers[edge.node] & 1:
-            groups[numbers[edge.node]].roots.append((edge, gradient))
-    return list(reversed(groups.values()))
-
-
-def _early(graph: _Graph, numbers: Mapping[Node, int]) -> int:
-    """Return the groups that cannot wait for W, each as a bit."""
-    early = 0
-    reach: dict[Node, int] = {}  # node of the trunk -> the groups that it leads to
-    for node, found in graph.below.items():
-        if node in graph.trunk:
-            own = below = 0
-            for n in found:
-                if n in graph.trunk:
-                    below |= reach[n]
-                else:
-                    own |= 1 << numbers[n]
-            early |= own if isinstance(node, BackwardCFunction) else own & below
-            reach[node] = own | below
-    return early
-
-
-def _numbered(graph: _Graph, joins: Callable[[Node], bool]) -> dict[Node, int]:
-    """Return the number of the group of each node off the trunk, where nodes with an edge between them are in one.
-
-    So are those that `joins` holds of and that hang off one start. Disjoint sets, with path halving (Tarjan and van
-    Leeuwen 1984).
-    """
-    parent: dict[Node, Node] = {}
-
-    def top(node: Node) -> Node:
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    for node, found in graph.below.items():
-        together = [n for n in found if n not in graph.trunk]
-        if node in graph.trunk:
-            together = [n for n in together if joins(n)]
+def _below(roots: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
+    """Return the graph below some nodes: each after all those that it leads to."""
+    below: dict[Node, tuple[Node, ...]] = {}
+    entered: dict[Node, tuple[Node, ...]] = {}
+    path = list(reversed(roots))
+    while path:
+        node = path[-1]
+        if node in below:
+            path.pop()
+        elif node in entered:
+            below[node] = entered.pop(node)
+            path.pop()
         else:
-            parent[node] = node
-            together.append(node)
-        for n in together[1:]:
-            parent[top(n)] = top(together[0])
-    numbers: dict[Node, int] = {}
-    return {node: numbers.setdefault(top(node), len(numbers)) for node in parent}
+            found = tuple(dict.fromkeys(n for n, _ in node.next_functions if n is not None))
+            entered[node] = found
+            path += [n for n in reversed(found) if n not in below]
+    return below
+
+
+def _waiting(below: dict[Node, tuple[Node, ...]], halves: Halves[Node], edges: Sequence[Edge]) -> dict[int, _Group]:
+    """Return the groups that wait for W, without their leaves, by number, in the order in which I comes to them."""
+    groups: dict[int, _Group] = {}
+    for edge, gradient in edges:
+        if halves.waits(edge.node):
+            groups.setdefault(halves.groups[edge.node], _Group()).roots.append((edge, gradient))
+    for node in reversed(below):
+        for n in below[node] if node in halves.trunk else ():
+            if halves.waits(n):
+                groups.setdefault(halves.groups[n], _Group()).starts[node] = ()
+    return groups
 
 
 # Values that forward saves for backward.
+
+_GONE = "backward reads a saved value again that it had done with"
 
 
 class _SavedValues:
@@ -232,7 +172,7 @@ class _SavedValues:
     def _take(self, saved: _Saved) -> Tensor:
         value = saved.value
         if value is None:
-            raise RuntimeError("backward reads a saved value again that it had done with")
+            raise RuntimeError(_GONE)
         if value._version != saved.version:  # autograd's own check is not made of values that hooks save
             raise RuntimeError(f"a tensor of shape {list(value.shape)} that backward needs was modified in place")
         if not self.keep:
@@ -277,7 +217,8 @@ class _Region:
     """
 
     def __init__(self, function: Callable[..., Any], tensors: Sequence[Any], saved: _SavedValues) -> None:
-        self._function, self._tensors, self._saved = function, tensors, saved
+        self._function: Callable[..., Any] | None = function  # until it is computed again
+        self._tensors, self._saved = tensors, saved
         self._packed: list[tuple[torch.Size, torch.dtype]] = []
         self._values: dict[int, Tensor] = {}
         kinds = sorted({t.device.type for t in tensors if isinstance(t, Tensor)} | {"cpu"})
@@ -307,6 +248,9 @@ class _Region:
         def refuse(_: None) -> Tensor:
             raise RuntimeError("a recomputed region runs backward itself")
 
+        function, self._function = self._function, None
+        if function is None:
+            raise RuntimeError(_GONE)
         own = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in self._tensors]
         token = _recording.set(self._saved)
         try:
@@ -315,11 +259,11 @@ class _Region:
                 for kind, dtype, enabled in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 stack.enter_context(saved_tensors_hooks(collect, refuse))
-                self._function(*own)
+                function(*own)
         except _Stop:
             pass
         finally:
             _recording.reset(token)
         if [(value.shape, value.dtype) for value in values] != self._packed:
             raise RuntimeError("a recomputed region computes other tensors than in forward")
-        self._values = dict(enumerate(values))
+        self._values, self._tensors = dict(enumerate(values)), ()
