@@ -60,14 +60,14 @@ def some(place: Place, stages: Sequence[int]) -> Place:
     return chosen
 
 
-_SCHEDULE = re.compile(r'(?<=^SCHEDULE = """\n)[^"]*?(?=\n""")|(?<=^SCHEDULE = ")[^"\n]*(?=")', re.M)
+_SCHEDULE = re.compile(r'^SCHEDULE = (?:"""\n|"(?!""))([^"]+?)(?=\n?")', re.M)
 
 
 def rewritten(text: str, place: Place) -> str:
     """Return the text of a role with another order."""
     found = _SCHEDULE.search(text)
-    assert found is not None
-    return text[: found.start()] + " ".join(place(found[0].split())) + text[found.end() :]
+    assert found is not None, "the role has no order"
+    return text[: found.start(1)] + " ".join(place(found[1].split())) + text[found.end(1) :]
 
 
 def in_halves(folder: Path, place: Place) -> Path:
