@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
+import pytest
+
+from nnscaler.scheduling import registry
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind, parse_order
+
+NAME = "halves"  # of the schedule that `registered` adds
 Order = list[str]
 Place = Callable[[Order], Order]  # an order with B -> the same with I and W
 
@@ -60,6 +68,16 @@ def some(place: Place, stages: Sequence[int]) -> Place:
     return chosen
 
 
+def odd(place: Place) -> Place:
+    """Halves in every other micro-batch only."""
+
+    def chosen(order: Order) -> Order:
+        marked = [word if word[0] == "F" or int(word.split(".")[1]) % 2 else f"#{word}" for word in order]
+        return [word.removeprefix("#") for word in place(marked)]
+
+    return chosen
+
+
 _SCHEDULE = re.compile(r'^SCHEDULE = (?:"""\n|"(?!""))([^"]+?)(?=\n?")', re.M)
 
 
@@ -75,3 +93,21 @@ def in_halves(folder: Path, place: Place) -> Path:
     for file in sorted(folder.glob("role_*.py")):
         file.write_text(rewritten(file.read_text(encoding="utf-8"), place), encoding="utf-8")
     return folder
+
+
+def schedule_in_halves(schedule: Schedule, place: Place) -> Schedule:
+    """Return the schedule with the orders that `place` makes of its own."""
+    orders = tuple(parse_order(" ".join(place([str(i) for i in order]))) for order in schedule.orders)
+    return replace(schedule, name=NAME, orders=orders)
+
+
+def registered(monkeypatch: pytest.MonkeyPatch, place: Place, kind: str = "1f1b") -> str:
+    """Add a schedule to those that have a name, for one test; return its name."""
+    whole = registry.SCHEDULES[kind]
+
+    def orders(devices: int, chunks: int, micro_batches: int) -> Schedule:
+        return schedule_in_halves(whole(devices, chunks, micro_batches), place)
+
+    made = ScheduleKind(NAME, "in halves", orders, whole.chunks, whole.in_flight, whole.repeats)
+    monkeypatch.setattr(registry, "SCHEDULES", MappingProxyType({**registry.SCHEDULES, NAME: made}))
+    return NAME
