@@ -10,13 +10,13 @@ reduce_scatter or an all_to_all, one message. `wire_bytes` is what a rank then s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.profile_at_rest import rest_calls
 from nnscaler.communication.profile_calls import CallClass, Ranks, calls_of_stage, ranks_text
 from nnscaler.manifest import CommunicationClass, CommunicationProfile, CommunicationTotal, When
-from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.schedule import BACKWARD, Schedule
 
 VERSION = 1
 _RING = {"all_reduce": 2.0}  # all other collectives: once
@@ -106,8 +106,9 @@ class StepCommunication:
 def step_communication(communicated: CommunicatedGraph, schedule: Schedule) -> StepCommunication:
     """Return the classes of calls of one training step of the program."""
     counts: dict[CallClass, int] = {}
-    for call, times in _all_calls(communicated):
-        counts[call] = counts.get(call, 0) + times
+    for found, times in _all_calls(communicated):
+        for call, share in _by_pass(found, times, schedule):
+            counts[call] = counts.get(call, 0) + share
     return StepCommunication(tuple(CollectiveClass(c, n, _when(c, schedule)) for c, n in counts.items()))
 
 
@@ -117,9 +118,22 @@ def _all_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int
     yield from rest_calls(communicated)
 
 
+def _by_pass(call: CallClass, times: int, schedule: Schedule) -> Iterator[tuple[CallClass, int]]:
+    """Yield a call with the instructions that make it: what is made after a backward belongs to B, or else to W."""
+    if call.phase not in ("B", "I", "W"):
+        yield call, times
+        return
+    own = [step for step in schedule.orders[schedule.devices[call.stage]] if step.stage == call.stage]
+    half = "I" if call.phase == "I" else "W"
+    for phase in ("B", half):
+        passes = sum(step.kind == phase for step in own)
+        if passes:
+            yield replace(call, phase=phase), times * passes // schedule.micro_batches
+
+
 def _when(call: CallClass, schedule: Schedule) -> When:
     order = schedule.orders[schedule.devices[call.stage]]
-    if call.phase in ("F", "B"):
+    if call.phase in ("F", *BACKWARD):
         positions = [i for i, step in enumerate(order) if step.kind == call.phase and step.stage == call.stage]
         each = ", each micro-batch" if schedule.micro_batches > 1 else ""
         return When(f"{call.phase} of stage {call.stage}{each}", positions[0], positions[-1], len(order))

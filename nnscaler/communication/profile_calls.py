@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
+from nnscaler.communication.backward_halves import differentiated, statement_halves
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
@@ -17,10 +18,7 @@ from nnscaler.communication.communicated_graph import (
     Message,
     StageProgram,
     Statement,
-    Version,
-    reads,
     repeated_in_backward,
-    writes,
 )
 from nnscaler.communication.regions import Message as Block
 from nnscaler.communication.regions import transfer, without_axis
@@ -88,7 +86,7 @@ class CallClass:
 
     kind        of the collective, or "send/recv"
     direction   forward, backward, recompute, parameter, gradient or loss
-    phase       the instruction that makes it (F, B), or prepare, gather, gradient, loss
+    phase       the instruction that makes it (F, B, I, W), or prepare, gather, gradient, loss
     stage       that calls
     axis        of the mesh
     dtype       of the tensor
@@ -115,7 +113,10 @@ class CallClass:
 
 
 def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[tuple[CallClass, int]]:
-    """Classes and how often one rank makes the call; a class may come more than once."""
+    """Classes and how often one rank makes the call; a class may come more than once.
+
+    The phase of a call in backward is the half of it, I or W.
+    """
     graph, micro_batches = communicated.partitioned.graph, program.stage.micro_batches
     causes = _causes(program.prepare)
     for i, statement in enumerate(program.prepare):
@@ -123,35 +124,22 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
             yield from _conversion(graph, program, statement, "forward", "prepare", causes[i], 1)
     live = differentiated(graph, program)
     again = repeated_in_backward(graph, program.forward)
+    halves = statement_halves(graph, program)
     causes = _causes(program.forward)
     for i, statement in enumerate(program.forward):
         if isinstance(statement, Convert):
             cause = causes[i]
             yield from _conversion(graph, program, statement, "forward", "F", cause, micro_batches)
             if statement.target.variable in live:
-                yield from _conversion(graph, program, statement, "backward", "B", cause, micro_batches)
+                half = "W" if halves[i].gradients else "I"
+                yield from _conversion(graph, program, statement, "backward", half, cause, micro_batches)
             if i in again:
-                yield from _conversion(graph, program, statement, "recompute", "B", cause, micro_batches)
+                half = "W" if halves[i].again else "I"
+                yield from _conversion(graph, program, statement, "recompute", half, cause, micro_batches)
     for message in program.sends:
         yield from _message(communicated, message, micro_batches)
     if program.loss is not None:
         yield from _loss(graph, program)
-
-
-def differentiated(graph: Graph, program: StageProgram) -> frozenset[str]:
-    """Variables of `forward` that get a gradient: those from which the loss or a message is reached through
-    operations that record one."""
-    live = {m.source.variable for m in program.sends if m.needs_grad}
-    if program.loss is not None:
-        live.add(program.loss.variable)
-
-    def recorded(version: Version | None) -> bool:
-        return version is not None and version.variable in live and graph.tensors[version.tensor].needs_grad
-
-    for statement in reversed(program.forward):
-        if any(map(recorded, writes(statement))):
-            live.update(v.variable for v in reads(statement) if graph.tensors[v.tensor].needs_grad)
-    return frozenset(live)
 
 
 def _conversion(
@@ -244,7 +232,7 @@ def _message(communicated: CommunicatedGraph, message: Message, times: int) -> I
         backward = _by_size(transfer(shape, target.mesh, here, source.mesh, there), tensor.dtype)
     ways = [("forward", "F", source.index, target.index, forward)]
     if message.needs_grad:
-        ways.append(("backward", "B", target.index, source.index, backward))
+        ways.append(("backward", "I", target.index, source.index, backward))
     for direction, phase, sender, receiver, found in ways:
         for size, pairs in found.items():
             far = tuple(pair for pair in pairs if pair[0] != pair[1])  # a rank keeps what it sends to itself

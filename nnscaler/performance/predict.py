@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
+from nnscaler.communication.backward_halves import statement_halves
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
@@ -89,6 +90,7 @@ class Prediction:
     seconds    of the whole step
     forward    per stage, of one micro-batch
     backward   per stage, of one micro-batch
+    weights    per stage, of one micro-batch: the part of `backward` that its second half, W, takes
     once       per stage, gathers of parameters and sums of gradients at the rate of full buckets, and work that all
                micro-batches share
     beside     per stage, time that the planner's tables leave out: the buckets' own latency, sums of the loss, and
@@ -99,6 +101,7 @@ class Prediction:
     seconds: float
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    weights: tuple[float, ...]
     once: tuple[float, ...]
     beside: tuple[float, ...]
     timeline: Timeline
@@ -110,9 +113,9 @@ def predict(
     """Predict one step of a program. A message takes its time where it is received: senders do not wait."""
     graph = communicated.partitioned.graph
     found = [_stage(graph, program, signatures, cost) for program in communicated.stages]
-    forward, backward, once, beside = (tuple(values) for values in zip(*found, strict=True))
+    forward, backward, weights, once, beside = (tuple(values) for values in zip(*found, strict=True))
     edges, overheads = communicated.edges, cost.overheads
-    costs = PassCosts(forward, backward, [seconds / 2 for seconds in backward])
+    costs = PassCosts(forward, backward, weights)
     if overheads.crowding:
         ranks = {p.stage.device: len(p.stage.mesh.ranks) for p in communicated.stages}
         counts = [ranks[device] for device in range(len(order.orders))]
@@ -121,7 +124,7 @@ def predict(
     else:
         timeline, all_ranks = simulate(order, edges, costs), 1.0
     last = max(a + b for a, b in zip(once, beside, strict=True))
-    return Prediction(timeline.makespan + last * all_ranks, forward, backward, once, beside, timeline)
+    return Prediction(timeline.makespan + last * all_ranks, forward, backward, weights, once, beside, timeline)
 
 
 def place_of(stage: Stage, axis: str) -> AxisPlace:
@@ -134,26 +137,28 @@ def place_of(stage: Stage, axis: str) -> AxisPlace:
 
 def _stage(
     graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], cost: CostModel
-) -> tuple[float, float, float, float]:
+) -> tuple[float, float, float, float, float]:
     stage = program.stage
     forward = backward = 0.0
     again = repeated_in_backward(graph, program.forward)
+    weights = divided = _moved(graph, program, cost, {"B"})
+    halves = statement_halves(graph, program)
     for i, statement in enumerate(program.forward):
         if isinstance(statement, Compute):
             ahead, behind = _compute(graph, stage, statement, signatures, cost)
-            forward += ahead
-            repeated = statement.placement.recompute is not None
-            backward += behind + (ahead + cost.overheads.again if repeated else 0.0)
+            repeated = ahead + cost.overheads.again if statement.placement.recompute is not None else 0.0
         else:
             ahead, behind = _convert(graph, stage, statement, cost)
-            forward += ahead
-            backward += behind + (ahead if i in again else 0.0)
-    backward += _moved(graph, program, cost, {"B"})
+            repeated = ahead if i in again else 0.0
+        forward += ahead
+        backward += behind + repeated
+        weights += halves[i].gradients * behind + halves[i].again * repeated
+    backward += divided
     for message in program.receives:
         forward += _sent(graph, stage, message, cost)
     for message in program.sends:
         backward += _sent(graph, stage, message, cost) if message.needs_grad else 0.0
-    return forward, backward, _once(graph, program, signatures, cost), _beside(graph, program, cost)
+    return forward, backward, weights, _once(graph, program, signatures, cost), _beside(graph, program, cost)
 
 
 def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> float:

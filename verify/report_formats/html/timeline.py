@@ -1,8 +1,8 @@
-"""The schedule, rank by time: a lane per role, a bar per forward and backward pass of a micro-batch."""
+"""The schedule, rank by time: a lane per role, a bar per pass of a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nnscaler.manifest import Bar, TimelineRows
@@ -12,6 +12,9 @@ HUES = (212, 28, 145, 340, 265, 180, 50, 0)
 LEGEND = 24  # stages that are named; beyond, each bar says its own
 COLUMN, WIDEST = 900, 2400  # pixels: what a desktop shows without scrolling, and beyond which bars get narrower
 _PIXELS = 11  # of the narrowest bar
+_COLORS = {"F": "65% 70%", "B": "55% 40%", "I": "65% 28%", "W": "28% 82%"}  # saturation and lightness, by kind
+_OTHER = "20% 50%"
+_LIGHT = ("F", "W")  # with dark numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,10 @@ def timeline_panel(timeline: TimelineRows | None) -> str:
     body = "".join(_lane(lane, end, hues, height, max(width, 300)) for lane in lanes) + _times(end, timeline.unit)
     inside = f'<div style="min-width:{width + 90}px;--names:{names:.1f}em">{body}</div>'
     busy = sum(bar.end - bar.start for lane in lanes for bar in lane.bars) / (end * len(lanes))
-    remark = f"Forward passes are light, backward passes dark; the number is the micro-batch. Idle: {1 - busy:.0%}."
-    return panel("Schedule", f'{_legend(hues)}<div class="scroll">{inside}</div>', remark)
+    drawn = {bar.kind for lane in lanes for bar in lane.bars}
+    kinds = [kind for kind in _COLORS if kind in drawn] if "W" in drawn else ["F", "B"]
+    remark = f"{_remark(kinds)}; the number is the micro-batch. Idle: {1 - busy:.0%}."
+    return panel("Schedule", f'{_legend(hues, kinds)}<div class="scroll">{inside}</div>', remark)
 
 
 def hue(index: int) -> int:
@@ -68,7 +73,7 @@ def _lane(lane: Lane, end: float, hues: Mapping[int, int], height: int, width: i
         drawn.append(f'<rect {box} fill="{color}"><title>{escape(title)}</title></rect>')
         if height >= 14 and share * width >= 6 * len(str(bar.micro)) + 1:
             middle = percent((bar.start + bar.end) / 2 / end)
-            style = "f" if bar.kind == "F" else "b"
+            style = "f" if bar.kind in _LIGHT else "b"
             text = f'<text class="{style}" x="{middle}" y="{height / 2 + 4:g}" text-anchor="middle">'
             drawn.append(f"{text}{escape(bar.micro)}</text>")
     who = f'<div class="who">{escape(lane.name)}</div>'
@@ -76,9 +81,15 @@ def _lane(lane: Lane, end: float, hues: Mapping[int, int], height: int, width: i
 
 
 def _color(hue: int, kind: str) -> str:
-    if kind == "F":
-        return f"hsl({hue} 65% 70%)"
-    return f"hsl({hue} 55% 40%)" if kind == "B" else f"hsl({hue} 20% 50%)"
+    return f"hsl({hue} {_COLORS.get(kind, _OTHER)})"
+
+
+def _remark(kinds: Sequence[str]) -> str:
+    """Say what the colours mean."""
+    if "W" not in kinds:
+        return "Forward passes are light, backward passes dark"
+    whole = ", backward passes dark" if "B" in kinds else ""
+    return f"Forward passes are light{whole}; of a backward in two halves, I is darkest and W pale"
 
 
 def _times(end: float, unit: str) -> str:
@@ -103,12 +114,15 @@ def _ticks(end: float) -> list[float]:
     return [step * index for index in range(int(end / step * 0.97) + 1)]
 
 
-def _legend(hues: Mapping[int, int]) -> str:
+def _legend(hues: Mapping[int, int], kinds: Sequence[str]) -> str:
     if len(hues) > LEGEND:
         return f'<p class="legend">{len(hues)} stages, each with a colour of its own</p>'
     items = (
-        f'<span><i style="background:{_color(found, "F")}"></i><i style="background:{_color(found, "B")}"></i>'
-        f"stage {escape(stage)}</span>"
+        f"<span>{''.join(_swatch(found, kind) for kind in kinds)}stage {escape(stage)}</span>"
         for stage, found in hues.items()
     )
     return f'<div class="legend">{"".join(items)}</div>'
+
+
+def _swatch(hue: int, kind: str) -> str:
+    return f'<i style="background:{_color(hue, kind)}"></i>'
