@@ -17,10 +17,8 @@ from nnscaler.communication.communicated_graph import (
     Message,
     StageProgram,
     Statement,
-    Version,
-    reads,
+    differentiated,
     repeated_in_backward,
-    writes,
 )
 from nnscaler.communication.regions import Message as Block
 from nnscaler.communication.regions import transfer, without_axis
@@ -122,7 +120,7 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
         if isinstance(statement, Convert):
             yield from _conversion(graph, program, statement, "forward", "prepare", causes[i], 1)
     live = differentiated(graph, program)
-    again = repeated_in_backward(graph, program.forward)
+    again = repeated_in_backward(graph, program.forward) if program.gradient else frozenset()
     causes = _causes(program.forward)
     for i, statement in enumerate(program.forward):
         if isinstance(statement, Convert):
@@ -136,22 +134,6 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
         yield from _message(communicated, message, micro_batches)
     if program.loss is not None:
         yield from _loss(graph, program)
-
-
-def differentiated(graph: Graph, program: StageProgram) -> frozenset[str]:
-    """Variables of `forward` that get a gradient: those from which the loss or a message is reached through
-    operations that record one."""
-    live = {m.source.variable for m in program.sends if m.needs_grad}
-    if program.loss is not None:
-        live.add(program.loss.variable)
-
-    def recorded(version: Version | None) -> bool:
-        return version is not None and version.variable in live and graph.tensors[version.tensor].needs_grad
-
-    for statement in reversed(program.forward):
-        if any(map(recorded, writes(statement))):
-            live.update(v.variable for v in reads(statement) if graph.tensors[v.tensor].needs_grad)
-    return frozenset(live)
 
 
 def _conversion(

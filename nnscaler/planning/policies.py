@@ -16,10 +16,11 @@ from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
+from nnscaler.planning.recycling import partition_runs, runs_of
 from nnscaler.scheduling.registry import DEFAULT, get_schedule
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
-from nnscaler.transform.partition_stages import partition_stages
+from nnscaler.transform.partition_stages import StagePartition, partition_stages
 from nnscaler.transform.plan import DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 
@@ -105,11 +106,14 @@ def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> Step:
 def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, chunks: int) -> tuple[Step, ...]:
     """Return assign steps for `devices * chunks` stages; chunks of an interleaved pipeline may be cut inside a layer.
 
+    Where a model runs its layers `chunks` times and differentiates the last run alone, each run is a chunk.
     Raises NnscalerError("plan_illegal") when there are fewer layers than devices.
     """
     stages = devices * chunks
     if stages == 1:
         return ()
+    if chunks == len(runs_of(graph)) > 1:
+        return _assigned(graph, partition_runs(graph, signatures, devices))
 
     def cost(op: Operation) -> float:
         written = sum(graph.tensors[n].elements for n in op.outputs if n is not None)
@@ -118,7 +122,11 @@ def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, ch
     random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
     if chunks > 1:
         partition_stages(graph, devices, cost, random=random)  # refuses more devices than layers
-    found = partition_stages(graph, stages, cost, finer=chunks > 1, random=random)
+    return _assigned(graph, partition_stages(graph, stages, cost, finer=chunks > 1, random=random))
+
+
+def _assigned(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
+    """Return a partition as steps, operations of the same stages together."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for op in graph.operations:
         groups.setdefault(tuple(found.stage_of[op.name]), []).append(op.name)
@@ -219,7 +227,10 @@ def make_plan(
     """
     dp, tp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(TP, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if schedule else DEFAULT
-    chunks = chunks or (kind.chunks if pp > 1 else 1)
+    if chunks is None:
+        chunks = kind.chunks if pp > 1 else 1
+        runs = len(runs_of(graph)) if chunks > 1 else 1
+        chunks = runs if runs > 1 else chunks
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1

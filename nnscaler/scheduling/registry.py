@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.gpipe import GPIPE
 from nnscaler.scheduling.interleaved import INTERLEAVED
+from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.transform.plan import Plan
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
-    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED)}
+    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, N_F_ONE_B)}
 )
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 
@@ -29,10 +30,23 @@ def get_schedule(name: str) -> ScheduleKind:
     raise NnscalerError("unknown_schedule", f"no schedule {name!r}", help=f"{guess}known: {', '.join(SCHEDULES)}")
 
 
-def schedule_of(plan: Plan, trains: bool) -> Schedule:
-    """Return the orders that a plan asks for. `trains`: the model has a loss; else there are no backward passes."""
+def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
+    """Return the orders that a plan asks for. `untrained`: the stages that no gradient reaches; all of a model without
+    a loss.
+
+    Raises NnscalerError("bad_schedule") for an order that leaves out the backward passes of another stage.
+    """
     found = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
-    return found if trains else found.forward_only()
+    missing = sorted(found.untrained.difference(untrained))
+    if missing:
+        listed = ", ".join(map(str, missing))
+        raise NnscalerError(
+            "bad_schedule",
+            f"schedule {found.name} runs no backward on the stages {listed}, and gradients reach them",
+            help=f"{found.name} is for models that run their layers several times, the last time alone with a "
+            "gradient (the others under torch.no_grad); use schedule interleaved for others",
+        )
+    return found.without_backward(untrained)
 
 
 def check_schedule(name: str | None, searched: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.manifest import Bar, TimelineRow, TimelineRows
 from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
-from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.schedule import BACKWARD, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,13 @@ def peak_of_stage(schedule: Schedule, stage: int) -> int:
 
 def _peak(order: Sequence[Instruction]) -> int:
     live = most = 0
+    trained = {i.stage for i in order if i.kind in BACKWARD}  # other stages keep nothing
     for instruction in order:
         # what W needs is there until W
-        live += 1 if instruction.kind == "F" else -1 if instruction.kind in ("B", "W") else 0
+        if instruction.kind == "F":
+            live += instruction.stage in trained
+        elif instruction.kind in ("B", "W"):
+            live -= 1
         most = max(most, live)
     return most
 

@@ -112,6 +112,7 @@ class RankExecutor:
         self._observe, self._running = observe, ("", -1)
         classes = stages_of(self.module, rank)
         self.schedule = parse_schedule(self.module.SCHEDULE, classes)
+        self._trained = {i.stage for i in self.schedule if i.kind != "F"}  # the stages that run backward
         given = {} if share is None else share.held
         builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given)
         with precision_of_run(self.precision):
@@ -282,8 +283,7 @@ class RankExecutor:
             return stage.prepare(**pieces)
 
     def _update(self, stage: Stage, outputs: Mapping[str, Any]) -> None:
-        """New values of buffers. They come into force after the last instruction: what is computed again in backward
-        reads the old ones."""
+        """Store new values of buffers, after the last instruction: what is computed again reads the old ones."""
         for key, attribute in stage.updates.items():
             if key in outputs:
                 setattr(stage, attribute, outputs[key].detach())
@@ -291,27 +291,26 @@ class RankExecutor:
     def _forward(
         self, stage: Stage, instruction: Instruction, prepared: Mapping[str, Any], batch: Batch, *, keep: bool
     ) -> Tensor | None:
-        """Run the micro-batch, send the tensors that other stages read, and return the local loss if this stage has
-        one.
+        """Run the micro-batch, send what other stages read, and return the local loss if this stage has one.
 
         `keep`: what backward needs, and new values of buffers.
         """
-        micro = instruction.micro
+        micro, trained = instruction.micro, stage.index in self._trained
         with self._working(str(instruction), stage):
             self._running = ("forward", micro)
             arguments = {name: self._piece(stage, source, batch) for name, source in stage.inputs.items()}
             received: dict[str, Tensor] = {}
             for name, receive in stage.receives.items():
                 with self.communicator.at(place_of(stage)):
-                    dtype = dtype_named(receive.dtype, self.precision)
-                    value = self._mail.receive_value(stage, receive, dtype, micro)
+                    value = self._mail.receive_value(stage, receive, dtype_named(receive.dtype, self.precision), micro)
                 received[name] = value.requires_grad_(receive.needs_grad)
             arguments.update(received)
             if self._observe is not None:
                 for name, value in arguments.items():
                     stage._observe(name, value)
             shared = {name: value for name, value in prepared.items() if name not in stage.updates}
-            outputs = stage.forward(**arguments, **shared)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+                outputs = stage.forward(**arguments, **shared)
             check_outputs(stage, {**prepared, **outputs})
             outputs = self._results.collect(stage, outputs)
             for send in stage.sends:
@@ -319,11 +318,12 @@ class RankExecutor:
                     self._mail.send_value(stage, send, outputs[send.key], micro)
             if keep:
                 self._updated[stage.index] = {key: outputs[key] for key in stage.updates if key in outputs}
+            if keep and trained:
                 self._in_flight[stage.index, micro] = InFlight(outputs, received)
             return outputs["loss"].detach() if stage.loss is not None else None
 
     def _backward(self, stage: Stage, instruction: Instruction) -> None:
-        """Receive the gradients of sent tensors, run backward, and return the gradients of received tensors."""
+        """Receive the gradients of sent tensors, run backward, and send those of received tensors back."""
         micro = instruction.micro
         with self._working(str(instruction), stage):
             self._running = ("backward", micro)

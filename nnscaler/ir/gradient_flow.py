@@ -1,0 +1,21 @@
+"""Where gradients flow in straight-line code: one rule, for what the compiler writes and for a text that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+Line = tuple[Collection[str], Collection[str]]  # names that it makes, names that it reads
+
+
+def differentiated(lines: Sequence[Line], roots: Iterable[str]) -> frozenset[str]:
+    """Return the names that get a gradient: the roots, and those from which a root is reached.
+
+    lines   in the order in which they run; only those that record gradients, and of their names only those of tensors
+            that need one
+    roots   names at which gradients start: the loss, and what is sent to a reader that has a gradient for it
+    """
+    live = set(roots)
+    for made, read in reversed(lines):
+        if not live.isdisjoint(made):
+            live.update(read)
+    return frozenset(live)
