@@ -6,7 +6,7 @@ device, and what a run hands to the next one goes from the last device to the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -41,17 +41,20 @@ def runs_of(graph: Graph) -> tuple[tuple[Layer, ...], ...]:
 def partition_runs(graph: Graph, signatures: Mapping[str, Signature], devices: int) -> StagePartition:
     """Split the operations of a model with recycling into stages, a part of the layers on each device.
 
-    The device with most work, over all runs, has as little as possible: three times the forward where there is a
-    backward. What comes before a run starts it; what the first run and the last one both need, and only the last one
-    differentiates, is computed by both: so no gradient goes back to the first run.
+    The device with most work in layers, over all runs, has as little as possible: three times the forward where there
+    is a backward. Between two layers, and between two runs, the cut lies where the fewest elements cross it; but what
+    has parameters, or records a gradient, goes with the run after it. What the first run and the last one both need,
+    and only the last one differentiates, is computed by both: so no gradient goes back to the first run.
     Raises NnscalerError("plan_illegal") where there are fewer layers than devices.
     """
 
     def cost(op: Operation) -> float:
         written = sum(graph.tensors[n].elements for n in op.outputs if n is not None)
-        return (3.0 if records(graph, op) else 1.0) * signatures[op.name].flops + written
+        return inside[op.name] * ((3.0 if records(graph, op) else 1.0) * signatures[op.name].flops + written)
 
     runs = runs_of(graph)
+    inside = dict.fromkeys((op.name for op in graph.operations), False)
+    inside.update((name, True) for run in runs for layer in run for name in layer.operations)
     random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
     each, stages = len(runs[0]), devices * len(runs)
     if each < devices:
@@ -60,17 +63,21 @@ def partition_runs(graph: Graph, signatures: Mapping[str, Signature], devices: i
     cuts = balanced_cuts(work, range(1, each), range(1, each), [0] * (each - 1), devices)
     assert cuts is not None, (each, devices)
     counts = tuple(end - start for start, end in pairwise((0, *cuts, each)))
-    at = {name: (run + 1) * devices for run, names in enumerate(_between(graph, runs)) for name in names}
+    at = {name: run * devices for run, name in _starts(graph, runs)}
     found = partition_stages(graph, stages, cost, random=random, rules=StageRules(counts * len(runs), at))
     again = _shared_start(graph, found, stages - devices)
     return replace(found, stage_of=MappingProxyType({**found.stage_of, **again}))
 
 
-def _between(graph: Graph, runs: tuple[tuple[Layer, ...], ...]) -> list[list[str]]:
-    """Return, for each two runs, the operations between the last layer of the one and the first of the other."""
+def _starts(graph: Graph, runs: Sequence[Sequence[Layer]]) -> Iterator[tuple[int, str]]:
+    """Yield, for each run but the first, an operation with which it starts at the latest: of those after the layers of
+    the run before, the first that has parameters or records a gradient."""
     index = {op.name: i for i, op in enumerate(graph.operations)}
-    spans = ((index[a[-1].operations[-1]] + 1, index[b[0].operations[0]]) for a, b in pairwise(runs))
-    return [[op.name for op in graph.operations[start:end]] for start, end in spans]
+    for run, (before, after) in enumerate(pairwise(runs), 1):
+        for op in graph.operations[index[before[-1].operations[-1]] + 1 : index[after[0].operations[0]] + 1]:
+            if records(graph, op) or any(graph.tensors[name].role == "parameter" for name in op.inputs):
+                yield run, op.name
+                break
 
 
 def _shared_start(graph: Graph, found: StagePartition, last: int) -> dict[str, tuple[int, ...]]:

@@ -67,7 +67,8 @@ def test_complete_and_acyclic_with_any_forward_edges(
 ) -> None:
     schedule = build(name, devices, chunks, micro_batches)
     stages = range(schedule.stages)
-    every = [(kind, s, m) for kind in "FB" for s in stages for m in range(micro_batches)]
+    trained = [s for s in stages if s not in schedule.untrained]
+    every = [(k, s, m) for k, own in (("F", stages), ("B", trained)) for s in own for m in range(micro_batches)]
     found = Counter((i.kind, i.stage, i.micro) for order in schedule.orders for i in order)
     assert found == Counter(every)
     assert schedule.devices == tuple(s % devices for s in stages)
@@ -91,6 +92,7 @@ def test_one_f_one_b_bounds(devices: int, micro_batches: int) -> None:
     assert found.makespan == 3 * (micro_batches + devices - 1)
     assert simulate(SCHEDULES["gpipe"](devices, 1, micro_batches)).makespan == found.makespan
     assert SCHEDULES["interleaved"](devices, 1, micro_batches).orders == schedule.orders
+    assert SCHEDULES["3f1b"](devices, 1, micro_batches).orders == schedule.orders
 
 
 @given(name=names, data=st.data(), **devices_and_micros)
