@@ -231,13 +231,14 @@ class Residual(nn.Module):
 
 
 class Recycled(nn.Module):
-    """Two layers that run three times, the last time alone with a gradient, each time from what was found before."""
+    """Layers that run three times, the last time alone with a gradient, each time from what was found before."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2, recycles: int = 2) -> None:
         super().__init__()
+        self.recycles = recycles
         self.start = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
     def run(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -245,10 +246,10 @@ class Recycled(nn.Module):
         return x
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        first = self.start(x)
+        first = seen = self.start(x)
         with torch.no_grad():
-            seen = self.run(first)
-            seen = self.run(first + self.norm(seen))
+            for _ in range(self.recycles):
+                seen = self.run(first + self.norm(seen))
         return F.mse_loss(self.run(first + self.norm(seen)), y)
 
 
