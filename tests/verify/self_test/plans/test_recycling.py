@@ -52,11 +52,11 @@ def with_gradient(text: str) -> str:
 
 
 def test_gradients_of_zeros_are_refuted_where_no_backward_sends_them(programs: dict[str, Execution]) -> None:
-    """Both sides of `linear@1` agree that its gradient comes back; stage 1 runs no backward."""
+    """Both sides of `linear@2` agree that its gradient comes back; stage 2 runs no backward."""
     subject = programs["recycled"].base.subject
     lines = {file: text.split("\n") for file, text in subject.program.sources.items()}
     changed = {
-        file: "\n".join(with_gradient(line) if '"linear@1"' in line else line for line in found)
+        file: "\n".join(with_gradient(line) if '"linear@2"' in line else line for line in found)
         for file, found in lines.items()
     }
     assert changed != dict(subject.program.sources)
@@ -67,4 +67,4 @@ def test_gradients_of_zeros_are_refuted_where_no_backward_sends_them(programs: d
 def test_only_the_last_run_goes_backward(programs: dict[str, Execution]) -> None:
     text = "\n".join(programs["recycled"].base.subject.program.sources.values())
     assert [stage for stage in range(6) if f"B{stage}." in text] == [4, 5]
-    assert text.count("needs_grad=False") == 2 * 6 and '"add_6@5", 5, peers=(1,)),' in text
+    assert text.count("needs_grad=False") == 2 * 5 and '"add_7@5", 5, peers=(1,)),' in text
