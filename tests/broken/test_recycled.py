@@ -15,8 +15,7 @@ VALUE, GRADIENT = "tensor_differs", "tensor_gradient_differs"
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
-    options = {"ranks": 2, "plan": "pp=2", "schedule": "3f1b", "micro_batches": 2}
-    program = nnscaler.parallelize(Recycled(), dict(pairs()), **options)
+    program = nnscaler.parallelize(Recycled(), dict(pairs()), ranks=2, plan="pp=2", schedule="3f1b", micro_batches=2)
     made = Original(Recycled, dict(pairs()), 2, program.save(tmp_path_factory.mktemp("recycled") / "program"))
     report = made.verify(made.folder)
     assert report.exit_code == 0 and not report.findings, report.to_json()
