@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from nnscaler.ir.graph import Graph, Operation
+
 Line = tuple[Collection[str], Collection[str]]  # names that it makes, names that it reads
+
+
+def records(graph: Graph, op: Operation) -> bool:
+    """Return whether the operation records a gradient."""
+    return op.region.grad_enabled and any(graph.tensors[n].needs_grad for n in op.outputs if n is not None)
 
 
 def differentiated(lines: Sequence[Line], roots: Iterable[str]) -> frozenset[str]:

@@ -112,7 +112,7 @@ def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, ch
     stages = devices * chunks
     if stages == 1:
         return ()
-    if chunks == len(runs_of(graph)) > 1:
+    if chunks > 1 and chunks == len(runs_of(graph)):
         return _assigned(graph, partition_runs(graph, signatures, devices))
 
     def cost(op: Operation) -> float:

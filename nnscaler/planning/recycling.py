@@ -11,16 +11,13 @@ from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.gradient_flow import records
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.balance import balanced_cuts
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, repeated_operations
-from nnscaler.transform.select import Layer, layers_of
-
-
-def records(graph: Graph, op: Operation) -> bool:
-    """Return whether the operation records a gradient."""
-    return op.region.grad_enabled and any(graph.tensors[n].needs_grad for n in op.outputs if n is not None)
+from nnscaler.transform.select import Layer, describe_layers, layers_of
 
 
 def runs_of(graph: Graph) -> tuple[tuple[Layer, ...], ...]:
@@ -58,7 +55,9 @@ def partition_runs(graph: Graph, signatures: Mapping[str, Signature], devices: i
     random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
     each, stages = len(runs[0]), devices * len(runs)
     if each < devices:
-        partition_stages(graph, stages, cost, random=random, rules=StageRules(counts=(1,) * stages))  # refuses
+        layers = f"{each} layer{'s' if each > 1 else ''} ({describe_layers(runs[0])})"
+        message = f"the model runs {layers} {len(runs)} times, and {devices} pipeline devices have a part of each run"
+        raise NnscalerError("plan_illegal", message, help=f"the largest number of devices that is legal here is {each}")
     work = [sum(cost(graph.by_name[n]) for run in runs for n in run[i].operations) for i in range(each)]
     cuts = balanced_cuts(work, range(1, each), range(1, each), [0] * (each - 1), devices)
     assert cuts is not None, (each, devices)
@@ -81,16 +80,16 @@ def _starts(graph: Graph, runs: Sequence[Sequence[Layer]]) -> Iterator[tuple[int
 
 
 def _shared_start(graph: Graph, found: StagePartition, last: int) -> dict[str, tuple[int, ...]]:
-    """Return the stages of the operations before the first run that record gradients: those runs that read them.
+    """Return the stages of the operations before the first run that record gradients: 0, `last`, or both.
 
-    last   the first stage of the last run, which alone differentiates them
+    last   the first stage of the last run, which computes for itself what it reads: it alone differentiates it
     """
     start: dict[str, tuple[int, ...]] = {}
     for op in reversed(graph.operations):
         outputs = [name for name in op.outputs if name is not None]
         if found.stage_of[op.name] != (0,) or not records(graph, op) or not graph.ends.isdisjoint(outputs):
             continue
-        readers = [user for name in outputs for user, _ in graph.consumers[name]]
-        stages = {s for user in readers for s in start.get(user.name, ((0,) if not records(graph, user) else (last,)))}
+        readers = [user.name for name in outputs for user, _ in graph.consumers[name]]
+        stages = {last if s >= last else 0 for r in readers for s in start.get(r, found.stage_of[r])}
         start[op.name] = tuple(sorted(stages)) or (0,)
     return start

@@ -142,6 +142,16 @@ def test_model_without_recycling_is_refused(name: str) -> None:
         compiled(Again(6), 4, "pp=2", 2, "3f1b")
 
 
+def test_more_devices_than_layers_are_refused() -> None:
+    with pytest.raises(nnscaler.NnscalerError) as error:
+        compiled(Recycled(2), 4, "pp=3", 3, "3f1b")
+    assert error.value.code == "plan_illegal"
+    assert error.value.message == (
+        "the model runs 2 layers (layers.0 .. layers.1) 3 times, and 3 pipeline devices have a part of each run"
+    )
+    assert error.value.help == "the largest number of devices that is legal here is 2"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["simulator", "gloo"])
 def test_evoformer_with_recycling(example: Callable[[str], ModuleType], backend: str) -> None:

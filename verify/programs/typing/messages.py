@@ -292,7 +292,7 @@ def _differentiated(reading: Reading, graph: Graph) -> frozenset[str]:
     lines = [
         (needing(op.outputs), needing(op.inputs))
         for op in graph.operations
-        if op.name in reading.operations and op.region.grad_enabled
+        if op.name in reading.operations and gradient_flow.records(graph, op)
     ]
     return gradient_flow.differentiated(lines, roots)
 
