@@ -234,25 +234,20 @@ class Evoformer(nn.Module):
         self.residue_head = nn.Linear(config.alignment, config.residues)
         self.distance_head = nn.Linear(config.pairs, config.bins)
 
-    def run(self, alignment: Tensor, present: Tensor, seen: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Run the blocks once, from what an earlier run has seen."""
-        target = alignment[:, 0]
-        places = torch.arange(target.shape[1], device=target.device)
-        offsets = (places[:, None] - places[None, :]).clamp(-self.reach, self.reach) + self.reach
-        rows = self.residue(alignment)
-        pairs = self.left(target)[:, :, None] + self.right(target)[:, None, :] + self.relative(offsets)
-        if self.recycling is not None and seen is not None:
-            rows, pairs = self.recycling(rows, pairs, seen)
-        for block in self.blocks:
-            rows, pairs = block(rows, pairs, present)
-        return rows, pairs
-
     def forward(self, alignment: Tensor, present: Tensor, masked: Tensor, distances: Tensor) -> Tensor:
         seen: tuple[Tensor, Tensor] | None = None
-        with torch.no_grad():
-            for _ in range(self.recycles):
-                seen = self.run(alignment, present, seen)
-        rows, pairs = self.run(alignment, present, seen)
+        for run in range(self.recycles + 1):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and run == self.recycles):
+                target = alignment[:, 0]
+                places = torch.arange(target.shape[1], device=target.device)
+                offsets = (places[:, None] - places[None, :]).clamp(-self.reach, self.reach) + self.reach
+                rows = self.residue(alignment)
+                pairs = self.left(target)[:, :, None] + self.right(target)[:, None, :] + self.relative(offsets)
+                if self.recycling is not None and seen is not None:
+                    rows, pairs = self.recycling(rows, pairs, seen)
+                for block in self.blocks:
+                    rows, pairs = block(rows, pairs, present)
+                seen = rows, pairs
         residues = self.residue_head(rows)
         logits = self.distance_head(pairs + pairs.transpose(1, 2))
         loss = F.cross_entropy(residues.flatten(0, 2), masked.flatten(), ignore_index=IGNORED)
