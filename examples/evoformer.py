@@ -1,10 +1,14 @@
 """The Evoformer of AlphaFold 2: a sequence alignment and a table of residue pairs inform each other.
 
     nnscaler verify-plan examples/evoformer.py --ranks 4 --plan dp=2,tp=2
+    nnscaler verify-plan examples/evoformer.py::build_with_recycling --ranks 2 --plan pp=2 --schedule 3f1b
 
 A block is: row attention biased by pairs, column attention, a transition, the outer product mean that carries the
 alignment into the pairs, two triangle multiplications, two triangle attentions, a transition of the pairs (Jumper et
 al. 2021, supplement 1.6). Two heads follow: masked residues and binned distances. The sizes are all different.
+
+With recycling (supplement 1.10) the whole runs several times, and each run starts from what the one before found. Only
+the last one is differentiated.
 """
 
 from __future__ import annotations
@@ -33,6 +37,20 @@ class EvoformerConfig:
     blocks: int = 2
     dropout: float = 0.0
     pair_dropout: float = 0.0
+    recycles: int = 0  # runs without gradient before the one that is trained
+
+
+class Recycling(nn.Module):
+    """Adds what the run before found to the first row of the alignment, the target's, and to the pairs."""
+
+    def __init__(self, config: EvoformerConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.alignment)
+        self.pair_norm = nn.LayerNorm(config.pairs)
+
+    def forward(self, rows: Tensor, pairs: Tensor, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first = rows[:, :1] + self.norm(seen[0][:, :1])
+        return torch.cat([first, rows[:, 1:]], dim=1), pairs + self.pair_norm(seen[1])
 
 
 class SharedDropout(nn.Module):
@@ -206,23 +224,30 @@ class Evoformer(nn.Module):
 
     def __init__(self, config: EvoformerConfig) -> None:
         super().__init__()
-        self.reach = config.reach
+        self.reach, self.recycles = config.reach, config.recycles
         self.residue = nn.Embedding(config.residues, config.alignment)
         self.left = nn.Embedding(config.residues, config.pairs)
         self.right = nn.Embedding(config.residues, config.pairs)
         self.relative = nn.Embedding(2 * config.reach + 1, config.pairs)
+        self.recycling = Recycling(config) if config.recycles else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
         self.residue_head = nn.Linear(config.alignment, config.residues)
         self.distance_head = nn.Linear(config.pairs, config.bins)
 
     def forward(self, alignment: Tensor, present: Tensor, masked: Tensor, distances: Tensor) -> Tensor:
-        target = alignment[:, 0]
-        places = torch.arange(target.shape[1], device=target.device)
-        offsets = (places[:, None] - places[None, :]).clamp(-self.reach, self.reach) + self.reach
-        rows = self.residue(alignment)
-        pairs = self.left(target)[:, :, None] + self.right(target)[:, None, :] + self.relative(offsets)
-        for block in self.blocks:
-            rows, pairs = block(rows, pairs, present)
+        seen: tuple[Tensor, Tensor] | None = None
+        for run in range(self.recycles + 1):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and run == self.recycles):
+                target = alignment[:, 0]
+                places = torch.arange(target.shape[1], device=target.device)
+                offsets = (places[:, None] - places[None, :]).clamp(-self.reach, self.reach) + self.reach
+                rows = self.residue(alignment)
+                pairs = self.left(target)[:, :, None] + self.right(target)[:, None, :] + self.relative(offsets)
+                if self.recycling is not None and seen is not None:
+                    rows, pairs = self.recycling(rows, pairs, seen)
+                for block in self.blocks:
+                    rows, pairs = block(rows, pairs, present)
+                seen = rows, pairs
         residues = self.residue_head(rows)
         logits = self.distance_head(pairs + pairs.transpose(1, 2))
         loss = F.cross_entropy(residues.flatten(0, 2), masked.flatten(), ignore_index=IGNORED)
@@ -244,6 +269,12 @@ def build_with_dropout() -> Evoformer:
     """With the paper's chances: 0.15 for rows of the alignment, 0.25 for those of pairs."""
     torch.manual_seed(0)
     return Evoformer(EvoformerConfig(blocks=1, dropout=0.15, pair_dropout=0.25))
+
+
+def build_with_recycling() -> Evoformer:
+    """Three runs, the last one differentiated."""
+    torch.manual_seed(0)
+    return Evoformer(EvoformerConfig(recycles=2))
 
 
 def sample_inputs(batch: int = 4, sequences: int = 5, length: int = 9) -> dict[str, Tensor]:

@@ -253,7 +253,7 @@ def compile_traced(
     start = time.perf_counter()
     partitioned = apply_plan(traced.graph, planned.signatures, chosen)
     communicated = materialise(partitioned, planned.signatures)
-    order = schedule_of(chosen, bool(traced.graph.loss))
+    order = schedule_of(chosen, communicated.without_gradient)
     check_acyclic(order, communicated.edges)
     report("communicate", time.perf_counter() - start, f"{len(communicated.stages)} stages")
     start = time.perf_counter()

@@ -92,7 +92,7 @@ def _check_named(request: CompileRequest) -> None:
             parse_spec(spec, ranks)
     else:
         plan = _saved(request)
-        schedule_of(plan, trains=False)
+        schedule_of(plan, range(plan.stages))
         plan.for_ranks(plan.ranks if ranks is None else ranks)
 
 

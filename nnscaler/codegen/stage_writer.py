@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from op_registry.registry import facts_of
 
@@ -16,6 +17,7 @@ from nnscaler.communication.communicated_graph import (
     StageProgram,
     Statement,
     Version,
+    differentiated,
     group_of,
     reads,
     writes,
@@ -146,12 +148,17 @@ def header(region: Region) -> str:
 INDENT = "    "
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageWriter:
     """Writes the bodies of `prepare` and `forward` of one stage."""
 
     graph: Graph
     program: StageProgram
+
+    @cached_property
+    def differentiated(self) -> frozenset[str]:
+        """The variables of `forward` that get a gradient."""
+        return differentiated(self.graph, self.program)
 
     @property
     def stage(self) -> Stage:
@@ -204,9 +211,8 @@ class StageWriter:
         """Write a statement with its result: the layout of its outputs, or the row of its conversion."""
         if isinstance(statement, Convert):
             before, after = (v.layout[statement.move.axis] for v in (statement.source, statement.target))
-            needs_grad = self.graph.tensors[statement.source.tensor].needs_grad
-            row = statement.move.row
-            backward = f"; backward: {row.backward}" if needs_grad and row.backward else ""
+            row, back = statement.move.row, statement.target.variable in self.differentiated
+            backward = f"; backward: {row.backward}" if back and row.backward else ""
             return f"{self._convert(statement)}  # {before} -> {after}{backward}"
         shapes = (
             layout_text(self.graph.tensors[v.tensor].shape, v.layout, self.stage.axes)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from op_registry.bind_call import linear_sets
 from op_registry.call import Call
 from op_registry.registry import default_registry
 
+from nnscaler.ir import gradient_flow
 from nnscaler.ir.conversion import Move
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Layout, Sharded
@@ -123,7 +124,7 @@ class Message:
     target_stage   that reads it
     source         the version that is sent
     target         the version that is received
-    needs_grad     whether its gradient comes back
+    needs_grad     whether its gradient comes back: where the loss depends on what the target stage makes of it
     """
 
     tensor: str
@@ -170,6 +171,11 @@ class StageProgram:
     updates: tuple[tuple[str, Version], ...] = ()
     results: tuple[tuple[str, Version], ...] = ()
 
+    @property
+    def gradient(self) -> bool:
+        """Whether a gradient arrives, so that the stage runs backward: of the loss, or of what it sends."""
+        return self.loss is not None or any(message.needs_grad for message in self.sends)
+
 
 @dataclass(frozen=True)
 class CommunicatedGraph:
@@ -188,6 +194,46 @@ class CommunicatedGraph:
     def edges(self) -> frozenset[tuple[int, int]]:
         """Pairs (producing stage, consuming stage) of all messages."""
         return frozenset((m.source_stage, m.target_stage) for s in self.stages for m in s.receives)
+
+    @property
+    def without_gradient(self) -> frozenset[int]:
+        """The stages that no gradient reaches: they run no backward."""
+        return frozenset(s.stage.index for s in self.stages if not s.gradient)
+
+
+# Which tensors get a gradient, by the uses that each stage makes of them.
+
+
+def differentiated(graph: Graph, program: StageProgram) -> frozenset[str]:
+    """Return the variables of `forward` that get a gradient: those from which the loss, or a message whose gradient
+    comes back, is reached through operations that record one."""
+    roots = {m.source.variable for m in program.sends if m.needs_grad}
+    if program.loss is not None:
+        roots.add(program.loss.variable)
+
+    def needing(versions: tuple[Version, ...]) -> list[str]:
+        return [v.variable for v in versions if graph.tensors[v.tensor].needs_grad]
+
+    lines = [(needing(writes(statement)), needing(reads(statement))) for statement in program.forward]
+    return gradient_flow.differentiated(lines, roots)
+
+
+def with_gradients(graph: Graph, programs: Sequence[StageProgram]) -> tuple[StageProgram, ...]:
+    """Return the programs, each message with its gradient where the stage that reads it has one.
+
+    A tensor may need a gradient where one stage reads it, and none where another one does: under `torch.no_grad`, or
+    for what is detached. Messages go to later stages, so that the last stage is known first.
+    """
+    found: list[StageProgram] = []
+    back: set[str] = set()  # keys of messages whose gradients come back
+    for program in reversed(programs):
+        sends = tuple(replace(m, needs_grad=m.key in back) for m in program.sends)
+        known = replace(program, sends=sends)
+        live = differentiated(graph, known)
+        receives = tuple(replace(m, needs_grad=m.target.variable in live) for m in program.receives)
+        back.update(m.key for m in receives if m.needs_grad)
+        found.append(replace(known, receives=receives))
+    return tuple(reversed(found))
 
 
 # Activations that operations keep, and conversions that a recomputed group repeats in backward.

@@ -22,6 +22,8 @@ from nnscaler.communication.communicated_graph import (
     StageProgram,
     Stored,
     Version,
+    differentiated,
+    with_gradients,
 )
 from nnscaler.communication.rest_moves import moves_of
 from nnscaler.communication.stored import StoredLayout, stored_layouts, whole
@@ -71,9 +73,9 @@ def _holder(builders: list[StageBuilder], target: StageBuilder, tensor: str) -> 
 
 
 def _send(source: StageBuilder, target: StageBuilder, version: Version, layout: Layout) -> None:
-    needs_grad = source.graph.tensors[version.tensor].needs_grad
     received = target.add(version.tensor, layout)
-    message = Message(version.tensor, source.stage.index, target.stage.index, version, received, needs_grad)
+    # `with_gradients` says of which its gradient comes back, when all of their readers are known
+    message = Message(version.tensor, source.stage.index, target.stage.index, version, received, False)
     source.sends.append(message)
     target.receives.append(message)
 
@@ -121,6 +123,7 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
 
     for program in programs:
         sizes, names = program.stage.sizes, program.stage.names
+        live = differentiated(graph, program)
         for statements, times in ((program.prepare, 1), (program.forward, program.stage.micro_batches)):
             for statement in statements:
                 if not isinstance(statement, Convert):
@@ -128,7 +131,7 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
                 move, tensor = statement.move, graph.tensors[statement.source.tensor]
                 full = full_along(move.source, sizes, tensor.shape, move.axis)
                 add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], times)
-                if tensor.needs_grad:
+                if statement.target.variable in live:
                     add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], times)
         for stored, between in moves_of(graph, program):
             elements = prod(local_shape(between.whole, sizes, graph.tensors[stored.tensor].shape))
@@ -180,7 +183,8 @@ def materialise(partitioned: PartitionedGraph, signatures: Mapping[str, Signatur
                 results,
             )
         )
-    return CommunicatedGraph(partitioned, tuple(programs), volumes(graph, programs))
+    found = with_gradients(graph, programs)
+    return CommunicatedGraph(partitioned, found, volumes(graph, found))
 
 
 def _declare_stored(builder: StageBuilder, stored: Mapping[str, StoredLayout]) -> None:

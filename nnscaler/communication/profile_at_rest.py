@@ -58,6 +58,8 @@ def rest_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int
 def _pieces(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[_Piece]:
     graph, stage = communicated.partitioned.graph, program.stage
     for stored, move in moves_of(graph, program):
+        if move.phase != "gather" and _divided_elsewhere(communicated, program, stored):
+            continue
         tensor, users = graph.tensors[stored.tensor], graph.consumers[stored.tensor]
         inside = groups_over(stage.mesh, move.axes)
         wholes = _bytes(inside, stage, move.whole, tensor.shape, move.dtype)
@@ -68,6 +70,15 @@ def _pieces(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[
         line = f"{where.file.rpartition('/')[2]}:{where.line}" if where is not None else ""
         largest = tuple(max(sizes) for sizes in wholes)
         yield _Piece(tensor.fqns[0], move, stage.index, axes, members, largest, parts, line)
+
+
+def _divided_elsewhere(communicated: CommunicatedGraph, program: StageProgram, stored: Stored) -> bool:
+    """Return whether another stage of the device divides the gradient of this one's parameter after its backwards:
+    this stage has none."""
+    if program.gradient or stored.scatter != "micro_batch":
+        return False
+    others = (communicated.stages[s] for s in stored.copies)
+    return any(other.gradient and other.stage.device == program.stage.device for other in others)
 
 
 def _bytes(

@@ -123,7 +123,7 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
         if isinstance(statement, Convert):
             yield from _conversion(graph, program, statement, "forward", "prepare", causes[i], 1)
     live = differentiated(graph, program)
-    again = repeated_in_backward(graph, program.forward)
+    again = repeated_in_backward(graph, program.forward) if program.gradient else frozenset()
     halves = statement_halves(graph, program)
     causes = _causes(program.forward)
     for i, statement in enumerate(program.forward):

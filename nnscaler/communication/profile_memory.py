@@ -75,7 +75,7 @@ def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: 
     arriving = sum(
         prod(local_shape(stored.leaf, stage.sizes, tensor.shape)) * element_bytes(gradient_dtype(tensor.dtype))
         for stored in program.stored
-        if stored.rest and stored.scatter == "micro_batch" and graph.consumers[stored.tensor]
+        if program.gradient and stored.rest and stored.scatter == "micro_batch" and graph.consumers[stored.tensor]
         for tensor in (graph.tensors[stored.tensor],)
     )
     total = parameters + gradients + states + activations + max(0, arriving - each)

@@ -64,7 +64,7 @@ def rest_moves(graph: Graph, program: StageProgram, stored: Stored) -> Iterator[
     if tensor.role != "parameter" or not tensor.needs_grad or not graph.consumers[stored.tensor]:
         return
     dtype = tensor.sums or gradient_dtype(tensor.dtype)
-    at_once = bool(divisions) and stored.scatter == "micro_batch"
+    at_once = bool(divisions) and stored.scatter == "micro_batch" and program.gradient
     for depth, (axis, whole, part) in enumerate(divisions):
         if axis in stored.reduce:
             yield RestMove("reduce_scatter", "B" if at_once else "gradient", (axis,), whole, part, dtype, depth)

@@ -158,6 +158,8 @@ def _stage(
         forward += _sent(graph, stage, message, cost)
     for message in program.sends:
         backward += _sent(graph, stage, message, cost) if message.needs_grad else 0.0
+    if not program.gradient:
+        backward = weights = 0.0
     return forward, backward, weights, _once(graph, program, signatures, cost), _beside(graph, program, cost)
 
 
@@ -303,7 +305,7 @@ def programmed(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) ->
     """
     known = dict(signatures)  # `apply_plan` adds those of operations that it makes
     communicated = materialise(apply_plan(graph, known, plan), known)
-    return Programmed(communicated, schedule_of(plan, bool(graph.loss)), known)
+    return Programmed(communicated, schedule_of(plan, communicated.without_gradient), known)
 
 
 def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: CostModel) -> Replay:

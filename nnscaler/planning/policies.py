@@ -16,11 +16,12 @@ from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
+from nnscaler.planning.recycling import partition_runs, runs_of
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
-from nnscaler.transform.partition_stages import partition_stages
+from nnscaler.transform.partition_stages import StagePartition, partition_stages
 from nnscaler.transform.plan import DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 
@@ -109,11 +110,14 @@ def pipeline(
     """Return assign steps for `devices * chunks` stages, or for `stages`; more stages than devices may be cut inside a
     layer.
 
+    Where a model runs its layers `chunks` times and differentiates the last run alone, each run is a chunk.
     Raises NnscalerError("plan_illegal") when there are fewer layers than devices.
     """
     stages = stages or devices * chunks
     if stages == 1:
         return ()
+    if chunks > 1 and chunks == len(runs_of(graph)):
+        return _assigned(graph, partition_runs(graph, signatures, devices))
 
     def cost(op: Operation) -> float:
         written = sum(graph.tensors[n].elements for n in op.outputs if n is not None)
@@ -122,7 +126,11 @@ def pipeline(
     random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
     if stages > devices:
         partition_stages(graph, devices, cost, random=random)  # refuses more devices than layers
-    found = partition_stages(graph, stages, cost, finer=stages > devices, random=random)
+    return _assigned(graph, partition_stages(graph, stages, cost, finer=stages > devices, random=random))
+
+
+def _assigned(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
+    """Return a partition as steps, operations of the same stages together."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for op in graph.operations:
         groups.setdefault(tuple(found.stage_of[op.name]), []).append(op.name)
@@ -224,7 +232,10 @@ def make_plan(
     """
     dp, tp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(TP, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule or DEFAULT
-    chunks = chunks or (kind.chunks if pp > 1 else 1)
+    if chunks is None:
+        chunks = kind.chunks if pp > 1 else 1
+        runs = len(runs_of(graph)) if chunks > 1 and kind.any_chunks else 1
+        chunks = runs if runs > 1 else chunks
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None:
         micro_batches = None if kind.only is None else kind.only[1]

@@ -275,6 +275,11 @@ class Stage:
             self._observer(name, value)
 
 
+def is_trained(stage: Stage | type[Stage]) -> bool:
+    """Return whether a gradient comes to the stage: of the loss, or of what it sends."""
+    return stage.loss is not None or any(send.needs_grad for send in stage.sends)
+
+
 def recompute(function: Callable[..., Any], *tensors: Any) -> Any:
     """Call `function(*tensors)`, whose activations are computed again in backward instead of being kept."""
     found = recompute_in_halves(function, tensors)

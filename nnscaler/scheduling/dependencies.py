@@ -50,11 +50,12 @@ def check_acyclic(schedule: Schedule, edges: Collection[StageEdge]) -> tuple[Ins
 
 def check_complete(schedule: Schedule) -> None:
     """Check that every stage runs forward once per micro-batch, on its device, and then backward, whole or in halves,
-    where the schedule trains: else NnscalerError("bad_schedule")."""
-    passes = StagePasses((schedule.micro_batches,), "must" if schedule.trains else "never")
+    where a gradient reaches it: else NnscalerError("bad_schedule")."""
+    times = (schedule.micro_batches,)
     for device, order in enumerate(schedule.orders):
         own = [s for s, d in enumerate(schedule.devices) if d == device]
-        _, mistakes = check_order([str(i) for i in order], dict.fromkeys(own, passes))
+        passes = {s: StagePasses(times, "never" if s in schedule.untrained else "must") for s in own}
+        _, mistakes = check_order([str(i) for i in order], passes)
         for mistake in mistakes[:1]:
             help = FORM
             if mistake.kind != "word":

@@ -63,7 +63,7 @@ def read_orders(orders: Sequence[GivenOrder], source: str, devices: Sequence[int
         for mistake in mistakes[:1]:
             help = f"there are {len(devices)} stages and {micro_batches} micro-batches, and this device has the stages "
             raise order.wrong(source, mistake.word, mistake.message, f"{help}{own}")
-    return Schedule(source, tuple(devices), micro_batches, read, bool(trained))
+    return Schedule(source, tuple(devices), micro_batches, read, frozenset(range(len(devices))) - trained)
 
 
 def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:

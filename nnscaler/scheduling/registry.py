@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.given import GivenOrder, read_orders
 from nnscaler.scheduling.gpipe import GPIPE
 from nnscaler.scheduling.interleaved import INTERLEAVED
+from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
@@ -18,7 +19,7 @@ from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
 from nnscaler.transform.plan import Plan, stage_devices
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
-    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)}
+    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)}
 )
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 
@@ -64,11 +65,13 @@ def with_schedule(plan: Plan, schedule: str | ScheduleKind, chunks: int | None =
     )
 
 
-def schedule_of(plan: Plan, trains: bool) -> Schedule:
-    """Return the orders that a plan asks for. `trains`: the model has a loss; else there are no backward passes.
+def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
+    """Return the orders that a plan asks for. `untrained`: the stages that no gradient reaches; all of a model without
+    a loss.
 
-    Raises NnscalerError: "bad_schedule" with the place in the plan's own orders, "unknown_schedule", and
-    "plan_illegal" for stages that are not where the schedule has them.
+    Raises NnscalerError: "bad_schedule" with the place in the plan's own orders, and for an order that leaves out the
+    backward passes of another stage; "unknown_schedule"; "plan_illegal" for stages that are not where the schedule has
+    them.
     """
     devices = plan.one_device_each()
     if plan.orders:
@@ -83,7 +86,18 @@ def schedule_of(plan: Plan, trains: bool) -> Schedule:
                 f"plan on {list(devices)}",
                 help='name another schedule, or give "orders" for these places: a text per device',
             )
-    return replace(found, trains=True) if trains else found.forward_only()
+    missing = sorted(found.untrained.difference(untrained))
+    if missing:
+        listed = ", ".join(map(str, missing))
+        raise NnscalerError(
+            "bad_schedule",
+            f"schedule {found.name} runs no backward on the stages {listed}, and gradients reach them",
+            help="give these stages backward passes"
+            if plan.orders
+            else f"{found.name} is for models that run their layers several times, the last time alone with a "
+            "gradient (the others under torch.no_grad); use schedule interleaved for others",
+        )
+    return found.without_backward(untrained)
 
 
 def _own(plan: Plan, devices: tuple[int, ...]) -> Schedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from inspect import getdoc
 
@@ -24,23 +24,27 @@ class Schedule:
     devices         the device of each stage
     micro_batches   number of micro-batches
     orders          by device, its instructions in order
-    trains          False: there are no backward passes
+    untrained       stages that no gradient reaches: they have no backward passes
     """
 
     name: str
     devices: tuple[int, ...]
     micro_batches: int
     orders: tuple[tuple[Instruction, ...], ...]
-    trains: bool = True
+    untrained: frozenset[int] = frozenset()
 
     @property
     def stages(self) -> int:
         return len(self.devices)
 
+    def without_backward(self, stages: Collection[int]) -> Schedule:
+        """Return the schedule without the backward passes of the stages that no gradient reaches: these."""
+        orders = tuple(tuple(i for i in order if i.kind == "F" or i.stage not in stages) for order in self.orders)
+        return replace(self, orders=orders, untrained=frozenset(stages))
+
     def forward_only(self) -> Schedule:
         """Return the schedule without its backward passes, for a model without a loss."""
-        orders = tuple(tuple(i for i in order if i.kind == "F") for order in self.orders)
-        return replace(self, orders=orders, trains=False)
+        return self.without_backward(range(self.stages))
 
     def text(self, device: int) -> str:
         """Return one device's order as it stands in a rank program: `F0.0 F0.1 B0.0 ...`."""

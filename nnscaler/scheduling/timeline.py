@@ -9,7 +9,7 @@ from itertools import accumulate
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.manifest import Bar, TimelineRow, TimelineRows
 from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
-from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.schedule import BACKWARD, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,8 @@ def peak_of_stage(schedule: Schedule, stage: int, kept: int = 1, later: int = 1)
 
 def _peak(order: Sequence[Instruction], kept: int = 1, later: int = 1) -> int:
     changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later}
-    return max(accumulate((changes[i.kind] for i in order), initial=0))
+    trained = {i.stage for i in order if i.kind in BACKWARD}  # other stages keep nothing
+    return max(accumulate((changes[i.kind] for i in order if i.stage in trained), initial=0))
 
 
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: str) -> TimelineRows:

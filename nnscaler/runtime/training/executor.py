@@ -105,6 +105,7 @@ class RankExecutor:
         self._observe, self._running = observe, ("", -1)
         classes = stages_of(self.module, rank)
         self.schedule = parse_schedule(self.module.SCHEDULE, classes)
+        self._trained = {i.stage for i in self.schedule if i.kind != "F"}  # the stages that run backward
         given = {} if share is None else share.held
         builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given)
         with precision_of_run(self.precision):
@@ -277,8 +278,7 @@ class RankExecutor:
             return stage.prepare(**pieces)
 
     def _update(self, stage: Stage, outputs: Mapping[str, Any]) -> None:
-        """New values of buffers. They come into force after the last instruction: what is computed again in backward
-        reads the old ones."""
+        """Store new values of buffers, after the last instruction: what is computed again reads the old ones."""
         for key, attribute in stage.updates.items():
             if key in outputs:
                 setattr(stage, attribute, outputs[key].detach())
@@ -286,27 +286,28 @@ class RankExecutor:
     def _forward(
         self, stage: Stage, instruction: Instruction, prepared: Mapping[str, Any], batch: Batch, *, keep: bool
     ) -> Tensor | None:
-        """Run the micro-batch, send the tensors that other stages read, and return the local loss if this stage has
-        one.
+        """Run the micro-batch, send what other stages read, and return the local loss if this stage has one.
 
         `keep`: what backward needs, and new values of buffers.
         """
-        micro = instruction.micro
+        micro, trained = instruction.micro, stage.index in self._trained
         with self._working(str(instruction), stage):
             self._running = ("forward", micro)
             arguments = {name: self._piece(stage, source, batch) for name, source in stage.inputs.items()}
             received: dict[str, Tensor] = {}
             for name, receive in stage.receives.items():
                 with self.communicator.at(place_of(stage)):
-                    dtype = dtype_named(receive.dtype, self.precision)
-                    value = self._mail.receive_value(stage, receive, dtype, micro)
+                    value = self._mail.receive_value(stage, receive, dtype_named(receive.dtype, self.precision), micro)
                 received[name] = value.requires_grad_(receive.needs_grad)
             arguments.update(received)
             if self._observe is not None:
                 for name, value in arguments.items():
                     stage._observe(name, value)
             shared = {name: value for name, value in prepared.items() if name not in stage.updates}
-            with self._backward.recording(stage, instruction):
+            with (
+                torch.set_grad_enabled(torch.is_grad_enabled() and trained),
+                self._backward.recording(stage, instruction),
+            ):
                 outputs = stage.forward(**arguments, **shared)
             check_outputs(stage, {**prepared, **outputs})
             outputs = self._results.collect(stage, outputs)
@@ -315,6 +316,7 @@ class RankExecutor:
                     self._mail.send_value(stage, send, outputs[send.key], micro)
             if keep:
                 self._updated[stage.index] = {key: outputs[key] for key in stage.updates if key in outputs}
+            if keep and trained:
                 self._backward.keep(instruction, outputs, received)
             return outputs["loss"].detach() if stage.loss is not None else None
 

@@ -31,7 +31,7 @@ from nnscaler.runtime.program.load_python import load_role, load_user_module
 from nnscaler.runtime.training import at_rest as runtime_at_rest
 from nnscaler.runtime.training import gradients as runtime_gradients
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
-from nnscaler.scheduling.registry import get_schedule
+from nnscaler.scheduling.registry import schedule_of
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
@@ -44,7 +44,7 @@ Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, byt
 def profile_of(traced: Traced, plan: Plan) -> StepCommunication:
     known = dict(signatures(traced.graph))
     communicated = materialise(apply_plan(traced.graph, known, plan), known)
-    order = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
+    order = schedule_of(plan, communicated.without_gradient)
     return step_communication(communicated, order)
 
 

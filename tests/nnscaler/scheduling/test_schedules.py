@@ -54,7 +54,7 @@ def test_golden_timeline(name: str, devices: int, chunks: int, micro_batches: in
 
 devices_and_micros = {"devices": st.integers(1, 6), "micro_batches": st.integers(1, 14)}
 names = st.sampled_from(sorted(SCHEDULES))
-PLANNED = ["1f1b", "gpipe", "interleaved"]  # which define what the planner needs
+PLANNED = ["1f1b", "gpipe", "interleaved", "3f1b"]  # which define what the planner needs
 
 
 def build(name: str, devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -73,7 +73,8 @@ def test_complete_and_acyclic_with_any_forward_edges(
     found = Counter(i for order in schedule.orders for i in order)
     assert set(found.values()) == {1}
     kinds = {place: "".join(sorted(i.kind for i in found if (i.stage, i.micro) == place)) for place in places}
-    assert set(kinds.values()) <= {"BF", "FIW"}
+    for (stage, _), passes in kinds.items():
+        assert passes in ({"F"} if stage in schedule.untrained else {"BF", "FIW"})
     assert sum(map(len, kinds.values())) == len(found)
     where = {i.stage: device for device, order in enumerate(schedule.orders) for i in order}
     assert (
@@ -99,6 +100,7 @@ def test_one_f_one_b_bounds(devices: int, micro_batches: int) -> None:
     assert found.makespan == 3 * (micro_batches + devices - 1)
     assert simulate(SCHEDULES["gpipe"](devices, 1, micro_batches)).makespan == found.makespan
     assert SCHEDULES["interleaved"](devices, 1, micro_batches).orders == schedule.orders
+    assert SCHEDULES["3f1b"](devices, 1, micro_batches).orders == schedule.orders
 
 
 @given(name=st.sampled_from(PLANNED), data=st.data(), **devices_and_micros)
@@ -140,7 +142,12 @@ def test_text_parses_back(name: str, chunks: int, devices: int, micro_batches: i
 
 
 def test_the_planner_takes_schedules_with_figures_only() -> None:
-    assert [n for n, kind in SCHEDULES.items() if kind.in_flight and kind.repeats] == ["gpipe", "1f1b", "interleaved"]
+    assert [n for n, kind in SCHEDULES.items() if kind.in_flight and kind.repeats] == [
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "3f1b",
+    ]
     check_schedule("zb-h1", searched=False)
     check_schedule("gpipe", searched=True)
     for name, reason in (("zb-h1", "no figures"), ("zb-h2", "no figures"), ("zb-v", "several")):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from nnscaler.ir import gradient_flow
 from nnscaler.runtime.layout import Invariant, State
-from nnscaler.runtime.role import MICRO
+from nnscaler.runtime.role import MICRO, is_trained
 from nnscaler.runtime.shards import shard, unravel
 from verify.programs.execution.variable_recording import Unequal, Variable, compare_variable
 from verify.programs.localise.culprit import Culprit, Key, RoleLine
@@ -63,7 +64,7 @@ def _not_sent_back(teacher: Teacher, lines: Lines) -> list[Culprit]:
     found: list[Culprit] = []
     for stage, name in sorted(teacher.seen.without_gradient):
         variable = teacher.variables.get((stage, name))
-        if variable is None or teacher.logical.name_of(variable.tensor) not in teacher.logical.cotangents:
+        if variable is None or name not in _differentiated(teacher, stage):
             continue
         message = f"no gradient of `{name}` goes back from stage {stage} to the one that computes it"
         cause = "the gradient is not sent back: the message is declared needs_grad=False"
@@ -73,9 +74,30 @@ def _not_sent_back(teacher: Teacher, lines: Lines) -> list[Culprit]:
     return found
 
 
+def _differentiated(teacher: Teacher, stage: int) -> frozenset[str]:
+    """Return the variables of a stage that get a gradient in backward."""
+    declared = teacher.stages[stage]
+    roots = [send.key for send in declared.sends if send.needs_grad] + (["loss"] if declared.loss is not None else [])
+
+    def needing(names: Sequence[str]) -> list[str]:
+        tensors = ((name, teacher.tensor_of(stage, name)) for name in names)
+        return [n for n, t in tensors if t and teacher.logical.name_of(t) in teacher.logical.cotangents]
+
+    lines = [
+        ([s.key] if s.key else needing(s.names), needing(s.reads))
+        for _, s in sorted(teacher.statements.items())
+        if s.stage == stage and s.phase == "forward"
+    ]
+    return gradient_flow.differentiated(lines, roots)
+
+
 def _never_backward(teacher: Teacher, schedules: Mapping[int, RoleLine]) -> list[Culprit]:
     """Find micro-batches whose forward ran and whose backward did not."""
-    missing = {stage: ran - teacher.seen.backwards.get(stage, set()) for stage, ran in teacher.seen.forwards.items()}
+    missing = {
+        stage: ran - teacher.seen.backwards.get(stage, set())
+        for stage, ran in teacher.seen.forwards.items()
+        if is_trained(teacher.stages[stage])
+    }
     stages = [stage for stage, at in missing.items() if at]
     if not stages or not any(teacher.seen.backwards.values()):
         return []

@@ -61,7 +61,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.layout import Partial, State
-from nnscaler.runtime.role import MICRO, Parameter, Stage
+from nnscaler.runtime.role import MICRO, Parameter, Stage, is_trained
 from nnscaler.runtime.shards import unravel
 from verify.programs.execution.variable_recording import Pieces, Variable, gradient_states
 from verify.programs.localise.logical import Logical
@@ -341,7 +341,11 @@ class Teacher:
     def part(self, fqn: str, stage: int) -> Tensor | None:
         """Return the part of a parameter's gradient that comes from one of the stages that hold it."""
         total = self.logical.cotangents.get(self._names.get(fqn, ""))
-        holders = [i for i, s in self.stages.items() if any(p.fqn == fqn and p.used for p in s.parameters.values())]
+        holders = [
+            i
+            for i, s in self.stages.items()
+            if is_trained(s) and any(p.fqn == fqn and p.used for p in s.parameters.values())
+        ]
         if total is None or stage not in holders:
             return None
         if len(holders) == 1:

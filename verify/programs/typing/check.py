@@ -93,7 +93,7 @@ from verify.programs.checks.context import CheckOutcome
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.uniform import uniform_dims
 from verify.programs.typing.lines.walk import Noted, Reading
-from verify.programs.typing.messages import arrivals, check_sends
+from verify.programs.typing.messages import arrivals, check_gradients, check_sends
 from verify.programs.typing.results import check_results
 from verify.programs.typing.roles.reader import read_role
 from verify.programs.typing.roles.record import check_manifest
@@ -290,7 +290,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
     lines = sum(r.computed for r in done)
     conclude("operations on shards", lines, [n for r in done for n in r.mistakes])
     sent, unmatched = check_sends(stages)
-    conclude("messages between stages", sent, crossing + unmatched)
+    conclude("messages between stages", sent, crossing + unmatched + check_gradients(readings, graph))
     conclude("stored tensors and gradient sums", *check_stored(done, graph))
     conclude("loss and buffers", *check_ends(done, graph))
     conclude("results besides the loss", *check_results(done, graph))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import gcd, prod
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from op_registry.expression import Expression
 
+from nnscaler.ir import gradient_flow
 from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.ir.layout import (
     INVARIANT,
@@ -237,13 +238,8 @@ def _arrival(
     if held is None:
         return None
     send, tensor = sends[0], graph.tensors[held.tensor]
-    if not send.needs_grad == receive.needs_grad == tensor.needs_grad:
-        message = (
-            f"`{tensor.name}` {'needs a' if tensor.needs_grad else 'has no'} gradient; it is sent with "
-            f"needs_grad={send.needs_grad} and received with needs_grad={receive.needs_grad}"
-        )
-        cause = "its gradient is not sent back" if tensor.needs_grad else "a gradient is waited for that nobody sends"
-        raise Mistake("communication_mismatch", message, cause, tensor.name)
+    if send.needs_grad != receive.needs_grad or (send.needs_grad and not tensor.needs_grad):
+        raise _wrong_gradient(send, receive, tensor)
     if receive.dtype != tensor.dtype:
         message = f"`{tensor.name}` is {tensor.dtype}, and stage {stage.index} receives {receive.dtype}"
         raise Mistake("communication_mismatch", message, "the dtypes of the two sides differ", tensor.name)
@@ -251,6 +247,54 @@ def _arrival(
         return exchanged(source, send, stage, receive, held, tensor, uniform.get(tensor.name, NO_DIMS))
     assert isinstance(send, MessageText) and isinstance(receive, MessageText)
     return _to_same_position(source, send, stage, receive, held, tensor.shape)
+
+
+def _wrong_gradient(send: Message, receive: Message, tensor: LogicalTensor) -> Mistake:
+    message = (
+        f"`{tensor.name}` {'needs a' if tensor.needs_grad else 'has no'} gradient; it is sent with "
+        f"needs_grad={send.needs_grad} and received with needs_grad={receive.needs_grad}"
+    )
+    cause = "its gradient is not sent back" if tensor.needs_grad else "a gradient is waited for that nobody sends"
+    return Mistake("communication_mismatch", message, cause, tensor.name)
+
+
+def check_gradients(readings: Mapping[int, Reading], graph: Graph) -> list[Noted]:
+    """Check that the gradient of a message goes back where its reader has one; return the mistakes.
+
+    The reader has one where the loss, or something whose gradient comes back to it, depends on the tensor through lines
+    that record gradients. A gradient of zeros that goes back as well is wrong only where no backward sends it: then the
+    schedule comes to a halt.
+    """
+    noted: list[Noted] = []
+    for reading in readings.values():
+        live = _differentiated(reading, graph)
+        for receive in reading.stage.receives:
+            source = readings.get(receive.stage)
+            held = None if source is None else source.returned.get(receive.key)
+            if source is None or held is None or receive.needs_grad or held.tensor not in live:
+                continue
+            for send in source.stage.sends:
+                if (send.key, send.stage, send.needs_grad) == (receive.key, reading.stage.index, False):
+                    wrong = _wrong_gradient(send, receive, graph.tensors[held.tensor])
+                    noted.append(Noted(reading.stage, receive.number, wrong))
+    return noted
+
+
+def _differentiated(reading: Reading, graph: Graph) -> frozenset[str]:
+    """Return the logical tensors of a stage from which its loss, or a gradient that comes back to it, is reached."""
+    stage = reading.stage
+    sent = [reading.returned.get(send.key) for send in stage.sends if send.needs_grad]
+    roots = {held.tensor for held in sent if held is not None} | ({graph.loss} if stage.loss is not None else set())
+
+    def needing(names: Iterable[str | None]) -> list[str]:
+        return [name for name in names if name is not None and graph.tensors[name].needs_grad]
+
+    lines = [
+        (needing(op.outputs), needing(op.inputs))
+        for op in graph.operations
+        if op.name in reading.operations and gradient_flow.records(graph, op)
+    ]
+    return gradient_flow.differentiated(lines, roots)
 
 
 def _to_same_position(

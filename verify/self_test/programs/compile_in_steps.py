@@ -68,7 +68,7 @@ def generation_of(base: Base) -> Generation:
     known = dict(signatures(graph, default_registry()))
     partitioned = apply_plan(graph, known, plan)
     communicated = materialise(partitioned, known)
-    order = schedule_of(plan, bool(graph.loss))
+    order = schedule_of(plan, communicated.without_gradient)
     functions = {name: opaque.function for name, opaque in base.traced.functions.items()}
     origins = operator_origins((op.operator for op in graph.operations), functions)
     made = Generation(plan, program.manifest.model["name"], known, partitioned, communicated, order, origins)

@@ -49,6 +49,7 @@ class Spec:
     small    how it is made; None: by its file in `examples/`
     steps    added to the plan that the policy makes
     whole    the plan, where no policy makes it
+    schedule its name; None: the policy's
     """
 
     model: str
@@ -59,6 +60,7 @@ class Spec:
     small: SmallModel | None = None
     steps: tuple[Step, ...] = ()
     whole: Plan | None = None
+    schedule: str | None = None
 
     @property
     def name(self) -> str:
@@ -68,7 +70,8 @@ class Spec:
 
     def steps_of(self, graph: Graph, ranks: int) -> Plan:
         """Return the policy's plan with the spec's own steps."""
-        made = make(graph, WantedPlan(ranks, self.plan, micro_batches=self.micro_batches)).plan
+        wanted = WantedPlan(ranks, self.plan, self.schedule, self.micro_batches)
+        made = make(graph, wanted).plan
         return replace(made, steps=(*made.steps, *self.steps))
 
 
@@ -133,6 +136,7 @@ _UNEVEN = SmallModel(tiny_models.Uneven, tiny_models.pairs)
 _PACKED = SmallModel(tiny_models.Packed, tiny_models.tokens)
 _TIED = SmallModel(tiny_models.Tied, tiny_models.text)
 _WORDS = SmallModel(tiny_models.Words, tiny_models.text)
+_RECYCLED = SmallModel(tiny_models.Recycled, tiny_models.pairs)
 _ROWS = tiny_models.rows
 
 TINY: dict[str, Spec] = {
@@ -162,12 +166,14 @@ TINY: dict[str, Spec] = {
         Spec("convolved", "dp=3", 3, 2, small=SmallModel(tiny_models.Convolved, tiny_models.six_rows)),
         Spec("sequence", "tp=2", 2, small=SmallModel(tiny_models.Residual, tiny_models.tokens), steps=_NORMS[:1]),
         Spec("staged", "tp=2,pp=2", 4, 2, small=_TIED),
+        Spec("recycled", "pp=2", 2, 2, small=_RECYCLED, schedule="3f1b"),
+        Spec("recycled, dp", "dp=2", 2, small=_RECYCLED),
     )
 }
 # those with sections, outer sizes, unequal sizes, copies, buffers and constants
 SMALL = (
     "packed", "packed, dp", "strided", "uneven", "words", "words, 3", "rested", "tied", "cube", "staged", "normed",
-    "turned", "adapted",
+    "turned", "adapted", "recycled",
 )  # fmt: skip
 NAMES = (*MODELS, *SMALL)  # of the programs that mutants are made of
 

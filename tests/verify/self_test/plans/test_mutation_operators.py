@@ -20,7 +20,7 @@ from verify.self_test.programs.mutants.role_source import RightProgram
 from verify.self_test.programs.third_oracle import compare_programs
 
 BASES = ("sharded", "staged", "sharded stages", "experts")
-SMALL = ("packed", "strided", "uneven", "rested", "cube", "normed", "adapted")  # cuts, copies, buffers, constants
+SMALL = ("packed", "strided", "uneven", "rested", "cube", "normed", "adapted", "recycled")
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,7 @@ class Reading:
     axes: Axes
     mistakes: list[Noted] = field(default_factory=list)
     computed: int = 0
+    operations: set[str] = field(default_factory=set)  # of the graph, that its lines are
     converted: int = 0
     drawn: dict[str, set[str]] = field(default_factory=dict)  # operation -> names it draws numbers under
     read: set[str] = field(default_factory=set)  # stored variables that some line reads
@@ -259,6 +260,7 @@ class Walk:
             return
         typed = self.typer.type_line(line, held, self.reading.axes)
         self.reading.computed += 1
+        self.reading.operations.add(typed.operation.name)
         if draws_numbers(line.function):
             self.reading.drawn.setdefault(typed.operation.name, set()).add(line.kwargs["name"])
         results = _results(typed)

@@ -186,7 +186,12 @@ class RightProgram:
     def trained(self, statement: Statement) -> bool:
         """Return whether a gradient flows through the statement's first result, a floating-point tensor."""
         tensor = self.tensor(statement.stage, statement.targets[0])
-        return tensor is not None and tensor.needs_grad and not statement.without_gradient
+        flows = tensor is not None and tensor.needs_grad and not statement.without_gradient
+        return flows and self.runs_backward(statement.stage)
+
+    def runs_backward(self, stage: int) -> bool:
+        """Return whether the schedule has a backward of the stage."""
+        return any(i[0] != "F" and i[1:].split(".")[0] == str(stage) for role in self.roles for i in role.order)
 
     def used_after(self, statement: Statement, variable: str) -> bool:
         """Return whether a later line of the method reads the variable."""

@@ -205,6 +205,30 @@ def _gradient_not_sent(subject: RightProgram) -> Iterator[Edits]:
         yield edits[:1]
 
 
+def _gradient_awaited(subject: RightProgram) -> Iterator[Edit]:
+    """One side of a message has a gradient where the other one has none."""
+    for entry in subject.entries("sends", "receives"):
+        if "needs_grad=False" in entry.text and subject.runs_backward(entry.stage):
+            yield entry.swapped(", needs_grad=False", "")
+
+
+def _stale(subject: RightProgram) -> Iterator[Edit]:
+    """What a stage sends on is what it received: layers that run several times start from the result of another run."""
+    received = {(e.stage, e.name) for e in subject.entries("receives")}
+    for entry in subject.entries("sends"):
+        role = next(r for r in subject.roles if r.file == entry.file)
+        key = entry.arguments[0]
+        for number, line in enumerate(role.lines, 1):
+            found = re.search(rf"\breturn .*{re.escape(key)}: (\w+)", line)
+            made = subject.tensor(entry.stage, found[1]) if found else None
+            for stage, name in sorted(received):
+                other = subject.tensor(stage, name)
+                if found is None or made is None or other is None or stage != entry.stage or other.name == made.name:
+                    continue
+                if (other.shape, other.dtype) == (made.shape, made.dtype):
+                    yield Edit(role.file, number, line, line.replace(f"{key}: {found[1]}", f"{key}: {name}"))
+
+
 def _message_shape(subject: RightProgram) -> Iterator[Edit]:
     for entry in subject.entries("receives"):
         shape = entry.arguments[2] if len(entry.arguments) > 2 else ""
@@ -240,6 +264,8 @@ OPERATORS = operators(
         "one side names the wrong rank": _one_peer,
         "missing send": each_of(lambda s: s.entries("sends"), lambda _, e: [Edit(e.file, e.line, e.text, "")]),
         "gradient not sent back": _gradient_not_sent,
+        "gradient where there is none": _gradient_awaited,
+        "sent on as it was received": _stale,
         "wrong shape of a message": _message_shape,
     },
 )

@@ -107,6 +107,8 @@ def _with_gradient(subject: RightProgram) -> Iterator[tuple[Edit, ...]]:
             above = role.lines[statement.line - 2]
             if statement.callee == "ops.ce_max" or not _from_trained(subject, statement):
                 continue  # makes no gradient wherever it is
+            if not subject.runs_backward(statement.stage):
+                continue  # what it makes is not used
             if statement.without_gradient and above.strip() == "with torch.no_grad():":
                 opened = above.replace("torch.no_grad()", "torch.enable_grad()")
                 yield (Edit(role.file, statement.line - 1, above, opened),)
