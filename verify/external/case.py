@@ -1,4 +1,4 @@
-"""One program with its oracle in one dtype: run it on the ranks, compare, localise, try repairs, save and load."""
+"""One program with its oracle in one dtype: run it on the ranks, compare, localise, try repairs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 
 from nnscaler.errors import NnscalerError
-from verify.external.checkpoint import NAME, load_on_rank, load_plain, other_mesh, save_after_step, temporary_folder
 from verify.external.compare import compare
 from verify.external.differences import Compared, Run
 from verify.external.localise import FirstDifference, first_differences, traced_model, traced_rank
@@ -44,7 +41,7 @@ class Settings:
     timeout   seconds of one run of the ranks
     isolate   run the simulator in a child process, so that a crash of the program is a finding
     checkpoint
-              save after a step by torch.distributed.checkpoint, and load into the plain model and on another mesh
+              save after the steps, in each way that the program has, and load into the plain model and on another mesh
     """
 
     executor: str = "simulator"
@@ -95,13 +92,21 @@ class Case:
             except NnscalerError as error:
                 return error
 
-        runner = run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
         with _quiet():
-            run = runner(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
+            run = self._runner()(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
         for result in run.results:
             if isinstance(result, NnscalerError):
                 raise result
         return cast(RankRun[T], run)
+
+    def alone(self, function: Callable[[int], T]) -> T:
+        """Call a function, with 0, where ranks run, and without any process group. Raises RanksFailed."""
+        with _quiet():
+            run = self._runner()(function, 1, self.how.executor, initialise=False, timeout=self.how.timeout)
+        return cast(T, run.results[0])
+
+    def _runner(self) -> Callable[..., RankRun[Any]]:
+        return run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
 
     def compare(self, records: tuple[RankRecord, ...], tolerance: Noise) -> tuple[Run, tuple[Compared, ...]]:
         """Compare the records with the oracle."""
@@ -150,36 +155,6 @@ class Case:
         )
         verdict = Verdict.REFUTED if wrong else Verdict.TESTED_EXACT if count else Verdict.INCONCLUSIVE
         return (Check(COPIES, verdict, count, len(wrong), supporting=True), found) if count else None
-
-    def checkpoint(self, tolerance: Noise) -> tuple[Check, tuple[Finding, ...]]:
-        """Save the program after a step, load it elsewhere, and compare; a run that fails is undecided."""
-        level = Verdict.TESTED_EXACT if self.reference.dtype == torch.float64 else Verdict.TESTED_CALIBRATED
-        program, reference = self.program, self.reference
-        with temporary_folder() as name, _quiet():
-            folder = Path(name)
-            try:
-                self.on_ranks(lambda rank: save_after_step(program, self.model, reference, rank, folder))
-                loaded = list(load_plain(program, reference, folder))
-                other = replace(self, program=other_mesh(program))
-                each = other.on_ranks(lambda rank: load_on_rank(other.program, reference, self.how.seed, rank, folder))
-            except RanksFailed as failure:
-                finding = Finding("checkpoint_not_tried", f"{failure.message}, in saving or loading", program.where)
-                return Check(NAME, Verdict.INCONCLUSIVE, 0), (finding,)
-        loaded += [one for result in each.results for one in result]
-        bad = [one for one in loaded if not tolerance.judge(("parameter", 0, one.name), one.relative).passes]
-        found = tuple(
-            Finding(
-                "checkpoint_differs",
-                f"{one.name} loaded into {one.how} is not what was saved"
-                if one.relative < float("inf")
-                else f"the checkpoint lacks {one.name}",
-                program.where,
-                {"relative difference": f"{one.relative:.3g}"} | ({"rank": str(one.rank)} if one.rank >= 0 else {}),
-            )
-            for one in bad[:8]
-        )
-        verdict = Verdict.REFUTED if bad else level if loaded else Verdict.INCONCLUSIVE
-        return Check(NAME, verdict, len(loaded), len(bad)), found
 
     def _first_difference(self) -> FirstDifference | None:
         """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""

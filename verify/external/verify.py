@@ -27,6 +27,7 @@ from verify.external.reference import (
     initial_model,
     run_reference,
 )
+from verify.external.saving import check_saving
 from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -167,8 +168,8 @@ def _merged(dtypes: Sequence[str], outcomes: Sequence[Outcome]) -> tuple[Finding
     return tuple(
         replace(
             finding,
-            message=f"{finding.message} ({' and '.join(names)})",
-            counter_example={**finding.counter_example, "dtype": " and ".join(names)},
+            message=f"{finding.message} ({' and '.join(dict.fromkeys(names))})",
+            counter_example={**finding.counter_example, "dtype": " and ".join(dict.fromkeys(names))},
         )
         for finding, names in found.values()
     )
@@ -214,8 +215,8 @@ def verify_in(
     elif dtype == torch.float64 and (copies := case.copies()) is not None:
         checks, found = (*checks, copies[0]), (*found, *copies[1])
     if how.checkpoint and not known:
-        check, more = case.checkpoint(tolerance)
-        checks, found = (*checks, check), (*found, *more)
+        saving = check_saving(case)
+        checks, found, notes = (*checks, *saving.checks), (*found, *saving.findings), [*notes, *saving.notes]
     return Outcome(dtype, checks, found, (*notes, *_notes(ran.results), *notes_of(ran)), compared, ran)
 
 

@@ -9,7 +9,7 @@ import pytest
 from verify.external import library
 from verify.external.plan_advice import verify_plan_of_library
 from verify.external.request import ExternalRequest
-from verify.external.transformers_target import PlanChanges
+from verify.external.transformers_sizes import PlanChanges
 
 RULE, RIGHT, WRONG = "model.layers.*.self_attn.q_norm", "replicated_with_grad_allreduce", "replicate"
 REQUEST = ExternalRequest("hf:qwen3", tp=(2,), steps=1, level="run")

@@ -15,7 +15,8 @@ from verify.external.transformers_plan import (
     plan_repairs,
     styles,
 )
-from verify.external.transformers_target import PlanSizes, build
+from verify.external.transformers_sizes import PlanSizes
+from verify.external.transformers_target import build
 
 TWO = PlanSizes(tp=2)
 
