@@ -16,11 +16,12 @@ from nnscaler.errors import NnscalerError
 from verify.external.compare import compare
 from verify.external.differences import Compared, Run
 from verify.external.localise import FirstDifference, first_differences, traced_model, traced_rank
+from verify.external.micro_batches import micro_means
 from verify.external.noise import Noise
 from verify.external.observe import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
-from verify.external.reference import Reference, part_gradients
+from verify.external.reference import Reference, data_parts, piece_of_step
 from verify.external.repair import Repair, repair_of
 from verify.external.replicas import NAME as COPIES
 from verify.external.replicas import draws, unequal
@@ -110,8 +111,11 @@ class Case:
 
     def compare(self, records: tuple[RankRecord, ...], tolerance: Noise) -> tuple[Run, tuple[Compared, ...]]:
         """Compare the records with the oracle."""
-        gradients = part_gradients(self.program, self.model, self.truth)
-        run = Run(self.program, self.reference, records, tolerance, gradients)
+        piece, parts = piece_of_step(self.program, self.model, self.truth), data_parts(self.program)
+        means = micro_means(self.program, self.truth, piece)
+        run = Run(
+            self.program, self.reference, records, tolerance, lambda step, part: piece(step, part, parts)[1], means
+        )
         return run, compare(run)
 
     def explained(self, run: Run, compared: Sequence[Compared], found: tuple[Finding, ...]) -> tuple[Finding, ...]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from verify.external.addresses import Piece, taken
-from verify.external.cause import MEAN_OF_MEANS, Cause, Wrong, cause_of
+from verify.external.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
 from verify.external.differences import Compared, Difference, Run
+from verify.external.micro_batches import cause_by_micro_batches
 from verify.external.observe import ObservedStep, RankRecord
 from verify.external.reference import data_part
 from verify.external.scalars import compare_losses, compare_norms
@@ -171,7 +172,7 @@ def _explain(run: Run, number: int, record: RankRecord, piece: Piece, value: Ten
         mean = torch.stack(each).mean(0)
         if _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes:
             return MEAN_OF_MEANS
-    return cause_of(
+    found = cause_of(
         Wrong(
             noun,
             value.double(),
@@ -185,6 +186,14 @@ def _explain(run: Run, number: int, record: RankRecord, piece: Piece, value: Ten
             taken(whole, run.reference.space.whole(names)) if piece.names else None,
         )
     )
+    if found.kind not in VAGUE:
+        return found
+
+    def agrees(_loss: Tensor, gradients: Tensor) -> bool:
+        mean = piece.take(gradients).nan_to_num(0.0)
+        return _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes
+
+    return cause_by_micro_batches(run.micro_means, number, agrees) or found
 
 
 def _same_elements(

@@ -9,6 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from verify.external.cause import Cause
+from verify.external.micro_batches import MicroMeans
 from verify.external.noise import Noise
 from verify.external.observe import RankRecord
 from verify.external.program import ExternalProgram
@@ -25,6 +26,7 @@ class Run:
 
     tolerance       what agrees
     part_gradients  make the gradients of one data part by itself
+    micro_means     make losses and gradients of the plain model over micro-batches; none where that cannot be run
     """
 
     program: ExternalProgram
@@ -32,6 +34,7 @@ class Run:
     records: tuple[RankRecord, ...]
     tolerance: Noise
     part_gradients: PartGradients
+    micro_means: MicroMeans = lambda step: iter(())
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:

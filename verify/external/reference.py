@@ -106,6 +106,11 @@ def data_part(program: ExternalProgram, coordinate: Mapping[str, int]) -> tuple[
     return index, parts
 
 
+def data_parts(program: ExternalProgram) -> int:
+    """Return how many data parts there are."""
+    return data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))[1]
+
+
 def coordinates(program: ExternalProgram) -> list[dict[str, int]]:
     """Return the coordinate of each rank on the mesh."""
     axes = [axis for axis, _ in program.mesh]
@@ -114,7 +119,7 @@ def coordinates(program: ExternalProgram) -> list[dict[str, int]]:
 
 def check_rows(program: ExternalProgram, batch: Batch) -> None:
     """Check that the rows of the batch divide. Raises NnscalerError `usage`."""
-    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+    parts = data_parts(program)
     rows = row_count(batch)
     if parts > 1 and (rows == 0 or rows % parts):
         message = f"the {rows} rows of `batch()` in {program.name} do not divide into {parts} data parts"
@@ -180,7 +185,7 @@ def run_reference(
     `reference_not_finite`."""
     model = copy.deepcopy(model)
     step_of = program.reference_step or program.step
-    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+    parts = data_parts(program)
     rows: list[ReferenceStep] = []
     with torch.random.fork_rng(devices=[]), computing_in(model, dtype):
         space, start = StateMap.of(model), logical_state(model)
@@ -270,14 +275,18 @@ def _told() -> Iterator[None]:
         raise NnscalerError("model_raised", message, location_of_exception(error)) from error
 
 
-def part_gradients(program: ExternalProgram, model: nn.Module, reference: Reference) -> Callable[[int, int], Tensor]:
-    """Return the function of (step, data part) that makes the gradients of that part alone, over all addresses."""
+PieceOfStep = Callable[[int, int, int], tuple[Tensor, Tensor]]
+
+
+def piece_of_step(program: ExternalProgram, model: nn.Module, reference: Reference) -> PieceOfStep:
+    """Return the function of (step, piece, pieces) that runs the plain model on that piece of the rows alone: the loss,
+    and gradients over all addresses. It raises what the model raises."""
     step_of = program.reference_step or program.step
     space = reference.space
-    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+    parts = data_parts(program)
 
     @cache
-    def gradients(number: int, part: int) -> Tensor:
+    def run(number: int, piece: int, pieces: int) -> tuple[Tensor, Tensor]:
         before = reference.steps[number - 1].parameters if number else space.flat(reference.start)
         mine = copy.deepcopy(model)
         with torch.random.fork_rng(devices=[]), computing_in(mine, reference.dtype):
@@ -286,13 +295,14 @@ def part_gradients(program: ExternalProgram, model: nn.Module, reference: Refere
                     whole = space.whole(name)
                     real = as_real(tensor.detach())
                     real.copy_(before[whole.start : whole.stop].view(real.shape).to(real.dtype))
-            rows = part_of(batch_of_step(reference.batch, number, parts), part, parts)
+            rows = part_of(batch_of_step(reference.batch, number, parts), piece, pieces)
             loss = step_of(mine, copied(rows, reference.dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(mine, 0):
                 run_backward(loss, torch.ones_like(loss))
-            return space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
+            gradients = space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
+            return _scalar(loss).double(), gradients
 
-    return gradients
+    return run
 
 
 def mean_of(parts: Sequence[Tensor]) -> Tensor:
