@@ -185,12 +185,18 @@ _REPAIRED = frozenset(("gradient_differs", "replicas_differ"))
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what torch warns of from every rank to itself: the program's author sees it in runs of their own."""
+    """Keep what torch warns of from every rank to itself: the program's author sees it in runs of their own.
+
+    What torch logs as an error it raises as well (fake tensors of DTensor do), and a finding tells it once.
+    """
+    torch_log = logging.getLogger("torch")
+    before, level = logging.root.manager.disable, torch_log.level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        before = logging.root.manager.disable
         logging.disable(logging.WARNING)
+        torch_log.setLevel(logging.CRITICAL)
         try:
             yield
         finally:
+            torch_log.setLevel(level)
             logging.disable(before)
