@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,6 +185,39 @@ def test_mistakes(folder: Path, text: str, code: str, told: str, line: str | Non
     assert error.help or code in ("model_raised", "model_import_failed")
     if line is not None:
         assert error.where is not None and error.where.text.startswith(line), error.where
+
+
+NESTED = [
+    ("import inner", "inner.py", "import math\nimport nothing_like_this", 2, "import nothing_like_this"),
+    ("import inner", "inner.py", "from .. import others", 1, "from .. import others"),
+    ("import inner", "inner.py", "from os import nothing_like_this", 1, "from os import nothing_like_this"),
+    ("import inner", "inner.py", "x = (", 1, "x = ("),
+]
+
+
+@pytest.mark.parametrize(("line", "file", "inner", "number", "text"), NESTED, ids=[row[2] for row in NESTED])
+def test_an_import_that_fails_inside_of_another_has_its_place(
+    folder: Path, line: str, file: str, inner: str, number: int, text: str
+) -> None:
+    Path(file).write_text(inner, encoding="utf-8")
+    sys.modules.pop("inner", None)
+    error = refused(PLAIN + line)
+    assert error.code == "model_import_failed"
+    assert error.where is not None
+    assert (Path(error.where.file).name, error.where.line, error.where.text) == (file, number, text)
+
+
+def test_an_import_that_fails_in_the_package_around_a_file_has_its_place(folder: Path) -> None:
+    inside = folder / "outer_of_mine" / "inner_of_mine"
+    inside.mkdir(parents=True)
+    (inside.parent / "__init__.py").write_text("\nimport nothing_like_this\n", encoding="utf-8")
+    (inside / "__init__.py").touch()
+    (inside / "values.py").write_text("one = 1", encoding="utf-8")
+    (inside / "check.py").write_text("from .values import one\n" + PLAIN, encoding="utf-8")
+    with pytest.raises(NnscalerError) as caught:
+        load_check_file("outer_of_mine.inner_of_mine.check:parallelize", ranks=2)
+    where = caught.value.where
+    assert where is not None and (where.line, where.text) == (2, "import nothing_like_this")
 
 
 def test_a_file_that_lacks_something_is_shown_an_example(folder: Path) -> None:
