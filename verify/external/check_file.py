@@ -138,6 +138,7 @@ def load_check_file(target: str, *, ranks: int | None = None, mesh: str | None =
         names=_names(reader),
         reference=_reference(reader),
         where=_place_of(_required(functions, "parallelize")) or reader.place(chosen),
+        batch_where=_place_of(reader.get("batch")) or reader.place("batch"),
     )
     return CheckFile(program, tuple(notes))
 

@@ -75,6 +75,7 @@ class ExternalProgram:
     names           name of a parameter or buffer in the program -> its name in the plain model, where they differ
     reference       "whole": the loss of the whole batch; "parts": the mean over the data parts, each by itself
     where           place of `parallelize`
+    batch_where     place of `batch`
     pretrained      how it saves itself and loads, where its model has `save_pretrained`; None: the weights are gathered
                     by torch and written by the first rank, and loaded whole on each, before `parallelize`
     elsewhere       make the same program on another mesh, which loads what this one saved; it makes None where there is
@@ -95,6 +96,7 @@ class ExternalProgram:
     names: Mapping[str, str] = field(default_factory=dict)
     reference: str = "whole"
     where: SourceLocation | None = None
+    batch_where: SourceLocation | None = None
     pretrained: PretrainedFunctions | None = None
     elsewhere: Callable[[], ExternalProgram | None] | None = None
 

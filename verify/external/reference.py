@@ -124,7 +124,8 @@ def check_rows(program: ExternalProgram, batch: Batch) -> None:
     if parts > 1 and (rows == 0 or rows % parts):
         message = f"the {rows} rows of `batch()` in {program.name} do not divide into {parts} data parts"
         axes = ", ".join(program.data_axes)
-        raise NnscalerError("usage", message, program.where, help=f"data_axes is {axes}: return a multiple of {parts}")
+        help = f"data_axes is {axes}: return a multiple of {parts}"
+        raise NnscalerError("usage", message, program.batch_where or program.where, help=help)
 
 
 # What the plain model computes.
@@ -247,7 +248,8 @@ def _check_finite(program: ExternalProgram, number: int, loss: Tensor, model: nn
         return
     named = f"the gradient of {wrong[0]}" if wrong and bool(torch.isfinite(loss)) else "the loss"
     message = f"{named} of the plain model of {program.name} is not finite in step {number}: nothing can be compared"
-    raise NnscalerError("reference_not_finite", message, program.where, help="choose another `batch()`")
+    where = program.batch_where or program.where
+    raise NnscalerError("reference_not_finite", message, where, help="choose another `batch()`")
 
 
 def _no_gradient_yet(model: nn.Module, losses: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.external.check_file import TEMPLATE, CheckFile, load_check_file
+from verify.external.reference import check_rows
 
 FUNCTIONS = """
 import torch
@@ -249,6 +250,13 @@ def test_a_slip_of_a_name_is_told(folder: Path) -> None:
     assert [note.rpartition("`")[0].rpartition("`")[2] for note in told] == ["data_axes", "max_norm", "step"]
     Path("other.py").write_text(PLAIN + "def step(model, batch): ...\nsteps = 3\n", encoding="utf-8")
     assert not [note for note in load_check_file("other.py", ranks=2).notes if "read" in note]
+
+
+def test_rows_that_do_not_divide_have_the_place_of_the_batch(folder: Path) -> None:
+    program = load(PLAIN, ranks=3).program
+    with pytest.raises(NnscalerError, match=r"the 8 rows of `batch\(\)` in check.py do not divide into 3") as caught:
+        check_rows(program, program.batch())
+    assert caught.value.where is not None and caught.value.where.text == "def batch():"
 
 
 def test_what_the_users_functions_raise_is_the_users(folder: Path) -> None:
