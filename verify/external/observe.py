@@ -20,7 +20,7 @@ from nnscaler.tracing.precision import run_backward
 from verify.external.addresses import Kind, Lookup, Piece, local_value, match, state_of
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.places import in_phase
-from verify.external.ranks.torch_private import watch_redistributions
+from verify.external.ranks.torch_private_trace import watch_redistributions
 from verify.external.reference import (
     Reference,
     batch_of_step,

@@ -31,7 +31,7 @@ from verify.evidence.operator_trace import arguments_of
 from verify.external.program import ExternalProgram
 from verify.external.proof.graph import Held, RankGraph, pruned
 from verify.external.proof.record import GraphRecorder
-from verify.external.ranks.torch_private import fake_world, group_ranks, meshes_for_real
+from verify.external.ranks.torch_private_trace import fake_world, group_ranks, meshes_for_real
 
 Spans = Callable[[str], tuple[str, ...] | None]  # name of a group -> the mesh axes that it spans
 WHOLE = -1  # "rank" of the plain model's graph

@@ -23,12 +23,7 @@ from verify.external.ranks.places import place_of_error, place_of_thread, traceb
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
 from verify.external.ranks.records import RankRun, RanksFailed
 from verify.external.ranks.simulated_group import SimulatedGroup, SimulatedStore
-from verify.external.ranks.torch_private import (
-    RankWorlds,
-    new_world,
-    ranks_as_threads,
-    unwaited_collectives,
-)
+from verify.external.ranks.torch_private import RankWorlds, new_world, ranks_as_threads, unwaited_collectives
 from verify.external.ranks.turns import RankStopped, Turns
 
 T = TypeVar("T")
