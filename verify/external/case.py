@@ -13,18 +13,18 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from nnscaler.errors import NnscalerError
-from verify.external.compare import compare
-from verify.external.differences import Compared, Run
-from verify.external.localise import FirstDifference, first_differences, traced_model, traced_rank
-from verify.external.micro_batches import micro_means
-from verify.external.noise import Noise
+from verify.external.comparison.compare import compare
+from verify.external.comparison.differences import Compared, Run
+from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
+from verify.external.comparison.micro_batches import micro_means
+from verify.external.comparison.noise import Noise
+from verify.external.comparison.repair import Repair, repair_of
+from verify.external.comparison.replicas import NAME as COPIES
+from verify.external.comparison.replicas import draws, unequal
 from verify.external.observe import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
 from verify.external.reference import Reference, data_parts, piece_of_step
-from verify.external.repair import Repair, repair_of
-from verify.external.replicas import NAME as COPIES
-from verify.external.replicas import draws, unequal
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -12,9 +12,9 @@ from torch import nn
 from op_registry.spec import SourceLocation
 
 from verify.external.case import Case, Settings
-from verify.external.differences import Compared
-from verify.external.findings import findings
-from verify.external.noise import Noise, measure, rounded
+from verify.external.comparison.differences import Compared
+from verify.external.comparison.findings import findings
+from verify.external.comparison.noise import Noise, measure, rounded
 from verify.external.observe import RankRecord
 from verify.external.profile import communication_profile, memory, notes_of
 from verify.external.program import Batch, ExternalProgram
@@ -27,7 +27,7 @@ from verify.external.reference import (
     initial_model,
     run_reference,
 )
-from verify.external.saving import check_saving
+from verify.external.saving.check import check_saving
 from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from tests.verify.external import programs
 from verify.external.case import Settings
 from verify.external.program import ExternalProgram
-from verify.external.transformers_sizes import PlanSizes
-from verify.external.transformers_target import transformers_program
+from verify.external.transformers.sizes import PlanSizes
+from verify.external.transformers.target import transformers_program
 from verify.external.verify import verify_program
 from verify.results.report import Report
 from verify.results.verdict import Verdict

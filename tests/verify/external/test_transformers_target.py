@@ -10,8 +10,8 @@ import torch
 from nnscaler.errors import NnscalerError
 from verify.external.case import Settings
 from verify.external.reference import initial_model
-from verify.external.transformers_sizes import PlanChanges, PlanSizes
-from verify.external.transformers_target import (
+from verify.external.transformers.sizes import PlanChanges, PlanSizes
+from verify.external.transformers.target import (
     BuiltModel,
     build,
     distributed_options,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from verify.external.addresses import Piece
-from verify.external.compare import compare
-from verify.external.differences import Compared, Difference, PartGradients, Run
-from verify.external.findings import findings
-from verify.external.noise import AGREES, DRAWS, Noise, distances
+from verify.external.comparison.compare import compare
+from verify.external.comparison.differences import Compared, Difference, PartGradients, Run
+from verify.external.comparison.findings import findings
+from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
 from verify.external.observe import RankRecord
 from verify.external.reference import Reference, ReferenceStep
 from verify.external.torchrun.feed import Material, Way

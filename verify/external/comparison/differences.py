@@ -8,9 +8,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from verify.external.cause import Cause
-from verify.external.micro_batches import MicroMeans
-from verify.external.noise import Noise
+from verify.external.comparison.cause import Cause
+from verify.external.comparison.micro_batches import MicroMeans
+from verify.external.comparison.noise import Noise
 from verify.external.observe import RankRecord
 from verify.external.program import ExternalProgram
 from verify.external.reference import Reference

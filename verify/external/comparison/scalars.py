@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verify.external.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
-from verify.external.differences import Compared, Difference, Run
-from verify.external.micro_batches import cause_by_micro_batches
+from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
+from verify.external.comparison.differences import Compared, Difference, Run
+from verify.external.comparison.micro_batches import cause_by_micro_batches
 from verify.external.reference import data_part, mean_of
 from verify.results.tolerance import difference
 from verify.results.verdict import Verdict

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from nnscaler.errors import NnscalerError
 from verify.external.program import Batch, ExternalProgram, PretrainedFunctions, Step, default_step
 from verify.external.request import LIBRARY
-from verify.external.transformers_config import configuration, library, with_settings
-from verify.external.transformers_shrink import Sizes, shrink
-from verify.external.transformers_sizes import PlanChanges, PlanSizes, check_plans, check_sizes, other_sizes
+from verify.external.transformers.config import configuration, library, with_settings
+from verify.external.transformers.shrink import Sizes, shrink
+from verify.external.transformers.sizes import PlanChanges, PlanSizes, check_plans, check_sizes, other_sizes
 
 ROWS, LENGTH = 4, 16  # of a batch: sequences, and tokens of each
 NOISE = 0.05  # standard deviation of what is added to every parameter: no unit norms, no zero biases

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from verify.external.cause import Cause, mean_of_micro_batches
+from verify.external.comparison.cause import Cause, mean_of_micro_batches
 from verify.external.program import ExternalProgram
 from verify.external.reference import PieceOfStep, Reference, data_parts, row_count
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from verify.external.addresses import StateMap, clean_name, state_of
-from verify.external.checkpoint import CheckpointForm
 from verify.external.observe import modules_of
 from verify.external.program import ExternalProgram
+from verify.external.saving.checkpoint import CheckpointForm
 from verify.results.tolerance import difference, largest
 
 # torch.distributed.checkpoint

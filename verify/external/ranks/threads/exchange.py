@@ -17,7 +17,7 @@ from nnscaler.runtime.communication.communicator import CommunicationCall, Commu
 from verify.external.ranks.agreement import GroupKey, disagreement_of
 from verify.external.ranks.answers import Part, answer
 from verify.external.ranks.records import RankCall, RanksFailed
-from verify.external.ranks.turns import RankStopped, Turns
+from verify.external.ranks.threads.turns import RankStopped, Turns
 
 _WHOLE = 4096  # elements: tensors up to this size are watched whole
 _SAMPLES = 64  # elements that are watched of a larger one

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from verify.external.addresses import Piece, taken
-from verify.external.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
-from verify.external.differences import Compared, Difference, Run
-from verify.external.micro_batches import cause_by_micro_batches
+from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
+from verify.external.comparison.differences import Compared, Difference, Run
+from verify.external.comparison.micro_batches import cause_by_micro_batches
+from verify.external.comparison.scalars import compare_losses, compare_norms
 from verify.external.observe import ObservedStep, RankRecord
 from verify.external.reference import data_part
-from verify.external.scalars import compare_losses, compare_norms
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
 from verify.results.verdict import Verdict
 

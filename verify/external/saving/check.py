@@ -16,7 +16,8 @@ from torch import nn
 from nnscaler.tracing.precision import convert_floats
 from verify.external.addresses import StateMap, as_real, state_of
 from verify.external.case import Case
-from verify.external.checkpoint import (
+from verify.external.ranks.run import RanksFailed
+from verify.external.saving.checkpoint import (
     CheckpointForm,
     HeldValues,
     LoadedTensor,
@@ -26,8 +27,7 @@ from verify.external.checkpoint import (
     other_mesh,
     save_after_steps,
 )
-from verify.external.checkpoint_forms import forms_of, without_progress_bars
-from verify.external.ranks.run import RanksFailed
+from verify.external.saving.forms import forms_of, without_progress_bars
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import FLOAT64_BOUND
