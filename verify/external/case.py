@@ -24,7 +24,7 @@ from verify.external.comparison.replicas import draws, unequal
 from verify.external.observe import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
-from verify.external.reference import Reference, data_parts, piece_of_step
+from verify.external.reference import PlainReference, data_parts, piece_of_step
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
@@ -64,8 +64,8 @@ class Case:
     program: ExternalProgram
     how: Settings
     model: nn.Module
-    truth: Reference
-    reference: Reference
+    truth: PlainReference
+    reference: PlainReference
 
     def run(self, known: Sequence[RankRecord] = ()) -> RankRun[RankRecord]:
         """Run the program on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""

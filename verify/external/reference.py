@@ -150,7 +150,7 @@ class ReferenceStep:
 
 
 @dataclass(frozen=True)
-class Reference:
+class PlainReference:
     """A few steps of the plain model.
 
     space          its address space
@@ -181,7 +181,7 @@ def run_reference(
     steps: int,
     dtype: torch.dtype,
     learning_rate: float | None = None,
-) -> Reference:
+) -> PlainReference:
     """Train a copy of the plain model on the whole batch. Raises NnscalerError `model_raised`, `no_gradient`,
     `reference_not_finite`."""
     model = copy.deepcopy(model)
@@ -208,7 +208,7 @@ def run_reference(
             optimizer.step()
             state = {name: tensor for name, tensor, _ in state_of(model)}
             rows.append(ReferenceStep(loss, tuple(losses), gradients, space.flat(state), norm))
-    return Reference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch)
+    return PlainReference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch)
 
 
 def _part_loss(step_of: Any, model: nn.Module, part: Batch, dtype: torch.dtype) -> Tensor:
@@ -280,7 +280,7 @@ def _told() -> Iterator[None]:
 PieceOfStep = Callable[[int, int, int], tuple[Tensor, Tensor]]
 
 
-def piece_of_step(program: ExternalProgram, model: nn.Module, reference: Reference) -> PieceOfStep:
+def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainReference) -> PieceOfStep:
     """Return the function of (step, piece, pieces) that runs the plain model on that piece of the rows alone: the loss,
     and gradients over all addresses. It raises what the model raises."""
     step_of = program.reference_step or program.step

@@ -13,7 +13,7 @@ from verify.external.comparison.micro_batches import MicroMeans
 from verify.external.comparison.noise import Noise
 from verify.external.observe import RankRecord
 from verify.external.program import ExternalProgram
-from verify.external.reference import Reference
+from verify.external.reference import PlainReference
 from verify.results.report import Check
 from verify.results.verdict import Verdict, merge
 
@@ -30,7 +30,7 @@ class Run:
     """
 
     program: ExternalProgram
-    reference: Reference
+    reference: PlainReference
     records: tuple[RankRecord, ...]
     tolerance: Noise
     part_gradients: PartGradients

@@ -11,13 +11,13 @@ from torch import Tensor
 from nnscaler.errors import NnscalerError
 from verify.external.comparison.cause import Cause, mean_of_micro_batches
 from verify.external.program import ExternalProgram
-from verify.external.reference import PieceOfStep, Reference, data_parts, row_count
+from verify.external.reference import PieceOfStep, PlainReference, data_parts, row_count
 
 MicroMeans = Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
 _MOST = 16  # micro-batches of the whole batch: the plain model runs on each
 
 
-def micro_means(program: ExternalProgram, reference: Reference, run: PieceOfStep) -> MicroMeans:
+def micro_means(program: ExternalProgram, reference: PlainReference, run: PieceOfStep) -> MicroMeans:
     """Return the function of a step that yields, for each number of equal micro-batches that the rows of a data part
     divide into, that number and the means over all of them: of losses, and of gradients over all addresses.
 

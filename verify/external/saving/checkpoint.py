@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verify.external.addresses import Addresses, Lookup, Piece, StateMap, as_real, local_value, match, taken
+from verify.external.addresses import Addresses, Lookup, RankPiece, StateMap, as_real, local_value, match, taken
 from verify.external.observe import modules_of, optimizer_of, parallelised, rows_of, run_step, tensors_of_program
 from verify.external.program import ExternalProgram
-from verify.external.reference import Reference
+from verify.external.reference import PlainReference
 from verify.results.tolerance import difference, largest
 
 
@@ -103,7 +103,7 @@ def save_after_steps(
     form: CheckpointForm,
     program: ExternalProgram,
     model: nn.Module,
-    reference: Reference,
+    reference: PlainReference,
     lookup: Lookup,
     rank: int,
     folder: Path,
@@ -143,7 +143,7 @@ def load_on_rank(
     form: CheckpointForm,
     program: ExternalProgram,
     model: nn.Module,
-    reference: Reference,
+    reference: PlainReference,
     lookup: Lookup,
     held: HeldValues,
     folder: Path,
@@ -178,14 +178,14 @@ def _stored(made: Any, names: Mapping[str, Tensor]) -> set[str]:
     return set(modules[0].state_dict()) & set(names)
 
 
-def _is_comparable(piece: Piece, space: StateMap, cut_by_hand: bool) -> bool:
+def _is_comparable(piece: RankPiece, space: StateMap, cut_by_hand: bool) -> bool:
     if piece.addresses is None or not piece.names:
         return False
     is_whole = len(piece.names) == 1 and piece.addresses == space.whole(piece.names[0])
     return cut_by_hand or piece.layout != "plain" or (isinstance(piece.addresses, range) and is_whole)
 
 
-def _distance(piece: Piece, value: Tensor | None, held: HeldValues) -> float:
+def _distance(piece: RankPiece, value: Tensor | None, held: HeldValues) -> float:
     if value is None or tuple(value.shape) != piece.shape:
         return float("inf")
     assert piece.addresses is not None
