@@ -24,7 +24,7 @@ from verify.external.case import Settings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 from verify.self_test.external.corpus import PROGRAMS
-from verify.self_test.external.run import TIMEOUT, Answer
+from verify.self_test.external.run import TIMEOUT, ExternalAnswer
 from verify.self_test.runner import run_rows_apart
 
 
@@ -41,7 +41,7 @@ class Run:
         return f"{self.program}, seed {self.seed}, {self.executor}, {' '.join(self.dtypes)}"
 
 
-def judge(run: Run) -> tuple[Answer, float]:
+def judge(run: Run) -> tuple[ExternalAnswer, float]:
     """Verify a program; return the answer and the seconds."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ def judge(run: Run) -> tuple[Answer, float]:
     started = time.perf_counter()
     settings = Settings(executor=run.executor, seed=run.seed, timeout=TIMEOUT, isolate=False)
     report = verify_program(PROGRAMS[run.program], settings, dtypes=run.dtypes)
-    return Answer.of(report), time.perf_counter() - started
+    return ExternalAnswer.of(report), time.perf_counter() - started
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verify.external.transformers_target import versions
+from verify.external.transformers.target import versions
 
 STATUSES = ("equal", "wrong", "crashes", "undecided", "timed out", "not built", "no plan")
 

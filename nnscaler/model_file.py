@@ -191,16 +191,27 @@ def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
 
 
 def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
-    """The last frame of the traceback in the user's folder, else the last outside of this package."""
-    own = str(Path(__file__).resolve().parent)
-    best: SourceLocation | None = None
+    """Return the last frame of the traceback in the user's folder, else the last that is neither ours nor of installed
+    or standard modules. Where an exception has none (we raised it), that of its cause."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
+    inside: SourceLocation | None = None
+    outside: SourceLocation | None = None
     for frame in traceback.extract_tb(error.__traceback__):
-        in_folder = Path(frame.filename).resolve().is_relative_to(folder) and "site-packages" not in frame.filename
-        if frame.lineno is not None and in_folder and not frame.filename.startswith(own):
-            best = SourceLocation(frame.filename, frame.lineno, frame.line or "")
-    return best
+        file = Path(frame.filename).resolve()
+        if frame.lineno is None or "site-packages" in frame.filename or file.is_relative_to(_OWN):
+            continue
+        place = SourceLocation(frame.filename, frame.lineno, frame.line or "")
+        if file.is_relative_to(folder):
+            inside = place
+        elif file.is_file() and not file.is_relative_to(_STANDARD):
+            outside = place
+    best = inside or outside
+    return user_frame(error.__cause__, folder) if best is None and error.__cause__ is not None else best
+
+
+_OWN = Path(__file__).resolve().parent
+_STANDARD = Path(traceback.__file__).resolve().parent
 
 
 def import_user_file(path: Path) -> ModuleType:

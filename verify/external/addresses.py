@@ -113,7 +113,7 @@ def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor, Kind]]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RankPiece:
     """One tensor of the program on one rank, and which elements of the plain model it holds.
 
     local       its name in the program
@@ -244,8 +244,11 @@ def claimed(tensor: Tensor, name: str, space: StateMap) -> Addresses | None:
 
 
 def match(
-    tensors: Sequence[tuple[str, Tensor, Kind]], lookup: Lookup, renamed: Mapping[str, str], known: Sequence[Piece] = ()
-) -> tuple[Piece, ...]:
+    tensors: Sequence[tuple[str, Tensor, Kind]],
+    lookup: Lookup,
+    renamed: Mapping[str, str],
+    known: Sequence[RankPiece] = (),
+) -> tuple[RankPiece, ...]:
     """Find the addresses of a rank's tensors, and give the model's values to those that have their own.
 
     `renamed`: the program's name -> the model's. `known`: pieces that an earlier run in float64 found by value, for in
@@ -256,8 +259,8 @@ def match(
 
 
 def _piece(
-    local: str, tensor: Tensor, kind: Kind, lookup: Lookup, renamed: Mapping[str, str], known: Piece | None
-) -> Piece:
+    local: str, tensor: Tensor, kind: Kind, lookup: Lookup, renamed: Mapping[str, str], known: RankPiece | None
+) -> RankPiece:
     space, value = lookup.space, local_value(tensor)
     clean = clean_name(local.partition(" of module ")[0])
     name = renamed.get(local, renamed.get(clean, clean))
@@ -280,7 +283,7 @@ def _piece(
             _give(tensor, addresses, lookup)
     names = () if addresses is None else space.names_at(addresses)
     shape = tuple(value.shape)
-    return Piece(local, kind, shape, names, addresses, found, layout_words(tensor), tensor.requires_grad, started)
+    return RankPiece(local, kind, shape, names, addresses, found, layout_words(tensor), tensor.requires_grad, started)
 
 
 def taken(whole: Tensor, addresses: Addresses) -> Tensor:

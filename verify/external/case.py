@@ -1,4 +1,4 @@
-"""One program with its oracle in one dtype: run it on the ranks, compare, localise, try repairs, save and load."""
+"""One program with its oracle in one dtype: run it on the ranks, compare, localise, try repairs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 
 from nnscaler.errors import NnscalerError
-from verify.external.checkpoint import NAME, load_on_rank, load_plain, other_mesh, save_after_step, temporary_folder
-from verify.external.compare import compare
-from verify.external.differences import Compared, Run
-from verify.external.localise import FirstDifference, first_differences, traced_model, traced_rank
-from verify.external.noise import Noise
+from verify.external.comparison.compare import compare
+from verify.external.comparison.differences import Compared, Run
+from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
+from verify.external.comparison.micro_batches import micro_means
+from verify.external.comparison.noise import Noise
+from verify.external.comparison.repair import Repair, repair_of
+from verify.external.comparison.replicas import NAME as COPIES
+from verify.external.comparison.replicas import draws, unequal
 from verify.external.observe import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
-from verify.external.reference import Reference, part_gradients
-from verify.external.repair import Repair, repair_of
-from verify.external.replicas import NAME as COPIES
-from verify.external.replicas import draws, unequal
+from verify.external.reference import PlainReference, data_parts, piece_of_step
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
@@ -44,7 +42,7 @@ class Settings:
     timeout   seconds of one run of the ranks
     isolate   run the simulator in a child process, so that a crash of the program is a finding
     checkpoint
-              save after a step by torch.distributed.checkpoint, and load into the plain model and on another mesh
+              save after the steps, in each way that the program has, and load into the plain model and on another mesh
     """
 
     executor: str = "simulator"
@@ -66,8 +64,8 @@ class Case:
     program: ExternalProgram
     how: Settings
     model: nn.Module
-    truth: Reference
-    reference: Reference
+    truth: PlainReference
+    reference: PlainReference
 
     def run(self, known: Sequence[RankRecord] = ()) -> RankRun[RankRecord]:
         """Run the program on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
@@ -95,18 +93,29 @@ class Case:
             except NnscalerError as error:
                 return error
 
-        runner = run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
         with _quiet():
-            run = runner(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
+            run = self._runner()(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
         for result in run.results:
             if isinstance(result, NnscalerError):
                 raise result
         return cast(RankRun[T], run)
 
+    def alone(self, function: Callable[[int], T]) -> T:
+        """Call a function, with 0, where ranks run, and without any process group. Raises RanksFailed."""
+        with _quiet():
+            run = self._runner()(function, 1, self.how.executor, initialise=False, timeout=self.how.timeout)
+        return cast(T, run.results[0])
+
+    def _runner(self) -> Callable[..., RankRun[Any]]:
+        return run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
+
     def compare(self, records: tuple[RankRecord, ...], tolerance: Noise) -> tuple[Run, tuple[Compared, ...]]:
         """Compare the records with the oracle."""
-        gradients = part_gradients(self.program, self.model, self.truth)
-        run = Run(self.program, self.reference, records, tolerance, gradients)
+        piece, parts = piece_of_step(self.program, self.model, self.truth), data_parts(self.program)
+        means = micro_means(self.program, self.truth, piece)
+        run = Run(
+            self.program, self.reference, records, tolerance, lambda step, part: piece(step, part, parts)[1], means
+        )
         return run, compare(run)
 
     def explained(self, run: Run, compared: Sequence[Compared], found: tuple[Finding, ...]) -> tuple[Finding, ...]:
@@ -151,36 +160,6 @@ class Case:
         verdict = Verdict.REFUTED if wrong else Verdict.TESTED_EXACT if count else Verdict.INCONCLUSIVE
         return (Check(COPIES, verdict, count, len(wrong), supporting=True), found) if count else None
 
-    def checkpoint(self, tolerance: Noise) -> tuple[Check, tuple[Finding, ...]]:
-        """Save the program after a step, load it elsewhere, and compare; a run that fails is undecided."""
-        level = Verdict.TESTED_EXACT if self.reference.dtype == torch.float64 else Verdict.TESTED_CALIBRATED
-        program, reference = self.program, self.reference
-        with temporary_folder() as name, _quiet():
-            folder = Path(name)
-            try:
-                self.on_ranks(lambda rank: save_after_step(program, self.model, reference, rank, folder))
-                loaded = list(load_plain(program, reference, folder))
-                other = replace(self, program=other_mesh(program))
-                each = other.on_ranks(lambda rank: load_on_rank(other.program, reference, self.how.seed, rank, folder))
-            except RanksFailed as failure:
-                finding = Finding("checkpoint_not_tried", f"{failure.message}, in saving or loading", program.where)
-                return Check(NAME, Verdict.INCONCLUSIVE, 0), (finding,)
-        loaded += [one for result in each.results for one in result]
-        bad = [one for one in loaded if not tolerance.judge(("parameter", 0, one.name), one.relative).passes]
-        found = tuple(
-            Finding(
-                "checkpoint_differs",
-                f"{one.name} loaded into {one.how} is not what was saved"
-                if one.relative < float("inf")
-                else f"the checkpoint lacks {one.name}",
-                program.where,
-                {"relative difference": f"{one.relative:.3g}"} | ({"rank": str(one.rank)} if one.rank >= 0 else {}),
-            )
-            for one in bad[:8]
-        )
-        verdict = Verdict.REFUTED if bad else level if loaded else Verdict.INCONCLUSIVE
-        return Check(NAME, verdict, len(loaded), len(bad)), found
-
     def _first_difference(self) -> FirstDifference | None:
         """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""
         right = traced_model(self.program, self.model, self.truth)
@@ -206,12 +185,18 @@ _REPAIRED = frozenset(("gradient_differs", "replicas_differ"))
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what torch warns of from every rank to itself: the program's author sees it in runs of their own."""
+    """Keep what torch warns of from every rank to itself: the program's author sees it in runs of their own.
+
+    What torch logs as an error it raises as well (fake tensors of DTensor do), and a finding tells it once.
+    """
+    torch_log = logging.getLogger("torch")
+    before, level = logging.root.manager.disable, torch_log.level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        before = logging.root.manager.disable
         logging.disable(logging.WARNING)
+        torch_log.setLevel(logging.CRITICAL)
         try:
             yield
         finally:
+            torch_log.setLevel(level)
             logging.disable(before)

@@ -74,7 +74,7 @@ class CheckFile:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _CheckFileReader:
     """The module of a check file, with the place of each of its names."""
 
     path: Path
@@ -117,7 +117,7 @@ def load_check_file(target: str, *, ranks: int | None = None, mesh: str | None =
     `bad_check_file`, `bad_mesh`, and `model_raised` where `mesh` is a function that raises.
     """
     path, named = find_target(target, EXAMPLE)
-    reader = _Reader(path, import_user_file(path))
+    reader = _CheckFileReader(path, import_user_file(path))
     chosen = named or "parallelize"
     functions = {name: _function(reader, chosen if name == "parallelize" else name, name) for name in FUNCTIONS}
     notes = _notes_on_slips(reader)
@@ -138,6 +138,7 @@ def load_check_file(target: str, *, ranks: int | None = None, mesh: str | None =
         names=_names(reader),
         reference=_reference(reader),
         where=_place_of(_required(functions, "parallelize")) or reader.place(chosen),
+        batch_where=_place_of(reader.get("batch")) or reader.place("batch"),
     )
     return CheckFile(program, tuple(notes))
 
@@ -148,7 +149,7 @@ def _required(functions: Mapping[str, Callable[..., Any] | None], name: str) -> 
     return found
 
 
-def _function(reader: _Reader, name: str, role: str) -> Callable[..., Any] | None:
+def _function(reader: _CheckFileReader, name: str, role: str) -> Callable[..., Any] | None:
     """Return a function of the file that can be called as its role is; None where it has none and needs none."""
     value = reader.get(name)
     if value is None and role not in REQUIRED:
@@ -179,7 +180,9 @@ def _made_by_user(path: Path, name: str) -> Callable[[], Any]:
     return user_function(f"{path}::{name}", name, EXAMPLE)
 
 
-def _mesh(reader: _Reader, ranks: int | None, given: str | None, notes: list[str]) -> tuple[tuple[str, int], ...]:
+def _mesh(
+    reader: _CheckFileReader, ranks: int | None, given: str | None, notes: list[str]
+) -> tuple[tuple[str, int], ...]:
     """Return the axes with their sizes: those of the command line, of the file, or one axis of the name in
     `data_axes`."""
     if given is not None:
@@ -218,7 +221,7 @@ def _two(notes: list[str]) -> int:
     return DEFAULT_RANKS
 
 
-def _axes(reader: _Reader, name: str, said: Any) -> list[tuple[str, int]]:
+def _axes(reader: _CheckFileReader, name: str, said: Any) -> list[tuple[str, int]]:
     """Return (axis, size) of a name, a tuple of one name, a tuple of pairs or a dict; -1 where a size is left open."""
     if isinstance(said, str):
         said = (said,)
@@ -239,7 +242,7 @@ def _is_axis(pair: Any) -> bool:
     return isinstance(name, str) and bool(name) and type(size) is int and (size >= 1 or size == -1)
 
 
-def _axis_names(reader: _Reader) -> tuple[str, ...] | None:
+def _axis_names(reader: _CheckFileReader) -> tuple[str, ...] | None:
     """Return `data_axes` as names; None where the file does not say."""
     said = reader.get("data_axes")
     if said is None:
@@ -252,7 +255,7 @@ def _axis_names(reader: _Reader) -> tuple[str, ...] | None:
 
 
 def _data_axes(
-    reader: _Reader, axes: tuple[tuple[str, int], ...], given: str | None, notes: list[str]
+    reader: _CheckFileReader, axes: tuple[tuple[str, int], ...], given: str | None, notes: list[str]
 ) -> tuple[str, ...]:
     """Return the axes over which the batch is divided: as the file says, else those with a name of `DATA_NAMES`.
 
@@ -279,13 +282,13 @@ def _data_axes(
     return said
 
 
-def _own_axes(reader: _Reader) -> tuple[str, ...]:
+def _own_axes(reader: _CheckFileReader) -> tuple[str, ...]:
     """Return the names of the axes in `mesh` of the file; none where it has no `mesh` or makes it by a function."""
     said = reader.get("mesh")
     return () if said is None or callable(said) else tuple(name for name, _ in _axes(reader, "mesh", said))
 
 
-def _max_norm(reader: _Reader, clips: bool) -> float | None:
+def _max_norm(reader: _CheckFileReader, clips: bool) -> float | None:
     said = reader.get("max_norm")
     if said is None and not clips:
         return None
@@ -296,7 +299,7 @@ def _max_norm(reader: _Reader, clips: bool) -> float | None:
     return float(said)
 
 
-def _names(reader: _Reader) -> Mapping[str, str]:
+def _names(reader: _CheckFileReader) -> Mapping[str, str]:
     said = reader.get("names")
     if said is None:
         return {}
@@ -307,7 +310,7 @@ def _names(reader: _Reader) -> Mapping[str, str]:
     return dict(said)
 
 
-def _reference(reader: _Reader) -> str:
+def _reference(reader: _CheckFileReader) -> str:
     said = reader.get("reference")
     if said is not None and said not in REFERENCES:
         message = f"`reference` of {reader.path.name} is {said!r}, none of {', '.join(REFERENCES)}"
@@ -316,7 +319,7 @@ def _reference(reader: _Reader) -> str:
     return said or "whole"
 
 
-def _notes_on_slips(reader: _Reader) -> list[str]:
+def _notes_on_slips(reader: _CheckFileReader) -> list[str]:
     """Return a note on each name that the file defines beside one of ours that it lacks and nearly names."""
     missing = [name for name in (*FUNCTIONS, *VALUES) if reader.get(name) is None]
     told: list[str] = []

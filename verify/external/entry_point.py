@@ -116,8 +116,8 @@ def _verify_script(request: ExternalRequest, context: RunContext) -> Report:
 
 
 def _verify_library(request: ExternalRequest, context: RunContext) -> list[Report]:
-    from verify.external.library import expand, is_without_plan
-    from verify.external.plan_advice import verify_plan_of_library
+    from verify.external.transformers.library import expand, is_without_plan
+    from verify.external.transformers.plan_advice import verify_plan_of_library
     from verify.processes.pool import Done, Raised, run_forked, run_here, why_not_fork
 
     requests = expand(request)
@@ -159,7 +159,7 @@ def _emit(
     found: Mapping[int, Report], requests: Sequence[ExternalRequest], path: str | None, context: RunContext
 ) -> None:
     """Write the script of the first program that is refuted, where one is asked for."""
-    from verify.external.library import script_of
+    from verify.external.transformers.library import script_of
 
     if path is None:
         return

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.precision import run_backward
-from verify.external.addresses import Kind, Lookup, Piece, local_value, match, state_of
+from verify.external.addresses import Kind, Lookup, RankPiece, local_value, match, state_of
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.places import in_phase
-from verify.external.ranks.torch_private import watch_redistributions
+from verify.external.ranks.torch_private_trace import watch_redistributions
 from verify.external.reference import (
-    Reference,
+    PlainReference,
     batch_of_step,
     computing_in,
     coordinates,
@@ -65,7 +65,7 @@ class RankRecord:
 
     rank: int
     coordinate: Mapping[str, int]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RankPiece, ...]
     steps: tuple[ObservedStep, ...]
     dtypes: frozenset[torch.dtype] = frozenset()
     optimizer_bytes: int = 0
@@ -75,10 +75,10 @@ class RankRecord:
 def observe(
     program: ExternalProgram,
     model: nn.Module,
-    reference: Reference,
+    reference: PlainReference,
     lookup: Lookup,
     rank: int,
-    known: Sequence[Piece] = (),
+    known: Sequence[RankPiece] = (),
     dropout: bool = False,
 ) -> RankRecord:
     """Parallelise a copy of the plain model on this rank, whose process group is up, and train a few steps.
@@ -134,7 +134,7 @@ def parallelised(
         yield mine if made is None else made
 
 
-def rows_of(program: ExternalProgram, reference: Reference, rank: int, number: int) -> Batch:
+def rows_of(program: ExternalProgram, reference: PlainReference, rank: int, number: int) -> Batch:
     """Return this rank's rows of the batch of a step."""
     index, parts = data_part(program, coordinates(program)[rank])
     return copied(part_of(batch_of_step(reference.batch, number, parts), index, parts), reference.dtype)

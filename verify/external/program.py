@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,20 @@ def default_step(model: Any, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
+class PretrainedFunctions:
+    """How a program saves itself as its library does.
+
+    save         write the whole model, given what saves itself and a folder; called on every rank
+    load         make the program on this rank of a folder that was written in either way
+    save_shards  write what each rank holds; None: torch.distributed.checkpoint does it without the library
+    """
+
+    save: Callable[[Any, Path], None]
+    load: Callable[[Path], Any]
+    save_shards: Callable[[Any, Path], None] | None = None
+
+
+@dataclass(frozen=True)
 class ExternalProgram:
     """A parallel program, in the words of its author, and its oracle.
 
@@ -60,6 +75,11 @@ class ExternalProgram:
     names           name of a parameter or buffer in the program -> its name in the plain model, where they differ
     reference       "whole": the loss of the whole batch; "parts": the mean over the data parts, each by itself
     where           place of `parallelize`
+    batch_where     place of `batch`
+    pretrained      how it saves itself and loads, where its model has `save_pretrained`; None: the weights are gathered
+                    by torch and written by the first rank, and loaded whole on each, before `parallelize`
+    elsewhere       make the same program on another mesh, which loads what this one saved; it makes None where there is
+                    no such mesh. None: this `parallelize` is given other sizes
     """
 
     name: str
@@ -76,6 +96,9 @@ class ExternalProgram:
     names: Mapping[str, str] = field(default_factory=dict)
     reference: str = "whole"
     where: SourceLocation | None = None
+    batch_where: SourceLocation | None = None
+    pretrained: PretrainedFunctions | None = None
+    elsewhere: Callable[[], ExternalProgram | None] | None = None
 
     @property
     def ranks(self) -> int:

@@ -106,6 +106,11 @@ def data_part(program: ExternalProgram, coordinate: Mapping[str, int]) -> tuple[
     return index, parts
 
 
+def data_parts(program: ExternalProgram) -> int:
+    """Return how many data parts there are."""
+    return data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))[1]
+
+
 def coordinates(program: ExternalProgram) -> list[dict[str, int]]:
     """Return the coordinate of each rank on the mesh."""
     axes = [axis for axis, _ in program.mesh]
@@ -114,12 +119,13 @@ def coordinates(program: ExternalProgram) -> list[dict[str, int]]:
 
 def check_rows(program: ExternalProgram, batch: Batch) -> None:
     """Check that the rows of the batch divide. Raises NnscalerError `usage`."""
-    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+    parts = data_parts(program)
     rows = row_count(batch)
     if parts > 1 and (rows == 0 or rows % parts):
         message = f"the {rows} rows of `batch()` in {program.name} do not divide into {parts} data parts"
         axes = ", ".join(program.data_axes)
-        raise NnscalerError("usage", message, program.where, help=f"data_axes is {axes}: return a multiple of {parts}")
+        help = f"data_axes is {axes}: return a multiple of {parts}"
+        raise NnscalerError("usage", message, program.batch_where or program.where, help=help)
 
 
 # What the plain model computes.
@@ -144,7 +150,7 @@ class ReferenceStep:
 
 
 @dataclass(frozen=True)
-class Reference:
+class PlainReference:
     """A few steps of the plain model.
 
     space          its address space
@@ -175,12 +181,12 @@ def run_reference(
     steps: int,
     dtype: torch.dtype,
     learning_rate: float | None = None,
-) -> Reference:
+) -> PlainReference:
     """Train a copy of the plain model on the whole batch. Raises NnscalerError `model_raised`, `no_gradient`,
     `reference_not_finite`."""
     model = copy.deepcopy(model)
     step_of = program.reference_step or program.step
-    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+    parts = data_parts(program)
     rows: list[ReferenceStep] = []
     with torch.random.fork_rng(devices=[]), computing_in(model, dtype):
         space, start = StateMap.of(model), logical_state(model)
@@ -202,7 +208,7 @@ def run_reference(
             optimizer.step()
             state = {name: tensor for name, tensor, _ in state_of(model)}
             rows.append(ReferenceStep(loss, tuple(losses), gradients, space.flat(state), norm))
-    return Reference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch)
+    return PlainReference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch)
 
 
 def _part_loss(step_of: Any, model: nn.Module, part: Batch, dtype: torch.dtype) -> Tensor:
@@ -242,7 +248,8 @@ def _check_finite(program: ExternalProgram, number: int, loss: Tensor, model: nn
         return
     named = f"the gradient of {wrong[0]}" if wrong and bool(torch.isfinite(loss)) else "the loss"
     message = f"{named} of the plain model of {program.name} is not finite in step {number}: nothing can be compared"
-    raise NnscalerError("reference_not_finite", message, program.where, help="choose another `batch()`")
+    where = program.batch_where or program.where
+    raise NnscalerError("reference_not_finite", message, where, help="choose another `batch()`")
 
 
 def _no_gradient_yet(model: nn.Module, losses: int) -> bool:
@@ -270,14 +277,18 @@ def _told() -> Iterator[None]:
         raise NnscalerError("model_raised", message, location_of_exception(error)) from error
 
 
-def part_gradients(program: ExternalProgram, model: nn.Module, reference: Reference) -> Callable[[int, int], Tensor]:
-    """Return the function of (step, data part) that makes the gradients of that part alone, over all addresses."""
+PieceOfStep = Callable[[int, int, int], tuple[Tensor, Tensor]]
+
+
+def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainReference) -> PieceOfStep:
+    """Return the function of (step, piece, pieces) that runs the plain model on that piece of the rows alone: the loss,
+    and gradients over all addresses. It raises what the model raises."""
     step_of = program.reference_step or program.step
     space = reference.space
-    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
+    parts = data_parts(program)
 
     @cache
-    def gradients(number: int, part: int) -> Tensor:
+    def run(number: int, piece: int, pieces: int) -> tuple[Tensor, Tensor]:
         before = reference.steps[number - 1].parameters if number else space.flat(reference.start)
         mine = copy.deepcopy(model)
         with torch.random.fork_rng(devices=[]), computing_in(mine, reference.dtype):
@@ -286,13 +297,14 @@ def part_gradients(program: ExternalProgram, model: nn.Module, reference: Refere
                     whole = space.whole(name)
                     real = as_real(tensor.detach())
                     real.copy_(before[whole.start : whole.stop].view(real.shape).to(real.dtype))
-            rows = part_of(batch_of_step(reference.batch, number, parts), part, parts)
+            rows = part_of(batch_of_step(reference.batch, number, parts), piece, pieces)
             loss = step_of(mine, copied(rows, reference.dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(mine, 0):
                 run_backward(loss, torch.ones_like(loss))
-            return space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
+            gradients = space.flat({n: p.grad for n, p in mine.named_parameters(remove_duplicate=False)})
+            return _scalar(loss).double(), gradients
 
-    return gradients
+    return run
 
 
 def mean_of(parts: Sequence[Tensor]) -> Tensor:

@@ -12,9 +12,9 @@ from torch import nn
 from op_registry.spec import SourceLocation
 
 from verify.external.case import Case, Settings
-from verify.external.differences import Compared
-from verify.external.findings import findings
-from verify.external.noise import Noise, measure, rounded
+from verify.external.comparison.differences import Compared
+from verify.external.comparison.findings import findings
+from verify.external.comparison.noise import Noise, measure, rounded
 from verify.external.observe import RankRecord
 from verify.external.profile import communication_profile, memory, notes_of
 from verify.external.program import Batch, ExternalProgram
@@ -27,6 +27,7 @@ from verify.external.reference import (
     initial_model,
     run_reference,
 )
+from verify.external.saving.check import check_saving
 from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -167,8 +168,8 @@ def _merged(dtypes: Sequence[str], outcomes: Sequence[Outcome]) -> tuple[Finding
     return tuple(
         replace(
             finding,
-            message=f"{finding.message} ({' and '.join(names)})",
-            counter_example={**finding.counter_example, "dtype": " and ".join(names)},
+            message=f"{finding.message} ({' and '.join(dict.fromkeys(names))})",
+            counter_example={**finding.counter_example, "dtype": " and ".join(dict.fromkeys(names))},
         )
         for finding, names in found.values()
     )
@@ -214,8 +215,8 @@ def verify_in(
     elif dtype == torch.float64 and (copies := case.copies()) is not None:
         checks, found = (*checks, copies[0]), (*found, *copies[1])
     if how.checkpoint and not known:
-        check, more = case.checkpoint(tolerance)
-        checks, found = (*checks, check), (*found, *more)
+        saving = check_saving(case)
+        checks, found, notes = (*checks, *saving.checks), (*found, *saving.findings), [*notes, *saving.notes]
     return Outcome(dtype, checks, found, (*notes, *_notes(ran.results), *notes_of(ran)), compared, ran)
 
 

@@ -130,7 +130,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--checkpoint",
         action="store_true",
-        help="also save by torch.distributed.checkpoint, load under another mesh, and compare",
+        help="also save (by torch.distributed.checkpoint, and save_pretrained), load under another mesh, and compare",
     )
     group.add_argument(
         "--level",

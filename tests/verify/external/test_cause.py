@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verify.external.cause import Cause, Wrong, cause_of
+from verify.external.comparison.cause import Cause, Wrong, cause_of
 
 RIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 OTHER = torch.randn(6, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.external.check_file import TEMPLATE, CheckFile, load_check_file
+from verify.external.reference import check_rows
 
 FUNCTIONS = """
 import torch
@@ -186,6 +188,39 @@ def test_mistakes(folder: Path, text: str, code: str, told: str, line: str | Non
         assert error.where is not None and error.where.text.startswith(line), error.where
 
 
+NESTED = [
+    ("import inner", "inner.py", "import math\nimport nothing_like_this", 2, "import nothing_like_this"),
+    ("import inner", "inner.py", "from .. import others", 1, "from .. import others"),
+    ("import inner", "inner.py", "from os import nothing_like_this", 1, "from os import nothing_like_this"),
+    ("import inner", "inner.py", "x = (", 1, "x = ("),
+]
+
+
+@pytest.mark.parametrize(("line", "file", "inner", "number", "text"), NESTED, ids=[row[2] for row in NESTED])
+def test_an_import_that_fails_inside_of_another_has_its_place(
+    folder: Path, line: str, file: str, inner: str, number: int, text: str
+) -> None:
+    Path(file).write_text(inner, encoding="utf-8")
+    sys.modules.pop("inner", None)
+    error = refused(PLAIN + line)
+    assert error.code == "model_import_failed"
+    assert error.where is not None
+    assert (Path(error.where.file).name, error.where.line, error.where.text) == (file, number, text)
+
+
+def test_an_import_that_fails_in_the_package_around_a_file_has_its_place(folder: Path) -> None:
+    inside = folder / "outer_of_mine" / "inner_of_mine"
+    inside.mkdir(parents=True)
+    (inside.parent / "__init__.py").write_text("\nimport nothing_like_this\n", encoding="utf-8")
+    (inside / "__init__.py").touch()
+    (inside / "values.py").write_text("one = 1", encoding="utf-8")
+    (inside / "check.py").write_text("from .values import one\n" + PLAIN, encoding="utf-8")
+    with pytest.raises(NnscalerError) as caught:
+        load_check_file("outer_of_mine.inner_of_mine.check:parallelize", ranks=2)
+    where = caught.value.where
+    assert where is not None and (where.line, where.text) == (2, "import nothing_like_this")
+
+
 def test_a_file_that_lacks_something_is_shown_an_example(folder: Path) -> None:
     error = refused("")
     assert error.help is not None and "def parallelize(model, mesh):   # yours, as it is" in error.help
@@ -215,6 +250,13 @@ def test_a_slip_of_a_name_is_told(folder: Path) -> None:
     assert [note.rpartition("`")[0].rpartition("`")[2] for note in told] == ["data_axes", "max_norm", "step"]
     Path("other.py").write_text(PLAIN + "def step(model, batch): ...\nsteps = 3\n", encoding="utf-8")
     assert not [note for note in load_check_file("other.py", ranks=2).notes if "read" in note]
+
+
+def test_rows_that_do_not_divide_have_the_place_of_the_batch(folder: Path) -> None:
+    program = load(PLAIN, ranks=3).program
+    with pytest.raises(NnscalerError, match=r"the 8 rows of `batch\(\)` in check.py do not divide into 3") as caught:
+        check_rows(program, program.batch())
+    assert caught.value.where is not None and caught.value.where.text == "def batch():"
 
 
 def test_what_the_users_functions_raise_is_the_users(folder: Path) -> None:

@@ -47,6 +47,50 @@ def test_an_update_that_is_wrong_is_told_and_not_the_gradients_of_the_step_after
     assert "head" in finding.message
 
 
+class Normed(programs.Net):
+    """Its rows are coupled by a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)  # type: ignore[assignment]
+
+
+def _accumulated(model: Any, batch: Any) -> Tensor:
+    """As a pipeline does: the mean over three micro-batches."""
+    total = torch.zeros(())
+    for x, y in zip(*(tensor.chunk(3) for tensor in batch), strict=True):
+        loss = model(x, y) / 3
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def _plain(model: Any, batch: Any) -> Tensor:
+    return model(*batch)  # type: ignore[no-any-return]
+
+
+def test_micro_batches_that_couple_their_rows_are_told() -> None:
+    whole = program(lambda model, mesh: None, model=Normed, tp=2)
+    wrong = replace(whole, step=_accumulated, reference_step=_plain)
+    report = verify_program(wrong, QUICK)
+    assert report.verdict is Verdict.REFUTED
+    found = [f for f in report.findings if f.code in ("loss_differs", "gradient_differs")]
+    assert {f.counter_example["cause"] for f in found} == {"micro_batches"}
+    assert all(f.cause is not None and f.cause.startswith("it is the mean over 3 micro-batches") for f in found)
+    meant = verify_program(replace(wrong, reference_step=_accumulated), QUICK)
+    assert {f.code for f in meant.findings} <= {"buffer_differs"}
+
+
+def test_labels_that_are_unequal_in_number_among_micro_batches_are_told_as_well() -> None:
+    def uneven() -> tuple[Tensor, Tensor]:
+        x, y = programs.batch()
+        return x, torch.where(torch.arange(12) < 3, -100, y)
+
+    wrong = replace(program(programs.fully_sharded, dp=2), step=_accumulated, reference_step=_plain, batch=uneven)
+    causes = {f.counter_example["cause"] for f in verify_program(wrong, QUICK).findings}
+    assert causes == {"micro_batches"}
+
+
 def test_a_loss_that_is_another_number_is_no_multiple_of_the_right_one() -> None:
     def other(model: Any, batch: Any) -> Tensor:
         loss = model(*batch)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from verify.external import library
-from verify.external.plan_advice import verify_plan_of_library
 from verify.external.request import ExternalRequest
-from verify.external.transformers_target import PlanChanges
+from verify.external.transformers import library
+from verify.external.transformers.plan_advice import verify_plan_of_library
+from verify.external.transformers.sizes import PlanChanges
 
 RULE, RIGHT, WRONG = "model.layers.*.self_attn.q_norm", "replicated_with_grad_allreduce", "replicate"
 REQUEST = ExternalRequest("hf:qwen3", tp=(2,), steps=1, level="run")
@@ -27,8 +27,8 @@ def wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         built.model._tp_plan[RULE] = WRONG  # type: ignore[index, operator]
         return built, sizes
 
-    monkeypatch.setattr("verify.external.plan_advice.program_of", program_of)
-    monkeypatch.setattr("verify.external.plan_advice.model_of", model_of)
+    monkeypatch.setattr("verify.external.transformers.plan_advice.program_of", program_of)
+    monkeypatch.setattr("verify.external.transformers.plan_advice.model_of", model_of)
 
 
 def test_a_rule_that_mends_the_plan_is_proposed(wrong_plan: None) -> None:
@@ -42,7 +42,7 @@ def test_a_rule_that_mends_the_plan_is_proposed(wrong_plan: None) -> None:
 
 
 def test_a_rule_that_does_not_mend_it_is_not_proposed(wrong_plan: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.external.transformers_plan.SUMMED", "colwise")
+    monkeypatch.setattr("verify.external.transformers.plan.SUMMED", "colwise")
     report = verify_plan_of_library(REQUEST, lambda text: None)
     (finding,) = [f for f in report.findings if f.code == "gradient_differs"]
     assert "in the tp plan" not in str(finding.help)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from verify.external.transformers_flags import flag_variants
-from verify.external.transformers_plan import (
+from verify.external.transformers.flags import flag_variants
+from verify.external.transformers.plan import (
     PlanLint,
     WrongParameter,
     generic,
@@ -15,7 +15,8 @@ from verify.external.transformers_plan import (
     plan_repairs,
     styles,
 )
-from verify.external.transformers_target import PlanSizes, build
+from verify.external.transformers.sizes import PlanSizes
+from verify.external.transformers.target import build
 
 TWO = PlanSizes(tp=2)
 

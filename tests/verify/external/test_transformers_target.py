@@ -10,10 +10,9 @@ import torch
 from nnscaler.errors import NnscalerError
 from verify.external.case import Settings
 from verify.external.reference import initial_model
-from verify.external.transformers_target import (
+from verify.external.transformers.sizes import PlanChanges, PlanSizes
+from verify.external.transformers.target import (
     BuiltModel,
-    PlanChanges,
-    PlanSizes,
     build,
     distributed_options,
     linear_loss,

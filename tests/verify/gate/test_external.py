@@ -74,7 +74,7 @@ def test_it_runs_alone_and_has_no_text_to_read() -> None:
 
 
 def test_several_programs_of_an_item_are_one_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.external.library.targets", lambda: ["llama", "no_such_model"])
+    monkeypatch.setattr("verify.external.transformers.library.targets", lambda: ["llama", "no_such_model"])
     request = ExternalRequest("hf:all", tp=(2,), steps=1, level="run")
     notes: list[str] = []
     report = verify_external_item(ExternalItem("models", request), notes.append)

@@ -13,10 +13,10 @@ from fractions import Fraction
 from nnscaler.ir.layout import Axis
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Constant, PartialSum, Shard, State, Zero, join
 from verify.external.proof.facts import Fact, NoFact, as_terms
-from verify.external.proof.graph import Held, RankGraph, Ref
+from verify.external.proof.graph import HeldInGraph, RankGraph, Ref
 from verify.external.proof.lift import States, local_shape
-from verify.external.proof.reference import Reference
-from verify.external.proof.terms import UNIT, Terms, Whole, close
+from verify.external.proof.reference import ProofReference
+from verify.external.proof.terms import UNIT, Terms, WholeTerm, close
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Difference:
     axis: str = ""
 
 
-def layout_of(held: Held, axes: Sequence[Axis]) -> Wanted:
+def layout_of(held: HeldInGraph, axes: Sequence[Axis]) -> Wanted:
     """Return the layout that a tensor's placements say. Raises NoFact for one that is not followed."""
     place = {a.name: i for i, a in enumerate(axes)}
     states: list[State] = [SAME] * len(axes)
@@ -69,7 +69,7 @@ def layout_of(held: Held, axes: Sequence[Axis]) -> Wanted:
 
 def beginning(
     graph: RankGraph,
-    reference: Reference,
+    reference: ProofReference,
     axes: Sequence[Axis],
     data: Sequence[str],
     names: Mapping[str, str],
@@ -92,7 +92,7 @@ def beginning(
 
 
 def _stored(
-    name: str, held: Held, whole: Whole | None, graph: RankGraph, terms: Terms, axes: Sequence[Axis]
+    name: str, held: HeldInGraph, whole: WholeTerm | None, graph: RankGraph, terms: Terms, axes: Sequence[Axis]
 ) -> Fact | str:
     if whole is None:
         return f"the model has no parameter or buffer `{name}`"
@@ -110,7 +110,7 @@ def _stored(
     return Fact(whole.coefficient, whole.term, laid.states)
 
 
-def compare(facts: Sequence[Fact], whole: Whole, wanted: Wanted, axes: Sequence[Axis]) -> Fact | Difference | None:
+def compare(facts: Sequence[Fact], whole: WholeTerm, wanted: Wanted, axes: Sequence[Axis]) -> Fact | Difference | None:
     """Return the fact that shows that a tensor is the model's; a `Difference` if it shows that it is not; None if it
     shows neither."""
     different: Difference | None = None
@@ -124,7 +124,7 @@ def compare(facts: Sequence[Fact], whole: Whole, wanted: Wanted, axes: Sequence[
     return different
 
 
-def _differs(fact: Fact, whole: Whole, wanted: Wanted, axes: Sequence[Axis]) -> Difference | None:
+def _differs(fact: Fact, whole: WholeTerm, wanted: Wanted, axes: Sequence[Axis]) -> Difference | None:
     for i, (axis, state) in enumerate(zip(axes, wanted.states, strict=True)):
         if isinstance(state, PartialSum):
             try:

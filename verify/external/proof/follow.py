@@ -25,7 +25,7 @@ from verify.external.proof.lift import Lifting
 from verify.external.proof.linear import tensors_of
 from verify.external.proof.normal import Call, Constant, Identity, Permutation, Sum, View, normal_form
 from verify.external.proof.operators import FactsOf, Operators
-from verify.external.proof.reference import Reference, captured
+from verify.external.proof.reference import ProofReference, captured
 from verify.external.proof.vocabulary import VocabularyLookup, vocabulary_lookup
 
 _MOST_FACTS = 6
@@ -70,7 +70,7 @@ class Followed:
 class Follower:
     """Follows one graph; `given` are the facts of tensors that were there before the step."""
 
-    def __init__(self, aligned: Aligned, reference: Reference, axes: Sequence[Axis], lifting: Lifting) -> None:
+    def __init__(self, aligned: Aligned, reference: ProofReference, axes: Sequence[Axis], lifting: Lifting) -> None:
         self.aligned, self.graph, self.reference = aligned, aligned.graph, reference
         self.axes, self.lifting, self.terms = tuple(axes), lifting, reference.terms
         self.place = {a.name: i for i, a in enumerate(self.axes)}

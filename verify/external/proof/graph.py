@@ -52,7 +52,7 @@ class RecordedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldInGraph:
     """A tensor at the end of the step, or a parameter at its start.
 
     ref         where it comes from
@@ -86,11 +86,11 @@ class RankGraph:
     rank: int
     coordinates: Mapping[str, int]
     calls: tuple[RecordedCall, ...]
-    stored: Mapping[str, Held]
+    stored: Mapping[str, HeldInGraph]
     inputs: Mapping[str, Ref]
-    loss: Held | None
-    gradients: Mapping[str, Held]
-    changed: Mapping[str, Held]
+    loss: HeldInGraph | None
+    gradients: Mapping[str, HeldInGraph]
+    changed: Mapping[str, HeldInGraph]
     groups: Mapping[str, tuple[str, ...] | None]
 
 
@@ -125,7 +125,7 @@ def pruned(graph: RankGraph) -> RankGraph:
     def moved(value: Any) -> Any:
         if isinstance(value, Ref):
             return Ref(place[value.call], value.output)
-        if isinstance(value, Held):
+        if isinstance(value, HeldInGraph):
             return replace(value, ref=moved(value.ref))
         if isinstance(value, Mapping):
             return {name: moved(item) for name, item in value.items()}

@@ -25,8 +25,8 @@ from verify.external.proof.lift import Failure, Laid, Lifting, Pair, PairedCall,
 from verify.external.proof.linear import tensors_of
 from verify.external.proof.normal import Call, Sum
 from verify.external.proof.own_rows import own_rows
-from verify.external.proof.reference import Reference, multiplied_by_one, operand_order, parameters
-from verify.external.proof.terms import UNIT, Shape, Whole
+from verify.external.proof.reference import ProofReference, multiplied_by_one, operand_order, parameters
+from verify.external.proof.terms import UNIT, Shape, WholeTerm
 
 MOST = 16  # combinations of operands' facts, and of dims that axes may divide
 _ROUNDS = frozenset({"aten._to_copy.default"})  # what it does to terms of a sum is rounding, not another value
@@ -49,13 +49,13 @@ class Operators:
     """Makes facts of results from facts of operands. `form`: shape and dtype of a tensor of the rank."""
 
     def __init__(
-        self, reference: Reference, axes: Sequence[Axis], lifting: Lifting, form: Callable[[Ref], Form]
+        self, reference: ProofReference, axes: Sequence[Axis], lifting: Lifting, form: Callable[[Ref], Form]
     ) -> None:
         self.reference, self.terms = reference, reference.terms
         self.axes, self.lifting, self.form = tuple(axes), lifting, form
         self.size = reference.size
 
-    def everywhere(self, whole: Whole) -> Fact:
+    def everywhere(self, whole: WholeTerm) -> Fact:
         """Return the fact of what every rank has whole."""
         state = ZERO if whole.term == self.terms.zero else CONSTANT if whole.term == self.terms.one else SAME
         return Fact(whole.coefficient, whole.term, (state,) * len(self.axes))
@@ -168,7 +168,7 @@ class Operators:
         return results
 
     def _added(self, parts: Sequence[tuple[Fact, Form]], found: Sum) -> Fact:
-        number = [] if not found.number else [(self.everywhere(Whole(found.number, self.terms.one)), found.out)]
+        number = [] if not found.number else [(self.everywhere(WholeTerm(found.number, self.terms.one)), found.out)]
         every = [*parts, *number]
         for axis, (name, size) in enumerate((a.name, a.size) for a in self.axes):
             if any(isinstance(f.states[axis], PartialSum) for f, _ in every):
@@ -180,7 +180,7 @@ class Operators:
         ignored: frozenset[int] = frozenset().union(*(f.ignored for f, _ in every))
         if not laid:
             states = next((f.states for f, _ in every), (ZERO,) * len(self.axes))
-            total = self.terms.sum([Whole(f.coefficient, f.term) for f, _ in every], found.out.shape, "")
+            total = self.terms.sum([WholeTerm(f.coefficient, f.term) for f, _ in every], found.out.shape, "")
             return Fact(total.coefficient, total.term, states, None, ignored)
         fact, form = laid[0]
         states, shape, local = fact.states, self._shape(fact, form), form.shape
@@ -201,7 +201,7 @@ class Operators:
             states, shape, local = results[0].states, both, here
         if local != found.out.shape:
             raise NoFact("constants give a sum its shape")
-        total = self.terms.sum([Whole(f.coefficient, f.term) for f, _ in every], shape, str(found.out.dtype))
+        total = self.terms.sum([WholeTerm(f.coefficient, f.term) for f, _ in every], shape, str(found.out.dtype))
         return Fact(total.coefficient, total.term, states, None, ignored)
 
     def called(self, call: Call, facts: FactsOf) -> Sequence[Sequence[Fact]]:

@@ -23,10 +23,10 @@ from verify.external.proof.align import Aligned, align
 from verify.external.proof.ends import Difference, Wanted, beginning, compare, layout_of, loss_of_parts
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.follow import Followed, Follower, Lost
-from verify.external.proof.graph import Held, RankGraph, refs_in
+from verify.external.proof.graph import HeldInGraph, RankGraph, refs_in
 from verify.external.proof.lift import Lifting
-from verify.external.proof.reference import Reference, read_reference
-from verify.external.proof.terms import Whole
+from verify.external.proof.reference import ProofReference, read_reference
+from verify.external.proof.terms import WholeTerm
 from verify.external.proof.trace import NotTraced, trace_rank, trace_whole, without_collection
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict, merge
@@ -173,7 +173,7 @@ class _Ends:
 
     program: ExternalProgram
     whole: RankGraph
-    reference: Reference
+    reference: ProofReference
     aligned: Aligned
     axes: tuple[Axis, ...]
     found: Followed
@@ -195,7 +195,9 @@ class _Ends:
             for name in sorted({*ours, *theirs}):
                 self._compare(f"{what} `{name}`", ours.get(name), theirs.get(name), name in theirs)
 
-    def _compare(self, what: str, held: Held | None, whole: Whole | None, there: bool, is_loss: bool = False) -> None:
+    def _compare(
+        self, what: str, held: HeldInGraph | None, whole: WholeTerm | None, there: bool, is_loss: bool = False
+    ) -> None:
         if held is None or not there:
             if held is None and not there:
                 self.undecided.append(Finding("loss_missing", f"neither the program nor the model has {what}"))
@@ -220,7 +222,9 @@ class _Ends:
             return
         self._judge(what, held, facts, whole, wanted, is_loss)
 
-    def _judge(self, what: str, held: Held, facts: Sequence[Fact], whole: Whole, wanted: Wanted, is_loss: bool) -> None:
+    def _judge(
+        self, what: str, held: HeldInGraph, facts: Sequence[Fact], whole: WholeTerm, wanted: Wanted, is_loss: bool
+    ) -> None:
         if is_loss:
             facts = loss_of_parts(facts, self.program.data_axes, self.axes)
         found = compare(facts, whole, wanted, self.axes)
@@ -237,7 +241,7 @@ class _Ends:
             text = f"{what}: a rank has {is_}, and it should be {terms.describe(whole.term)}"
             self.undecided.append(Finding("operation_differs", text, where))
 
-    def _where(self, held: Held) -> SourceLocation | None:
+    def _where(self, held: HeldInGraph) -> SourceLocation | None:
         """Return the line that made a tensor, or else what it was made of."""
         calls, number = self.aligned.graph.calls, held.ref.call
         while calls[number].where is None:

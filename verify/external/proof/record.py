@@ -25,7 +25,7 @@ from op_registry.spec import SourceLocation
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of, flat, functional
 from verify.external.proof.graph import Form, RecordedCall, Ref
-from verify.external.ranks.torch_private import (
+from verify.external.ranks.torch_private_trace import (
     autograd_sequence_number,
     current_autograd_node,
     new_fake_tensor,

@@ -11,11 +11,11 @@ from verify.external.proof.graph import Form, RankGraph, RecordedCall, Ref
 from verify.external.proof.linear import Factors, tensors_of
 from verify.external.proof.normal import Call, Constant, Identity, Permutation, Sum, View, normal_form
 from verify.external.proof.record import CAPTURED, STALE
-from verify.external.proof.terms import UNIT, Terms, Whole
+from verify.external.proof.terms import UNIT, Terms, WholeTerm
 
 
 @dataclass(frozen=True)
-class Reference:
+class ProofReference:
     """
     terms      the table, in which ranks' graphs go on
     values     name of a stored tensor, or path of an input, as `stored NAME` and `batch PATH` -> its value
@@ -28,20 +28,20 @@ class Reference:
 
     terms: Terms
     factors: Factors
-    values: Mapping[str, Whole]
-    loss: Whole | None
-    gradients: Mapping[str, Whole | None]
-    changed: Mapping[str, Whole | None]
+    values: Mapping[str, WholeTerm]
+    loss: WholeTerm | None
+    gradients: Mapping[str, WholeTerm | None]
+    changed: Mapping[str, WholeTerm | None]
     size: int
     lost: str | None
 
 
-def read_reference(graph: RankGraph) -> Reference:
+def read_reference(graph: RankGraph) -> ProofReference:
     """Read the plain model's graph."""
     terms, factors = Terms(), Factors()
-    values: dict[Ref, Whole] = {}
+    values: dict[Ref, WholeTerm] = {}
     lost: str | None = None
-    named: dict[str, Whole] = {}
+    named: dict[str, WholeTerm] = {}
     for number, call in enumerate(graph.calls):
         made = _made(graph, call, values, terms, factors)
         if all(m is None for m in made) and call.outputs and call.overload is not None:
@@ -54,12 +54,12 @@ def read_reference(graph: RankGraph) -> Reference:
     gradients = {name: values.get(held.ref) for name, held in graph.gradients.items()}
     changed = {name: values.get(held.ref) for name, held in graph.changed.items()}
     loss = None if graph.loss is None else values.get(graph.loss.ref)
-    return Reference(terms, factors, named, loss, gradients, changed, len(terms.rows), lost)
+    return ProofReference(terms, factors, named, loss, gradients, changed, len(terms.rows), lost)
 
 
 def _made(
-    graph: RankGraph, call: RecordedCall, values: Mapping[Ref, Whole], terms: Terms, factors: Factors
-) -> Sequence[Whole | None]:
+    graph: RankGraph, call: RecordedCall, values: Mapping[Ref, WholeTerm], terms: Terms, factors: Factors
+) -> Sequence[WholeTerm | None]:
     if call.overload is None:
         return (_given(call, terms),)
     if any(ref not in values for _, ref in tensors_of(call.arguments)):
@@ -77,12 +77,12 @@ def _made(
             return (terms.constant(value),)
         case View(of, out):
             viewed = terms.view(values[of].term, out.shape)
-            return (Whole(values[of].coefficient * viewed.coefficient, viewed.term),)
+            return (WholeTerm(values[of].coefficient * viewed.coefficient, viewed.term),)
         case Permutation(of, order):
-            return (Whole(values[of].coefficient, terms.permute(values[of].term, order)),)
+            return (WholeTerm(values[of].coefficient, terms.permute(values[of].term, order)),)
         case Sum() as found:
             parts = [_part(p, f, values, form, terms, factors) for f, p in found.parts]
-            number_ = [] if not found.number else [Whole(found.number, terms.one)]
+            number_ = [] if not found.number else [WholeTerm(found.number, terms.one)]
             if any(p is None for p in parts):
                 return (None,)
             shape, dtype = found.out.shape, str(found.out.dtype)
@@ -92,16 +92,16 @@ def _made(
     raise AssertionError(f"no form of {call.name}")
 
 
-def _given(call: RecordedCall, terms: Terms) -> Whole | None:
+def _given(call: RecordedCall, terms: Terms) -> WholeTerm | None:
     """Return the value of a tensor that was there before the step; None for one of which nothing is known."""
     (form,) = call.outputs
     assert form is not None
     if call.name in (STALE, CAPTURED):
         return captured(call, terms)
-    return Whole(UNIT, terms.input(call.name, form.shape, str(form.dtype)))
+    return WholeTerm(UNIT, terms.input(call.name, form.shape, str(form.dtype)))
 
 
-def captured(call: RecordedCall, terms: Terms) -> Whole | None:
+def captured(call: RecordedCall, terms: Terms) -> WholeTerm | None:
     """Return the value of a tensor that the code made out of numbers; None for any other that came from nowhere."""
     (form,) = call.outputs
     values = call.arguments.get("values")
@@ -109,24 +109,24 @@ def captured(call: RecordedCall, terms: Terms) -> Whole | None:
         return None
     if isinstance(values, int | float) and abs(values) < float("inf"):
         return terms.constant(values)
-    return Whole(UNIT, terms.input(f"numbers {values}", form.shape, str(form.dtype)))
+    return WholeTerm(UNIT, terms.input(f"numbers {values}", form.shape, str(form.dtype)))
 
 
 def _part(
     part: Ref | Call,
     factor: Fraction,
-    values: Mapping[Ref, Whole],
+    values: Mapping[Ref, WholeTerm],
     form: Callable[[Ref], Form],
     terms: Terms,
     factors: Factors,
-) -> Whole | None:
+) -> WholeTerm | None:
     found = values[part] if isinstance(part, Ref) else called(part, values, form, terms, factors)[0]
-    return None if found is None else Whole(found.coefficient * factor, found.term)
+    return None if found is None else WholeTerm(found.coefficient * factor, found.term)
 
 
 def called(
-    call: Call, values: Mapping[Ref, Whole], form: Callable[[Ref], Form], terms: Terms, factors: Factors
-) -> Sequence[Whole | None]:
+    call: Call, values: Mapping[Ref, WholeTerm], form: Callable[[Ref], Form], terms: Terms, factors: Factors
+) -> Sequence[WholeTerm | None]:
     """Return the values of a call of the whole, which is noted among those of the model."""
     names = tensors_of(call.arguments)
     forms = [form(ref) for _, ref in names]
@@ -134,7 +134,7 @@ def called(
     pulled = factors.pulled(call, forms, [w.coefficient for w in wholes])
     multiple = multiplied_by_one(call, [w.term for w in wholes], [f.shape for f in forms], pulled.left, terms)
     if multiple is not None:
-        return (Whole(pulled.outputs[0], multiple),)
+        return (WholeTerm(pulled.outputs[0], multiple),)
     operands = [(left, w.term) for left, w in zip(pulled.left, wholes, strict=True)]
     order = operand_order(call, operands)
     outputs = [None if o is None else (o.shape, str(o.dtype)) for o in call.outputs]
@@ -145,7 +145,7 @@ def called(
         tuple(forms[i].shape for i in order),
         outputs,
     )
-    return [None if t is None else Whole(f, t) for f, t in zip(pulled.outputs, made, strict=True)]
+    return [None if t is None else WholeTerm(f, t) for f, t in zip(pulled.outputs, made, strict=True)]
 
 
 def multiplied_by_one(

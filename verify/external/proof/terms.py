@@ -42,7 +42,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeTerm:
     """A whole tensor: a number times a term."""
 
     coefficient: Coefficient
@@ -83,9 +83,9 @@ class Terms:
         """Return the term of a tensor that is there before the step."""
         return self.add(Term("input", (), (name,), shape, dtype))
 
-    def constant(self, value: float) -> Whole:
+    def constant(self, value: float) -> WholeTerm:
         """Return the tensor that has this number everywhere, in any shape."""
-        return Whole(UNIT, self.zero) if value == 0 else Whole(exact(value), self.one)
+        return WholeTerm(UNIT, self.zero) if value == 0 else WholeTerm(exact(value), self.one)
 
     def is_constant(self, term: int) -> bool:
         """Return whether the term has one number everywhere, and no shape of its own."""
@@ -119,10 +119,10 @@ class Terms:
             known.append(KnownCall(parameters, shapes, made))
         return made
 
-    def view(self, term: int, shape: Shape) -> Whole:
+    def view(self, term: int, shape: Shape) -> WholeTerm:
         """Return the term under other dims. A view of a sum is the sum of its parts' views."""
         if self.is_constant(term):
-            return Whole(UNIT, term)
+            return WholeTerm(UNIT, term)
         row = self.rows[term]
         if row.operator == "sum":
             parts = [self._part_of_view(factor, part, row.shape, shape) for factor, part in row.operands]
@@ -130,18 +130,18 @@ class Terms:
                 return self.sum([part for part in parts if part is not None], shape, row.dtype)
         base = row.operands[0][1] if row.operator == "view" else term
         if self.rows[base].shape == shape:
-            return Whole(UNIT, base)
-        return Whole(UNIT, self.add(Term("view", ((UNIT, base),), (), shape, row.dtype)))
+            return WholeTerm(UNIT, base)
+        return WholeTerm(UNIT, self.add(Term("view", ((UNIT, base),), (), shape, row.dtype)))
 
-    def _part_of_view(self, factor: Coefficient, part: int, before: Shape, after: Shape) -> Whole | None:
+    def _part_of_view(self, factor: Coefficient, part: int, before: Shape, after: Shape) -> WholeTerm | None:
         """Return a part of a sum that is viewed; None if it broadcasts over dims that change."""
         own = self.shape(part)
         if own is None or (len(own) < len(before) and own == before[len(before) - len(own) :] == after[-len(own) :]):
-            return Whole(factor, part)
+            return WholeTerm(factor, part)
         if own != before:
             return None
         viewed = self.view(part, after)
-        return Whole(factor * viewed.coefficient, viewed.term)
+        return WholeTerm(factor * viewed.coefficient, viewed.term)
 
     def permute(self, term: int, order: tuple[int, ...]) -> int:
         """Return the term with its dims in this order."""
@@ -156,7 +156,7 @@ class Terms:
         shape = tuple(self.rows[base].shape[d] for d in order)
         return self.add(Term("permute", ((UNIT, base),), (order,), shape, row.dtype))
 
-    def sum(self, parts: Iterable[Whole], shape: Shape, dtype: str) -> Whole:
+    def sum(self, parts: Iterable[WholeTerm], shape: Shape, dtype: str) -> WholeTerm:
         """Return the sum, which broadcasts to `shape`: parts of parts together, like terms added, the first with
         coefficient 1."""
         found: dict[int, Coefficient] = {}
@@ -167,12 +167,12 @@ class Terms:
                 found[term] = found.get(term, Fraction(0)) + factor * part.coefficient
         left = sorted((term, factor) for term, factor in found.items() if factor and term != self.zero)
         if not left:
-            return Whole(UNIT, self.zero)
+            return WholeTerm(UNIT, self.zero)
         first = left[0][1]
         if len(left) == 1 and (self.is_constant(left[0][0]) or self.rows[left[0][0]].shape == shape):
-            return Whole(first, left[0][0])
+            return WholeTerm(first, left[0][0])
         entries = tuple((factor / first, term) for term, factor in left)
-        return Whole(first, self.add(Term("sum", entries, (), shape, dtype)))
+        return WholeTerm(first, self.add(Term("sum", entries, (), shape, dtype)))
 
     def shape(self, term: int) -> Shape | None:
         """Return the shape of a term; None for constants."""

@@ -29,9 +29,9 @@ from nnscaler.ir.layout import DeviceMesh as Ranks
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of
 from verify.external.program import ExternalProgram
-from verify.external.proof.graph import Held, RankGraph, pruned
+from verify.external.proof.graph import HeldInGraph, RankGraph, pruned
 from verify.external.proof.record import GraphRecorder
-from verify.external.ranks.torch_private import fake_world, group_ranks, meshes_for_real
+from verify.external.ranks.torch_private_trace import fake_world, group_ranks, meshes_for_real
 
 Spans = Callable[[str], tuple[str, ...] | None]  # name of a group -> the mesh axes that it spans
 WHOLE = -1  # "rank" of the plain model's graph
@@ -51,7 +51,7 @@ def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         model = _model(program, mode)
         with mode:
-            watch = _Watch(list(state_of(model)))
+            watch = _OperatorWatch(list(state_of(model)))
             with watch, meshes_for_real():
                 returned = _attempt("`parallelize`", lambda: program.parallelize(model, mesh))
             runs = model if returned is None else returned
@@ -107,7 +107,7 @@ def _faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return found.requires_grad_(tensor.requires_grad)
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorWatch(TorchDispatchMode):
     """Watches what `parallelize` does to the model's tensors: a proof is about values, and begins with the model's.
 
     `state`: the model's, which stays alive, so that its storages are no others'. What DTensor makes of a parameter is
@@ -292,7 +292,7 @@ def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield canonical_name(name), buffer
 
 
-def _held(recorder: GraphRecorder, tensor: Tensor, spans: Spans, name: str = "") -> Held:
+def _held(recorder: GraphRecorder, tensor: Tensor, spans: Spans, name: str = "") -> HeldInGraph:
     local, placements = tensor, None
     axes: tuple[tuple[str, ...] | None, ...] = ()
     if isinstance(tensor, DTensor):
@@ -300,4 +300,4 @@ def _held(recorder: GraphRecorder, tensor: Tensor, spans: Spans, name: str = "")
         local, placements = tensor._local_tensor, tensor.placements
         axes = tuple(spans(mesh.get_group(d).group_name) for d in range(mesh.ndim))
     ref = recorder.given(local, name) if name else recorder.read(local)
-    return Held(ref, placements, axes, tuple(tensor.shape))
+    return HeldInGraph(ref, placements, axes, tuple(tensor.shape))

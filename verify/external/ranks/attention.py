@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from verify.external.ranks.torch_private import has_sharding_rule
+from verify.external.ranks.torch_private_trace import has_sharding_rule
 
 BATCH, HEADS = 0, 1  # dims of queries, keys, values, the output, its sums and masks
 _PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(BATCH), Shard(HEADS))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from verify.external.ranks.gloo import run_over_gloo
 from verify.external.ranks.isolated import run_in_child
+from verify.external.ranks.processes.gloo import run_over_gloo
 from verify.external.ranks.records import FAILURES, RankCall, RankRun, RanksFailed
-from verify.external.ranks.simulator import run_simulated
+from verify.external.ranks.threads.simulator import run_simulated
 
 __all__ = ["FAILURES", "RankCall", "RankRun", "RanksFailed", "run_ranks", "run_ranks_isolated"]
 

@@ -9,13 +9,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from verify.external.addresses import Piece
-from verify.external.compare import compare
-from verify.external.differences import Compared, Difference, PartGradients, Run
-from verify.external.findings import findings
-from verify.external.noise import AGREES, DRAWS, Noise, distances
+from verify.external.addresses import RankPiece
+from verify.external.comparison.compare import compare
+from verify.external.comparison.differences import Compared, Difference, PartGradients, Run
+from verify.external.comparison.findings import findings
+from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
 from verify.external.observe import RankRecord
-from verify.external.reference import Reference, ReferenceStep
+from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.feed import Material, Way
 from verify.external.torchrun.match import Layout, own_gradients, program_of, rank_records, reference_of, unmatched
 from verify.external.torchrun.processes import Failed, NotMatched
@@ -146,12 +146,14 @@ def _attempt(
     return attempt
 
 
-def _no_gradients(reference: Reference) -> PartGradients:
+def _no_gradients(reference: PlainReference) -> PartGradients:
     empty = torch.full((reference.space.size,), torch.nan, dtype=torch.float64)
     return lambda step, part: empty
 
 
-def _with_part_losses(reference: Reference, ranks: Sequence[RankRecord], layout: Layout) -> tuple[ReferenceStep, ...]:
+def _with_part_losses(
+    reference: PlainReference, ranks: Sequence[RankRecord], layout: Layout
+) -> tuple[ReferenceStep, ...]:
     """Add the losses of the data parts, where the loss is a sum over rows: theirs must add up to that of the whole."""
     steps = []
     exact = reference.dtype == torch.float64
@@ -166,7 +168,7 @@ def _with_part_losses(reference: Reference, ranks: Sequence[RankRecord], layout:
     return tuple(steps)
 
 
-def _noise(runner: Runner, material: Material, double: bool, way: Way, truth: Reference) -> Noise:
+def _noise(runner: Runner, material: Material, double: bool, way: Way, truth: PlainReference) -> Noise:
     """Run the same reference from parameters that are moved by a unit in the last place."""
     generator = torch.Generator().manual_seed(0)
     noise: dict[Key, float] = {}
@@ -265,7 +267,7 @@ def compare_replicas(records: Sequence[RankRecord]) -> Compared:
     count = 0
     for steps in zip(*(record.steps for record in records), strict=True):
         number = next(i for i, step in enumerate(records[0].steps) if step is steps[0])
-        first: dict[tuple[str, str], tuple[Piece, Tensor]] = {}
+        first: dict[tuple[str, str], tuple[RankPiece, Tensor]] = {}
         for record, step in zip(records, steps, strict=True):
             for piece in record.pieces:
                 value = step.state.get(piece.local)
@@ -284,7 +286,7 @@ def compare_replicas(records: Sequence[RankRecord]) -> Compared:
     return Compared("replicas bitwise equal", count, tuple(found))
 
 
-def _first_and_last(piece: Piece) -> str:
+def _first_and_last(piece: RankPiece) -> str:
     addresses = piece.addresses
     if isinstance(addresses, range):
         return f"{addresses.start}:{addresses.stop}"

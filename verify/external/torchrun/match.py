@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verify.external.addresses import Addresses, Lookup, Piece, StateMap
+from verify.external.addresses import Addresses, Lookup, RankPiece, StateMap
 from verify.external.observe import ObservedStep, RankRecord
 from verify.external.program import ExternalProgram
-from verify.external.reference import Reference, ReferenceStep
+from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.data import close
 from verify.external.torchrun.feed import Material
-from verify.external.torchrun.records import Events, Held, ScriptRecord
+from verify.external.torchrun.records import Events, HeldInScript, ScriptRecord
 
 
 class NoParts(Exception):
@@ -174,7 +174,7 @@ def space_of(record: ScriptRecord) -> StateMap:
     return StateMap(starts, shapes, dict.fromkeys(starts, "parameter"), size, names)
 
 
-def reference_of(records: Sequence[ScriptRecord], steps: int) -> Reference:
+def reference_of(records: Sequence[ScriptRecord], steps: int) -> PlainReference:
     """Return the run on one rank, or those of all data parts, as an oracle."""
     first, space = records[0], space_of(records[0])
     rows = []
@@ -184,7 +184,7 @@ def reference_of(records: Sequence[ScriptRecord], steps: int) -> Reference:
         mean = torch.stack(losses).mean()
         parts = tuple(losses) if len(losses) > 1 else ()
         rows.append(ReferenceStep(mean, parts, space.flat(seen[0].gradients), space.flat(seen[0].state)))
-    return Reference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
+    return PlainReference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
 
 
 def own_gradients(records: Sequence[ScriptRecord]) -> Callable[[int, int], Tensor]:
@@ -206,7 +206,7 @@ def unequal_starts(records: Sequence[ScriptRecord]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def rank_records(records: Sequence[ScriptRecord], layout: Layout, reference: Reference) -> tuple[RankRecord, ...]:
+def rank_records(records: Sequence[ScriptRecord], layout: Layout, reference: PlainReference) -> tuple[RankRecord, ...]:
     """Return what each rank did, by the addresses of the run on one rank."""
     lookup, unequal = reference.lookup(), frozenset(unequal_starts(records))
     found = []
@@ -227,7 +227,7 @@ def unmatched(records: Sequence[RankRecord]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(p.local for p in pieces if p.addresses is None and p.trained and 0 not in p.shape))
 
 
-def _piece(held: Held, start: Tensor, cuts: _Cuts, unequal: bool) -> Piece:
+def _piece(held: HeldInScript, start: Tensor, cuts: _Cuts, unequal: bool) -> RankPiece:
     space = cuts.lookup.space
     addresses: Addresses | None = None
     places, found = held.places, "layout"
@@ -245,7 +245,7 @@ def _piece(held: Held, start: Tensor, cuts: _Cuts, unequal: bool) -> Piece:
         addresses, found = cuts.addresses(held.name, start), "value"
     names = () if addresses is None else space.names_at(addresses)
     began = float(start.double().sum())
-    return Piece(held.name, "parameter", held.shape, names, addresses, found, held.layout, held.trained, began)
+    return RankPiece(held.name, "parameter", held.shape, names, addresses, found, held.layout, held.trained, began)
 
 
 class _Cuts:

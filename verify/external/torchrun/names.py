@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verify.external.addresses import Addresses, StateMap, claimed, clean_name, layout_words, local_value
-from verify.external.torchrun.records import Held
+from verify.external.torchrun.records import HeldInScript
 
 
 def outermost(module: nn.Module) -> nn.Module:
@@ -34,14 +34,16 @@ def parameters_of(root: nn.Module, number: int) -> Iterator[tuple[str, nn.Parame
         yield first, parameter, tuple(rest)
 
 
-def held(name: str, parameter: nn.Parameter, tied: tuple[str, ...]) -> Held:
+def held(name: str, parameter: nn.Parameter, tied: tuple[str, ...]) -> HeldInScript:
     """Describe a parameter as this rank holds it."""
     places: Addresses | None = None
     if isinstance(parameter, DTensor):
         shapes = {name: parameter.shape}
         places = claimed(parameter, name, StateMap({name: 0}, shapes, {name: "parameter"}, parameter.numel(), (name,)))
     shape = tuple(local_value(parameter).shape)
-    return Held(name, tuple(parameter.shape), shape, places, layout_words(parameter), parameter.requires_grad, tied)
+    return HeldInScript(
+        name, tuple(parameter.shape), shape, places, layout_words(parameter), parameter.requires_grad, tied
+    )
 
 
 def put(parameter: Tensor, values: Tensor) -> None:

@@ -16,7 +16,7 @@ Events = Mapping[str, tuple[Tensors, ...]]  # "batch 0", "input" or "target" -> 
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldInScript:
     """A parameter on one rank.
 
     name    of its attributes, without those of wrappers; after "model 2: " for a second model
@@ -73,7 +73,7 @@ class ScriptRecord:
     """
 
     rank: int
-    held: tuple[Held, ...]
+    held: tuple[HeldInScript, ...]
     start: Mapping[str, Tensor]
     steps: tuple[SeenStep, ...]
     events: Events

@@ -8,15 +8,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nnscaler.files import save_tensors
 from verify.external.ranks.run import run_ranks
-from verify.external.ranks.torch_private import FileStore
+from verify.external.ranks.torch_private import FileStore, bare_gloo
 from verify.external.torchrun.feed import Material, RanksFeed, Way
 from verify.external.torchrun.processes import NotMatched, redirect, run_apart
 from verify.external.torchrun.records import ScriptRecord
@@ -122,7 +120,7 @@ def _saver(folder: Path, number: int, notes: list[str] | None = None) -> Callabl
 def _adder(store: Path, part: int, count: int) -> Callable[[Tensor], None]:
     """Return a function that adds up a tensor over processes that are no ranks of each other."""
     limit = datetime.timedelta(days=7)
-    group: Any = dist.ProcessGroupGloo(FileStore(str(store), count), part, count, limit)
+    group = bare_gloo(FileStore(str(store), count), part, count, limit)
 
     def add_up(tensor: Tensor) -> None:
         group.allreduce([tensor]).wait()

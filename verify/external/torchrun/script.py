@@ -15,7 +15,7 @@ from verify.evidence.inputs.random_state import seed_all
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.devices import cpu_changes, replaced
 from verify.external.torchrun.records import ScriptRecord, Stopped
-from verify.external.torchrun.watch import Feed, Start, Watch
+from verify.external.torchrun.watch import Feed, ScriptWatch, Start
 
 
 def torchrun_environment(start: Start) -> Mapping[str, str]:
@@ -65,7 +65,7 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: Feed | 
     """
     os.environ.update(torchrun_environment(start))
     _seed(start.rank)
-    watch = Watch(start, save, feed)
+    watch = ScriptWatch(start, save, feed)
     module, words = start.words[0] == "-m", start.words[start.words[0] == "-m" :]
     sys.argv = list(words)
     sys.path.insert(0, str(Path.cwd()) if module else str(Path(words[0]).resolve().parent))

@@ -28,7 +28,7 @@ from verify.external.observe import local_gradient
 from verify.external.torchrun.data import ScriptMode, exchanged, settings_of, varied
 from verify.external.torchrun.devices import left_as_filled, replaced
 from verify.external.torchrun.names import held, outermost, parameters_of
-from verify.external.torchrun.records import Held, ScriptRecord, SeenStep, Stopped, Tensors
+from verify.external.torchrun.records import HeldInScript, ScriptRecord, SeenStep, Stopped, Tensors
 
 State = dict[str, tuple[nn.Parameter, tuple[str, ...]]]  # name -> parameter, its other names
 
@@ -78,7 +78,7 @@ class Feed(Protocol):
         """Make the gradients those of all data parts."""
 
 
-class Watch:
+class ScriptWatch:
     """Watches one process. `save`: keeps the record, before the script is stopped."""
 
     def __init__(self, start: Start, save: Callable[[ScriptRecord], None], feed: Feed | None = None) -> None:
@@ -90,7 +90,7 @@ class Watch:
         self._stepping = 0
         self._models: list[nn.Module] = []
         self._known: set[int] = set()  # modules of models
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldInScript] = {}
         self._start: dict[str, Tensor] = {}
         self._events: dict[str, list[Tensors]] = {}
         self._loaders: dict[int, int] = {}

@@ -37,7 +37,7 @@ TIMEOUT = 120.0  # seconds of one run
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ExternalAnswer:
     """What `verify-external` says of one program.
 
     codes   of the findings, in order
@@ -51,11 +51,11 @@ class Answer:
     said: str
 
     @staticmethod
-    def of(report: Report) -> Answer:
+    def of(report: Report) -> ExternalAnswer:
         """Read a report."""
         causes = tuple(finding.counter_example.get("cause", "") for finding in report.findings)
         said = report.findings[0].message.splitlines()[0] if report.findings else ""
-        return Answer(report.verdict, tuple(finding.code for finding in report.findings), causes, said)
+        return ExternalAnswer(report.verdict, tuple(finding.code for finding in report.findings), causes, said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class JudgedExternal:
     """A mutant and the answer to it."""
 
     mutant: ExternalMutant
-    answer: Answer
+    answer: ExternalAnswer
 
     @property
     def refuted(self) -> bool:
@@ -110,14 +110,14 @@ class ExternalTable:
         return bool(self.wrong) and right and not self.broken and self.killed >= REQUIRED * len(self.wrong)
 
 
-def ask(name: str, edit: ExternalMutant | None = None, seed: int = 0, executor: str = "simulator") -> Answer:
+def ask(name: str, edit: ExternalMutant | None = None, seed: int = 0, executor: str = "simulator") -> ExternalAnswer:
     """Verify a right program, or a mutant of it."""
     program = PROGRAMS[name] if edit is None else edit.edit(PROGRAMS[name])
     settings = Settings(executor=executor, seed=seed, timeout=TIMEOUT, isolate=False)
-    return Answer.of(verify_program(program, settings))
+    return ExternalAnswer.of(verify_program(program, settings))
 
 
-Judged = tuple[list[Answer], str]  # the answers to the rows of a program, and what was said against itself
+Judged = tuple[list[ExternalAnswer], str]  # the answers to the rows of a program, and what was said against itself
 
 
 def run_table(progress: Progress, rows: Sequence[ExternalMutant] = ROWS, processes: int = 1) -> ExternalTable:

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.verify.external.proof.programs import TP, mutants, program, right_programs, tensor_parallel
 from verify.external.proof import prove_external
-from verify.external.transformers_target import PlanSizes, transformers_program
+from verify.external.transformers.sizes import PlanSizes
+from verify.external.transformers.target import transformers_program
 from verify.results.verdict import Verdict
 
 RIGHT, WRONG = right_programs(), mutants()

@@ -15,12 +15,12 @@ import torch
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from verify.external.ranks.agreement import disagreement_of
 from verify.external.ranks.answers import Part, answer
-from verify.external.ranks.call_log import CallReader, CallWriter, Entry
-from verify.external.ranks.exchange import Watched
-from verify.external.ranks.memory import kept_memory
 from verify.external.ranks.places import is_program, place_in_stack, place_of_call, place_of_error
+from verify.external.ranks.processes.call_log import CallReader, CallWriter, Entry
 from verify.external.ranks.rank_state import VARIABLES, environment_of, load_state, save_state
 from verify.external.ranks.records import RankCall, RanksFailed
+from verify.external.ranks.threads.exchange import WatchedTensors
+from verify.external.ranks.threads.memory import kept_memory
 from verify.results.catalogue import CATALOGUE
 
 
@@ -113,14 +113,14 @@ def test_the_log_finds_ranks_that_disagree_and_lost_messages(tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_a_change_is_seen(size: int, dtype: torch.dtype) -> None:
     value = torch.zeros(size, dtype=dtype)
-    watched = Watched([value])
+    watched = WatchedTensors([value])
     assert not watched.has_changed()
     value[size // 2 :] = 1
     assert watched.has_changed()
 
 
 def test_a_nan_that_stays_is_no_change() -> None:
-    assert not Watched([torch.full((3,), float("nan"))]).has_changed()
+    assert not WatchedTensors([torch.full((3,), float("nan"))]).has_changed()
 
 
 # -- state of a rank --------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor.experimental  # loads the module of context parallelism
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 
 from verify.external.ranks import torch_private as private
+from verify.external.ranks import torch_private_trace as trace
 from verify.external.ranks.run import run_ranks
 
 COLLECTIVES = """
@@ -172,3 +176,62 @@ def test_preloading_imports_what_collectives_ask_for() -> None:
     private.preload()
     assert "torch._dynamo" in sys.modules
     assert "torch.distributed.fsdp" in sys.modules
+
+
+def test_processes_that_are_no_ranks_add_up_a_tensor(tmp_path: Path) -> None:
+    results: dict[int, torch.Tensor] = {}
+
+    def add(place: int) -> None:
+        group = private.bare_gloo(private.FileStore(str(tmp_path / "store"), 2), place, 2, timedelta(seconds=20))
+        results[place] = torch.tensor([1.0 + place])
+        group.allreduce([results[place]]).wait()
+
+    threads = [threading.Thread(target=add, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[place].item() for place in range(2)] == [3.0, 3.0]
+
+
+def test_a_rank_of_a_world_that_is_not_there_has_its_meshes_and_groups() -> None:
+    with trace.fake_world(5, 8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        assert (dist.get_rank(), mesh.get_coordinate()) == (5, (2, 1))
+        assert trace.group_ranks(mesh.get_group("tp").group_name) == [4, 5]
+        operator = torch.ops.aten.mm.default
+        assert trace.has_sharding_rule(operator) and not trace.has_sharding_rule(object())
+    assert not dist.is_initialized()
+
+
+def test_what_dtensor_moves_on_its_own_is_told() -> None:
+    told: list[str] = []
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        left = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        right = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
+        with trace.watch_redistributions(told.append if rank == 0 else lambda move: None):
+            left + right
+
+    run_ranks(on_rank, 2)
+    assert told and all("aten.add.Tensor from " in move for move in told)
+
+
+def test_fake_tensors_are_made_in_memory_that_is_told() -> None:
+    mode = FakeTensorMode()
+    whole = trace.new_fake_tensor(mode, (4, 6), (6, 1), torch.float32, torch.device("cpu"))
+    part = trace.new_fake_view(mode, whole, (2, 6), (6, 1), 12, torch.device("cpu"))
+    assert (whole.shape, part.shape, part.storage_offset()) == ((4, 6), (2, 6), 12)
+    assert whole.untyped_storage()._cdata == part.untyped_storage()._cdata
+
+
+def test_autograd_numbers_its_nodes() -> None:
+    number = trace.autograd_sequence_number()
+    product = torch.ones(2, requires_grad=True) * 2
+    assert trace.autograd_sequence_number() > number
+    seen: list[object] = []
+    product.register_hook(lambda _: seen.append(trace.current_autograd_node()))
+    product.sum().backward()
+    assert len(seen) == 1 and seen[0] is not None
+    assert trace.current_autograd_node() is None

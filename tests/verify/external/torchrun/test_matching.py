@@ -13,7 +13,7 @@ from verify.external.torchrun.data import close, exchanged, settings_of, varied
 from verify.external.torchrun.devices import CPU, on_cpu
 from verify.external.torchrun.feed import Material, RanksFeed, Way
 from verify.external.torchrun.match import Layout, NoParts, parts_of, rank_records, reference_of, unmatched
-from verify.external.torchrun.records import Events, Held, ScriptRecord, SeenStep, Unmatched
+from verify.external.torchrun.records import Events, HeldInScript, ScriptRecord, SeenStep, Unmatched
 
 
 def record(
@@ -21,7 +21,7 @@ def record(
 ) -> ScriptRecord:
     """Return the record of a rank that took in these data and started from these plain parameters."""
     values = dict(start or {})
-    held = tuple(Held(n, tuple(v.shape), tuple(v.shape), None, "plain", True) for n, v in values.items())
+    held = tuple(HeldInScript(n, tuple(v.shape), tuple(v.shape), None, "plain", True) for n, v in values.items())
     step = SeenStep((torch.ones((), dtype=torch.float64),), values, {}, values, ({"lr": 0.1},), {})
     seen: Events = {kind: tuple((t,) for t in tensors) for kind, tensors in (events or {}).items()}
     return ScriptRecord(rank, held, values, (step,), seen, (), (), False, torch.float64)

@@ -14,8 +14,8 @@ from pathlib import Path
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.fair_clock import FairClock
 from nnscaler.runtime.jobs.job import Activity, StatusReader
-from verify.external.ranks.call_log import CallReader
 from verify.external.ranks.places import place_in_stack
+from verify.external.ranks.processes.call_log import CallReader
 from verify.external.ranks.records import RankCall, RanksFailed
 
 _TICK = 0.05  # seconds between two looks
@@ -27,7 +27,7 @@ _CUT = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", 
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """What a rank sends when it has finished.
 
     result    pickled
@@ -48,7 +48,7 @@ class Answer:
         return any(sign in self.error for sign in _CUT)
 
 
-class Watch:
+class ProcessWatch:
     """Follows the ranks of one run from their start to the first failure, or until all have returned."""
 
     def __init__(self, folder: Path, processes: list[int], connections: list[Connection]) -> None:
@@ -58,7 +58,7 @@ class Watch:
         self._connections = connections
         self._calls = CallReader([folder / f"calls_{rank}" for rank in range(ranks)])
         self._status = StatusReader(folder / "status")
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, RankAnswer] = {}
         self._died: dict[int, int] = {}  # rank -> wait status
         self._sequences = [0] * ranks
         self._since = 0.0  # when a rank got on last, by the clock
@@ -72,7 +72,7 @@ class Watch:
         """Return the calls of each rank."""
         return self._calls.calls()
 
-    def follow(self, timeout: float) -> list[Answer]:
+    def follow(self, timeout: float) -> list[RankAnswer]:
         """Return the answers of all ranks. Raises RanksFailed."""
         clock = FairClock(os.getpid())
         ranks = range(len(self._processes))

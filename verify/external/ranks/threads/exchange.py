@@ -17,7 +17,7 @@ from nnscaler.runtime.communication.communicator import CommunicationCall, Commu
 from verify.external.ranks.agreement import GroupKey, disagreement_of
 from verify.external.ranks.answers import Part, answer
 from verify.external.ranks.records import RankCall, RanksFailed
-from verify.external.ranks.turns import RankStopped, Turns
+from verify.external.ranks.threads.turns import RankStopped, Turns
 
 _WHOLE = 4096  # elements: tensors up to this size are watched whole
 _SAMPLES = 64  # elements that are watched of a larger one
@@ -28,7 +28,7 @@ class Meeting:
     """One collective of one group. `parts` and `watched` are by place in the group."""
 
     parts: dict[int, Part] = field(default_factory=dict)
-    watched: dict[int, Watched] = field(default_factory=dict)
+    watched: dict[int, WatchedTensors] = field(default_factory=dict)
     done: bool = False
 
 
@@ -39,7 +39,7 @@ class Message:
     call: CommunicationCall
     tensor: Tensor
     source: int
-    watched: Watched | None = None
+    watched: WatchedTensors | None = None
     done: bool = False
 
 
@@ -71,7 +71,7 @@ class Exchange:
             meeting.parts[place] = part
             if len(meeting.parts) < size:
                 if part.watch:
-                    meeting.watched[place] = Watched([t for item in part.inputs for t in item])
+                    meeting.watched[place] = WatchedTensors([t for item in part.inputs for t in item])
                 return meeting
             del self._meetings[key, number]
         self._check_unchanged(meeting)
@@ -124,7 +124,7 @@ class Exchange:
             waiting = self._awaited[key, target, tag]
             receiver = next((r for r in waiting if r.source in (-1, message.source)), None)
             if receiver is None:
-                message.watched = Watched([message.tensor])
+                message.watched = WatchedTensors([message.tensor])
                 self._sent[key, target, tag].append(message)
             else:
                 waiting.remove(receiver)
@@ -197,7 +197,7 @@ _CHANGED = (
 )
 
 
-class Watched:
+class WatchedTensors:
     """Notes what is in tensors, to see later whether it has changed: all of a small one, elements of a large one."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -12,17 +12,11 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from verify.external.program import ExternalProgram
 from verify.external.request import LIBRARY, SIZES, ExternalRequest, read_setting
-from verify.external.transformers_config import targets
-from verify.external.transformers_flags import flag_variants
-from verify.external.transformers_script import minimal_script
-from verify.external.transformers_target import (
-    BuiltModel,
-    PlanChanges,
-    PlanSizes,
-    build,
-    distributed_options,
-    transformers_program,
-)
+from verify.external.transformers.config import targets
+from verify.external.transformers.flags import flag_variants
+from verify.external.transformers.script import minimal_script
+from verify.external.transformers.sizes import PlanChanges, PlanSizes
+from verify.external.transformers.target import BuiltModel, build, distributed_options, transformers_program
 
 ALL = f"{LIBRARY}all"
 _WORDS = {"True": True, "False": False, "None": None}  # as Python has them; JSON's are read too

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.tracing.precision import exact
-from verify.external.addresses import Piece
+from verify.external.addresses import RankPiece
 from verify.external.observe import RankRecord
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import copied
@@ -67,6 +67,6 @@ def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[Unequal, ...]]:
     return count, tuple(found)
 
 
-def _key(piece: Piece) -> object:
+def _key(piece: RankPiece) -> object:
     addresses = piece.addresses
     return addresses if isinstance(addresses, range) else None if addresses is None else tuple(addresses.tolist())

@@ -9,12 +9,13 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from verify.external.addresses import Piece, taken
-from verify.external.cause import MEAN_OF_MEANS, Cause, Wrong, cause_of
-from verify.external.differences import Compared, Difference, Run
+from verify.external.addresses import RankPiece, taken
+from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
+from verify.external.comparison.differences import Compared, Difference, Run
+from verify.external.comparison.micro_batches import cause_by_micro_batches
+from verify.external.comparison.scalars import compare_losses, compare_norms
 from verify.external.observe import ObservedStep, RankRecord
 from verify.external.reference import data_part
-from verify.external.scalars import compare_losses, compare_norms
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
 from verify.results.verdict import Verdict
 
@@ -109,12 +110,12 @@ def _gradients(run: Run) -> Compared:
     return Compared("gradients", count, tuple(found), worst)
 
 
-def _compared(record: RankRecord, kind: str) -> Iterator[Piece]:
+def _compared(record: RankRecord, kind: str) -> Iterator[RankPiece]:
     return (p for p in record.pieces if p.kind == kind and p.addresses is not None and p.shape is not None)
 
 
 def _gradient(
-    run: Run, number: int, record: RankRecord, piece: Piece, value: Tensor | None, scale: float
+    run: Run, number: int, record: RankRecord, piece: RankPiece, value: Tensor | None, scale: float
 ) -> tuple[Difference | None, float]:
     expected = piece.take(run.reference.steps[number].gradients)
     key = (piece.name, record.rank, number)
@@ -142,14 +143,14 @@ def _gradient(
     return Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout), gap.relative
 
 
-def _scale(run: Run, piece: Piece, values: Tensor, family: float) -> float:
+def _scale(run: Run, piece: RankPiece, values: Tensor, family: float) -> float:
     """Return the scale that makes a difference relative to the whole tensors: a shard itself may be small."""
     space = run.reference.space
     whole = max((_largest_finite(taken(values, space.whole(name))) for name in piece.names), default=0.0)
     return max(family, whole / FAMILY_SHARE)
 
 
-def _judge(run: Run, kind: tuple[str, int], piece: Piece, relative: float) -> Verdict:
+def _judge(run: Run, kind: tuple[str, int], piece: RankPiece, relative: float) -> Verdict:
     """Judge a difference by the noise of the noisiest tensor that the piece has elements of."""
     keys = [(*kind, name) for name in piece.names]
     verdicts = [run.tolerance.judge(key, relative) for key in keys]
@@ -157,7 +158,7 @@ def _judge(run: Run, kind: tuple[str, int], piece: Piece, relative: float) -> Ve
     return passing[0] if passing else (Verdict.INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else Verdict.REFUTED)
 
 
-def _explain(run: Run, number: int, record: RankRecord, piece: Piece, value: Tensor, noun: str) -> Cause:
+def _explain(run: Run, number: int, record: RankRecord, piece: RankPiece, value: Tensor, noun: str) -> Cause:
     steps = run.reference.steps
     whole = steps[number].gradients
     names = piece.names[0] if piece.names else piece.name
@@ -171,7 +172,7 @@ def _explain(run: Run, number: int, record: RankRecord, piece: Piece, value: Ten
         mean = torch.stack(each).mean(0)
         if _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes:
             return MEAN_OF_MEANS
-    return cause_of(
+    found = cause_of(
         Wrong(
             noun,
             value.double(),
@@ -185,10 +186,18 @@ def _explain(run: Run, number: int, record: RankRecord, piece: Piece, value: Ten
             taken(whole, run.reference.space.whole(names)) if piece.names else None,
         )
     )
+    if found.kind not in VAGUE:
+        return found
+
+    def agrees(_loss: Tensor, gradients: Tensor) -> bool:
+        mean = piece.take(gradients).nan_to_num(0.0)
+        return _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes
+
+    return cause_by_micro_batches(run.micro_means, number, agrees) or found
 
 
 def _same_elements(
-    run: Run, piece: Piece, values_of: Callable[[ObservedStep], Mapping[str, Tensor | None]], number: int
+    run: Run, piece: RankPiece, values_of: Callable[[ObservedStep], Mapping[str, Tensor | None]], number: int
 ) -> dict[int, Tensor]:
     """Return the values of all ranks that hold the very same elements, by rank."""
     found = {}
@@ -201,7 +210,7 @@ def _same_elements(
     return found
 
 
-def _same(one: Piece, other: Piece) -> bool:
+def _same(one: RankPiece, other: RankPiece) -> bool:
     a, b = one.addresses, other.addresses
     if isinstance(a, range) or isinstance(b, range):
         return isinstance(a, range) and isinstance(b, range) and a == b
@@ -243,7 +252,9 @@ def _states(run: Run, kind: str, last: int) -> Compared:
     return Compared(f"{kind}s after steps", count, tuple(found), worst)
 
 
-def _explain_state(run: Run, number: int, record: RankRecord, piece: Piece, value: Tensor, expected: Tensor) -> Cause:
+def _explain_state(
+    run: Run, number: int, record: RankRecord, piece: RankPiece, value: Tensor, expected: Tensor
+) -> Cause:
     """Name the cause in the update rather than in the value: what was added is what is wrong."""
     before = (
         piece.take(run.reference.steps[number - 1].parameters)

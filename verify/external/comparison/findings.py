@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from verify.external.cause import common
-from verify.external.differences import Compared, Difference, Run
+from verify.external.comparison.cause import common
+from verify.external.comparison.differences import Compared, Difference, Run
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

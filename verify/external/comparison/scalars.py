@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verify.external.cause import MEAN_OF_MEANS, Cause, Wrong, cause_of
-from verify.external.differences import Compared, Difference, Run
+from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
+from verify.external.comparison.differences import Compared, Difference, Run
+from verify.external.comparison.micro_batches import cause_by_micro_batches
 from verify.external.reference import data_part, mean_of
 from verify.results.tolerance import difference
 from verify.results.verdict import Verdict
@@ -87,7 +88,14 @@ def _cause_of_loss(run: Run, number: int, rank: int, values: Mapping[int, Tensor
         return MEAN_OF_MEANS
     before = run.reference.steps[number - 1].loss.double() if number else None
     wrong = Wrong("loss", values[rank], expected, rank, run.sizes, values, run.at, before=before)
-    return cause_of(wrong)
+    found = cause_of(wrong)
+    if found.kind not in VAGUE:
+        return found
+
+    def agrees(loss: Tensor, _gradients: Tensor) -> bool:
+        return run.tolerance.judge(("loss", number, ""), difference(values[rank], loss).relative).passes
+
+    return cause_by_micro_batches(run.micro_means, number, agrees) or found
 
 
 # Norms of gradients.

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
 from verify.external.levels import verify_levels
-from verify.external.library import model_of, program_of
 from verify.external.request import ExternalRequest
-from verify.external.transformers_plan import PlanRepair, WrongParameter, plan_lints, plan_repairs
+from verify.external.transformers.library import model_of, program_of
+from verify.external.transformers.plan import PlanRepair, WrongParameter, plan_lints, plan_repairs
 from verify.external.verify import Progress
 from verify.results.finding import Finding
 from verify.results.report import Report

@@ -32,10 +32,10 @@ from nnscaler.runtime.autograd_engine import start_autograd
 from nnscaler.runtime.communication.process_group import local_environment
 from nnscaler.runtime.jobs.job import StatusWriter, create_status_file
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
-from verify.external.ranks.call_log import CallWriter
-from verify.external.ranks.gloo_group import GlooGroup, ReportedStore, Reporter
-from verify.external.ranks.gloo_watch import Answer, Watch
 from verify.external.ranks.places import place_of_error, traceback_of
+from verify.external.ranks.processes.call_log import CallWriter
+from verify.external.ranks.processes.gloo_group import GlooGroup, ReportedStore, Reporter
+from verify.external.ranks.processes.gloo_watch import ProcessWatch, RankAnswer
 from verify.external.ranks.rank_state import VARIABLES, environment_of
 from verify.external.ranks.records import RankRun
 from verify.external.ranks.torch_private import FileStore, our_groups, preload, unwaited_collectives
@@ -73,7 +73,7 @@ def run_over_gloo(function: Callable[[int], T], ranks: int, *, initialise: bool,
                 connections.append(ours)
                 processes.append(_fork(plan, rank, theirs, connections))
                 theirs.close()
-            with contextlib.closing(Watch(folder, processes, connections)) as watch:
+            with contextlib.closing(ProcessWatch(folder, processes, connections)) as watch:
                 answers = watch.follow(timeout)
                 calls = watch.calls()
             _say_farewell(processes, connections)
@@ -167,11 +167,11 @@ def _live_as_rank(plan: _Plan, rank: int, connection: Connection) -> None:
             if plan.initialise:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks, timeout=_NO_LIMIT)
             result = plan.function(rank)
-            answer = Answer(pickle.dumps(result), unwaited=unwaited_collectives())
+            answer = RankAnswer(pickle.dumps(result), unwaited=unwaited_collectives())
         except BaseException as error:  # noqa: BLE001 - what a program raises, SystemExit included, is a result
             text = traceback_of(error)
             place = place_of_error(error.__traceback__)
-            answer = Answer(b"", f"{type(error).__name__}: {error}", text, place)
+            answer = RankAnswer(b"", f"{type(error).__name__}: {error}", text, place)
         reporter.finished()
         connection.send_bytes(pickle.dumps(answer))
         connection.recv_bytes()

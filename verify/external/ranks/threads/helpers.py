@@ -14,8 +14,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from verify.external.ranks.places import place_of_call
+from verify.external.ranks.threads.turns import RankStopped, Turn, Turns
 from verify.external.ranks.torch_private import RankWorlds, register_groups_here
-from verify.external.ranks.turns import RankStopped, Turn, Turns
 
 
 @contextmanager

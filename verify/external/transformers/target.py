@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nnscaler.errors import NnscalerError
-from verify.external.program import Batch, ExternalProgram, Step, default_step
+from verify.external.program import Batch, ExternalProgram, PretrainedFunctions, Step, default_step
 from verify.external.request import LIBRARY
-from verify.external.transformers_config import configuration, library, with_settings
-from verify.external.transformers_shrink import Sizes, shrink
+from verify.external.transformers.config import configuration, library, with_settings
+from verify.external.transformers.shrink import Sizes, shrink
+from verify.external.transformers.sizes import PlanChanges, PlanSizes, check_plans, check_sizes, other_sizes
 
 ROWS, LENGTH = 4, 16  # of a batch: sequences, and tokens of each
 NOISE = 0.05  # standard deviation of what is added to every parameter: no unit norms, no zero biases
 _SEED = 0
-
-
-@dataclass(frozen=True)
-class PlanSizes:
-    """How many ranks share what.
-
-    tp    tensor plan
-    ep    expert plan: among the ranks of tp where tp is above 1, else of fsdp; alone, it has ranks of its own
-    fsdp  fully sharded data parallel
-    pp    pipeline
-    """
-
-    tp: int = 1
-    ep: int = 1
-    fsdp: int = 1
-    pp: int = 1
-
-    @property
-    def experts_alone(self) -> bool:
-        """True where only the expert plan is applied."""
-        return self.ep > 1 and self.tp == 1 and self.fsdp == 1
-
-    @property
-    def shared(self) -> int:
-        """The number of ranks that see the same rows."""
-        return self.ep if self.experts_alone else self.tp
-
-    def mesh(self) -> tuple[tuple[str, int], ...]:
-        """Return the axes of the program, in the library's order; data parallel is outermost."""
-        axes = (("fsdp", self.fsdp), ("ep" if self.experts_alone else "tp", self.shared))
-        return tuple((name, size) for name, size in axes if size > 1) or (("tp", 1),)
-
-    def __str__(self) -> str:
-        named = (("tp", self.tp), ("ep", self.ep), ("fsdp", self.fsdp), ("pp", self.pp))
-        return " ".join(f"--{name} {size}" for name, size in named if size > 1)
-
-
-@dataclass(frozen=True)
-class PlanChanges:
-    """Rules that replace or join those of the model's own plans: generic name -> style."""
-
-    tp: Mapping[str, str] = field(default_factory=dict)
-    ep: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,12 +67,23 @@ def transformers_program(
     type can be made and run.
     """
     sizes = sizes or PlanSizes(tp=2)
-    _check_sizes(sizes)
+    check_sizes(sizes)
     _check_library()
     name = target.removeprefix(LIBRARY)
     built = build(name, sizes, settings or {}, exact=exact)
-    _check_plans(built.model, sizes)
-    options = distributed_options(sizes, changes or PlanChanges(), built.model)
+    check_plans(built.model, sizes)
+    return _program(name, built, sizes, changes or PlanChanges())
+
+
+def _program(name: str, built: BuiltModel, sizes: PlanSizes, changes: PlanChanges) -> ExternalProgram:
+    options = distributed_options(sizes, changes, built.model)
+
+    kind: Any = type(built.model)
+
+    def elsewhere() -> ExternalProgram | None:
+        other = other_sizes(built.model, sizes)
+        return None if other is None else _program(name, built, other, changes)
+
     return ExternalProgram(
         name=f"{LIBRARY}{name} {sizes}".strip(),
         model=lambda: copy.deepcopy(built.model),
@@ -123,7 +92,19 @@ def transformers_program(
         mesh=sizes.mesh(),
         data_axes=("fsdp",) if sizes.fsdp > 1 else (),
         step=built.step,
+        pretrained=PretrainedFunctions(
+            lambda model, folder: model.save_pretrained(str(folder)),
+            lambda folder: kind.from_pretrained(str(folder), distributed_config=copy.deepcopy(options)),
+            # the library's loader leaves shards of tied weights in the memory of the whole, from where its writer
+            # copies them one by one; those made here have memory of their own, which safetensors does not write twice
+            None if built.model.all_tied_weights_keys else _save_shards,
+        ),
+        elsewhere=elsewhere,
     )
+
+
+def _save_shards(model: Any, folder: Path) -> None:
+    model.save_pretrained(str(folder), distributed_checkpoint=True)
 
 
 def parallelize(model: Any, options: Mapping[str, Any]) -> Any:
@@ -202,28 +183,6 @@ def _check_library() -> None:
     if not is_known:
         message = f"transformers {library().__version__} does not apply its plans by DistributedConfig to a made model"
         raise NnscalerError("usage", message, help="pip install 'transformers>=5.24,<6'")
-
-
-def _check_sizes(sizes: PlanSizes) -> None:
-    if sizes.pp > 1:
-        message = "the pipeline of transformers returns logits and no loss, and nothing runs backward through it"
-        raise NnscalerError("usage", message, help="it cannot be trained: leave --pp away")
-    if sizes.tp * sizes.ep * sizes.fsdp == 1:
-        raise NnscalerError("usage", "one rank has no plan to verify", help="--tp 2, --ep 2 or --fsdp 2")
-    if not sizes.experts_alone and (sizes.ep % sizes.tp if sizes.ep > 1 else 0):
-        raise NnscalerError("usage", f"--ep {sizes.ep} is no multiple of --tp {sizes.tp}, as transformers wants it")
-    if not sizes.experts_alone and (sizes.fsdp * sizes.tp) % sizes.ep:
-        message = f"--ep {sizes.ep} does not divide the {sizes.fsdp * sizes.tp} ranks of --tp and --fsdp"
-        raise NnscalerError("usage", message, help="experts are spread over ranks that are there")
-
-
-def _check_plans(model: Any, sizes: PlanSizes) -> None:
-    wanted = {"tp": sizes.tp, "ep": sizes.ep, "fsdp": sizes.fsdp}
-    for kind, size in wanted.items():
-        if size > 1 and not getattr(model, f"{kind}_plan", None):
-            has = [other for other in wanted if getattr(model, f"{other}_plan", None)]
-            help = f"it has plans for {', '.join('--' + other for other in has)}" if has else None
-            raise NnscalerError("no_plan", f"{type(model).__name__} declares no {kind} plan", help=help)
 
 
 # The plain model.

@@ -26,7 +26,15 @@ from torch.distributed.tensor import DTensor
 from verify.external.addresses import clean_name, local_value
 from verify.external.observe import modules_of, parallelised, rows_of, run_step
 from verify.external.program import ExternalProgram
-from verify.external.reference import Reference, batch_of_step, computing_in, coordinates, copied, data_part, row_count
+from verify.external.reference import (
+    PlainReference,
+    batch_of_step,
+    computing_in,
+    coordinates,
+    copied,
+    data_part,
+    row_count,
+)
 from verify.results.tolerance import difference
 
 _CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative; in narrower dtypes rounding hides too much
@@ -72,7 +80,7 @@ class FirstDifference:
         return f"the {what} of {self.name} ({self.kind}) on rank {self.rank}"
 
 
-def traced_model(program: ExternalProgram, model: nn.Module, reference: Reference) -> Traced:
+def traced_model(program: ExternalProgram, model: nn.Module, reference: PlainReference) -> Traced:
     """Run the plain model for one step, and keep what its modules return."""
     mine = copy.deepcopy(model)
     step = program.reference_step or program.step
@@ -83,7 +91,7 @@ def traced_model(program: ExternalProgram, model: nn.Module, reference: Referenc
     return _whole(seen)
 
 
-def traced_rank(program: ExternalProgram, model: nn.Module, reference: Reference, rank: int) -> Traced:
+def traced_rank(program: ExternalProgram, model: nn.Module, reference: PlainReference, rank: int) -> Traced:
     """Run the program on this rank for one step, and keep what its modules return; DTensors are put together."""
     with parallelised(program, model, reference.dtype) as made, _recorded(modules_of(made)) as seen:
         run_step(program, made, rows_of(program, reference, rank, 0))
@@ -142,7 +150,7 @@ def _first(output: object) -> Tensor | None:
 
 
 def first_differences(
-    program: ExternalProgram, reference: Reference, right: Traced, ranks: Sequence[Traced]
+    program: ExternalProgram, reference: PlainReference, right: Traced, ranks: Sequence[Traced]
 ) -> tuple[FirstDifference, ...]:
     """Return the first forward difference over all ranks; where forward agrees, the first backward one."""
     if reference.dtype not in _CLOSE:

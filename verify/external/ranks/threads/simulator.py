@@ -16,20 +16,15 @@ import torch
 import torch.distributed as dist
 
 from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
-from verify.external.ranks.exchange import Exchange
-from verify.external.ranks.helpers import helpers_of_ranks
-from verify.external.ranks.memory import kept_memory
 from verify.external.ranks.places import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
 from verify.external.ranks.records import RankRun, RanksFailed
-from verify.external.ranks.simulated_group import SimulatedGroup, SimulatedStore
-from verify.external.ranks.torch_private import (
-    RankWorlds,
-    new_world,
-    ranks_as_threads,
-    unwaited_collectives,
-)
-from verify.external.ranks.turns import RankStopped, Turns
+from verify.external.ranks.threads.exchange import Exchange
+from verify.external.ranks.threads.helpers import helpers_of_ranks
+from verify.external.ranks.threads.memory import kept_memory
+from verify.external.ranks.threads.simulated_group import SimulatedGroup, SimulatedStore
+from verify.external.ranks.threads.turns import RankStopped, Turns
+from verify.external.ranks.torch_private import RankWorlds, new_world, ranks_as_threads, unwaited_collectives
 
 T = TypeVar("T")
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from nnscaler.errors import NnscalerError
-from verify.external.transformers_config import fields_of, library
-from verify.external.transformers_shrink import lacking
-from verify.external.transformers_target import NOISE, BuiltModel, PlanSizes
+from verify.external.transformers.config import fields_of, library
+from verify.external.transformers.shrink import lacking
+from verify.external.transformers.sizes import PlanSizes
+from verify.external.transformers.target import NOISE, BuiltModel
 
 WRONG = 1e-2  # relative error of a gradient in float32 from which the script calls it wrong; rounding gives 1e-6
 _MOMENT = 3.0  # seconds that the other ranks have once one failed

@@ -15,9 +15,9 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.job import StatusWriter
 from verify.external.ranks.answers import Part
-from verify.external.ranks.call_log import CallWriter, Entry
 from verify.external.ranks.group import AllWorks, RankGroup, Real, completed
 from verify.external.ranks.places import place_of_call
+from verify.external.ranks.processes.call_log import CallWriter, Entry
 from verify.external.ranks.torch_private import Store, Work, gloo_group
 
 

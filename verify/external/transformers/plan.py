@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from verify.external.transformers_target import BuiltModel, PlanChanges, PlanSizes
+from verify.external.transformers.sizes import PlanChanges, PlanSizes
+from verify.external.transformers.target import BuiltModel
 
 SUMMED = "replicated_with_grad_allreduce"  # style: a whole parameter, whose gradient is summed over the ranks
 WHOLE = "replicate"  # style: nothing is done

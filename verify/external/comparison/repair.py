@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from verify.external.addresses import Lookup, local_value, match
-from verify.external.differences import Compared, Difference
+from verify.external.comparison.differences import Compared, Difference
 from verify.external.observe import run_step, tensors_of_program
 from verify.external.program import Batch, ExternalProgram
 

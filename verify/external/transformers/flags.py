@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from nnscaler.errors import NnscalerError
-from verify.external.transformers_config import fields_of, with_settings
-from verify.external.transformers_target import PlanSizes, model_classes, small_configuration
+from verify.external.transformers.config import fields_of, with_settings
+from verify.external.transformers.sizes import PlanSizes
+from verify.external.transformers.target import model_classes, small_configuration
 
 # Names of flags that change a path without a parameter of its own
 _PATHS = re.compile(

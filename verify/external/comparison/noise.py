@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verify.external.program import ExternalProgram
-from verify.external.reference import Reference, run_reference
+from verify.external.reference import PlainReference, run_reference
 from verify.programs.low_precision.noise import NearTies, moved_model, rounded_model
 from verify.programs.low_precision.reassociation_mode import Reassociated
 from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest
@@ -61,7 +61,7 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model if dtype == torch.float64 else rounded_model(model, dtype)
 
 
-def measure(program: ExternalProgram, model: nn.Module, truth: Reference, dtype: torch.dtype) -> Noise:
+def measure(program: ExternalProgram, model: nn.Module, truth: PlainReference, dtype: torch.dtype) -> Noise:
     """Measure the noise of `dtype` around `truth`, which is float64 from the same values."""
     exact = dtype == torch.float64
     noise: dict[Key, float] = {}
@@ -72,8 +72,8 @@ def measure(program: ExternalProgram, model: nn.Module, truth: Reference, dtype:
 
 
 def _draws(
-    program: ExternalProgram, model: nn.Module, truth: Reference, dtype: torch.dtype
-) -> Iterator[tuple[Reference, Reference]]:
+    program: ExternalProgram, model: nn.Module, truth: PlainReference, dtype: torch.dtype
+) -> Iterator[tuple[PlainReference, PlainReference]]:
     """Yield runs of the plain model in the dtype, each with what it would be in float64.
 
     Ranks sum in parts, in another order, and the mean over data parts cancels what is large in each of them: a run in
@@ -82,7 +82,7 @@ def _draws(
     generator = torch.Generator().manual_seed(0)
     parted = replace(program, reference="parts")
 
-    def run(how: ExternalProgram, one: nn.Module, which: torch.dtype) -> Reference:
+    def run(how: ExternalProgram, one: nn.Module, which: torch.dtype) -> PlainReference:
         rate = truth.learning_rate
         return run_reference(how, one, truth.batch, steps=len(truth.steps), dtype=which, learning_rate=rate)
 
@@ -102,7 +102,7 @@ def _draws(
                 yield run(how, moved, dtype), right
 
 
-def distances(run: Reference, truth: Reference) -> Iterator[tuple[Key, float]]:
+def distances(run: PlainReference, truth: PlainReference) -> Iterator[tuple[Key, float]]:
     """Yield how far each tensor of a run is from the same one of another run."""
     space = truth.space
     for number, (found, right) in enumerate(zip(run.steps, truth.steps, strict=True)):

@@ -1,5 +1,7 @@
 """Name the cause of a wrong value by arithmetic on what is there: the ranks' values, and the right one.
 
+mean_of_means      it is the mean over the data parts, each by itself
+micro_batches      it is the mean over micro-batches, each by itself
 missing_reduction  the values of the ranks of an axis add up to the right one (or average to it)
 own_rows           it is the value of the rank's own rows of the batch
 scaled             it is a constant times the right one: summed or averaged once too often
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from verify.results.tolerance import difference, largest
 
+VAGUE = ("differs", "partly_wrong")  # kinds of cause beside which another one is looked for
 CLOSE = 1e-6  # relative; far above rounding in float64 and far below any cause
 
 
@@ -46,6 +49,16 @@ MEAN_OF_MEANS = Cause(
     "it is the mean over the data parts, each by itself, and that is not the loss of the whole batch: the parts have "
     'unequal numbers of terms, or couple their rows; if it is meant, say `reference = "parts"`',
 )
+
+
+def mean_of_micro_batches(count: int) -> Cause:
+    """Return the cause of a value that is the mean over that many micro-batches."""
+    text = (
+        f"it is the mean over {count} micro-batches, each by itself, and that is not the loss of the whole batch: they "
+        "couple their rows (a batch norm, or dim 0 is not the batch), or have unequal numbers of terms; if it is "
+        "meant, let `reference_step` do the same"
+    )
+    return Cause("micro_batches", text)
 
 
 @dataclass(frozen=True)

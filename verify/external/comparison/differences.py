@@ -8,11 +8,12 @@ from functools import cached_property
 
 from torch import Tensor
 
-from verify.external.cause import Cause
-from verify.external.noise import Noise
+from verify.external.comparison.cause import Cause
+from verify.external.comparison.micro_batches import MicroMeans
+from verify.external.comparison.noise import Noise
 from verify.external.observe import RankRecord
 from verify.external.program import ExternalProgram
-from verify.external.reference import Reference
+from verify.external.reference import PlainReference
 from verify.results.report import Check
 from verify.results.verdict import Verdict, merge
 
@@ -25,13 +26,15 @@ class Run:
 
     tolerance       what agrees
     part_gradients  make the gradients of one data part by itself
+    micro_means     make losses and gradients of the plain model over micro-batches; none where that cannot be run
     """
 
     program: ExternalProgram
-    reference: Reference
+    reference: PlainReference
     records: tuple[RankRecord, ...]
     tolerance: Noise
     part_gradients: PartGradients
+    micro_means: MicroMeans = lambda step: iter(())
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.answers import Part
-from verify.external.ranks.exchange import Exchange, Message
 from verify.external.ranks.group import RankGroup, Real, completed
 from verify.external.ranks.places import place_of_call
+from verify.external.ranks.threads.exchange import Exchange, Message
 from verify.external.ranks.torch_private import Store, Work
 
 

@@ -1,0 +1,1 @@
+"""What ranks computed against what the plain model computes: differences, causes and repairs."""

@@ -1,0 +1,1 @@
+"""Ranks as processes that talk over gloo."""

@@ -1,0 +1,1 @@
+"""Ranks as threads, over a simulated backend of torch.distributed."""

@@ -1,0 +1,1 @@
+"""Saving and loading: what is loaded elsewhere must be what ranks held."""

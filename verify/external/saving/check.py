@@ -1,0 +1,174 @@
+"""The checks of saving: each way in which a program can be saved, loaded into the plain model and on another mesh."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nnscaler.tracing.precision import convert_floats
+from verify.external.addresses import StateMap, as_real, state_of
+from verify.external.case import Case
+from verify.external.ranks.run import RanksFailed
+from verify.external.saving.checkpoint import (
+    CheckpointForm,
+    HeldValues,
+    LoadedTensor,
+    compare_plain,
+    held_values,
+    load_on_rank,
+    other_mesh,
+    save_after_steps,
+)
+from verify.external.saving.forms import forms_of, without_progress_bars
+from verify.results.finding import Finding
+from verify.results.report import Check
+from verify.results.tolerance import FLOAT64_BOUND
+from verify.results.verdict import Verdict
+
+_RAISED = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception): ?")  # the last line of a traceback
+_SHOWN = 8  # findings of one check
+_LOST = 1e-4  # relative: a tensor that loses more than this without any parallelism cannot be compared
+_TIMES = 4.0  # what a tensor may lose, in what it loses without any parallelism
+
+
+@dataclass(frozen=True)
+class SavingChecked:
+    """What came of the checks of saving."""
+
+    checks: tuple[Check, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What was loaded of one form. `lossy`: how far tensors are from themselves after the plain model alone was saved
+    and loaded."""
+
+    loaded: tuple[LoadedTensor, ...]
+    lossy: Mapping[str, float]
+
+
+def check_saving(case: Case) -> SavingChecked:
+    """Save the program in each way, load it elsewhere, and compare; what cannot be saved or loaded is undecided."""
+    found = SavingChecked()
+    for form in forms_of(case.program, case.model):
+        one = _check(case, form)
+        if isinstance(one, RanksFailed) and case.how.executor == "simulator" and one.code == "rank_raises":
+            one = _check(replace(case, how=replace(case.how, executor="gloo")), form)  # as for the run itself
+        result = _not_tried(case, form, one) if isinstance(one, RanksFailed) else one
+        found = SavingChecked(
+            (*found.checks, *result.checks), (*found.findings, *result.findings), (*found.notes, *result.notes)
+        )
+    return found
+
+
+def _not_tried(case: Case, form: CheckpointForm, failure: RanksFailed) -> SavingChecked:
+    message = f"{_in_short(failure.message)}, in saving or loading by {form.name}"
+    finding = Finding("checkpoint_not_tried", message, case.program.where)
+    return SavingChecked((Check(form.name, Verdict.INCONCLUSIVE, 0),), (finding,))
+
+
+def _in_short(message: str) -> str:
+    """Return the first line of a failure; of an exception that carries those of all ranks, also what was raised."""
+    first, *rest = message.splitlines()
+    at = next((number for number, line in enumerate(rest) if _RAISED.match(line)), None)
+    if at is None:
+        return first
+    return f"{first}: {' '.join(line.strip() for line in rest[at : at + 2])[:300].strip()}"
+
+
+def _check(case: Case, form: CheckpointForm) -> SavingChecked | RanksFailed:
+    with _folder() as folder, without_progress_bars():
+        try:
+            tried = _tried(case, form, folder)
+        except RanksFailed as failure:
+            return failure
+    if tried is None:
+        return SavingChecked(notes=(f"{form.name} was not tried: what `parallelize` returns has none on some rank",))
+    return _judged(case, form, tried)
+
+
+def _tried(case: Case, form: CheckpointForm, folder: Path) -> _Tried | None:
+    """Save on the ranks, and load; None where the program cannot be saved in this form. Raises RanksFailed."""
+    program, model, reference, lookup = case.program, case.model, case.reference, case.truth.lookup()
+    space = reference.space
+    saved, alone = folder / "saved", folder / "alone"
+    ran = case.on_ranks(lambda rank: save_after_steps(form, program, model, reference, lookup, rank, saved))
+    shards = [result for result in ran.results if result is not None]
+    if len(shards) < len(ran.results):
+        return None
+    held = held_values(space, shards)
+
+    def plain(_rank: int) -> tuple[Sequence[LoadedTensor], Mapping[str, float]]:
+        lossy = form.lossy(_holding(model, space, held, reference.dtype), alone)
+        return compare_plain(form, program, model, space, held, saved), lossy
+
+    loaded, lossy = case.alone(plain)
+    found = list(loaded)
+    other = other_mesh(program)
+    if other is not None:
+        on_mesh = replace(case, program=other).on_ranks(
+            lambda rank: load_on_rank(form, other, model, reference, lookup, held, saved)
+        )
+        found += [one for result in on_mesh.results for one in result]
+    return _Tried(tuple(found), lossy)
+
+
+def _holding(model: nn.Module, space: StateMap, held: HeldValues, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of the plain model with what the ranks held: start values may have fewer bits than its dtype."""
+    mine = copy.deepcopy(model)
+    convert_floats(mine, dtype)
+    with torch.no_grad():
+        for name, tensor, _ in state_of(mine):
+            whole, real = space.whole(name), as_real(tensor.detach())
+            values = held.low[whole.start : whole.stop].view(real.shape)
+            if bool(values.isfinite().all()):
+                real.copy_(values.to(real.dtype))
+    return mine
+
+
+def _judged(case: Case, form: CheckpointForm, tried: _Tried) -> SavingChecked:
+    """Judge what was loaded: a tensor must come back as it was, up to what it loses without any parallelism."""
+    lost = sorted({name for name, relative in tried.lossy.items() if relative > _LOST})
+    compared = [one for one in tried.loaded if not set(one.name.split("+")) & set(lost)]
+
+    def is_right(one: LoadedTensor) -> bool:
+        bound = max((tried.lossy.get(name, 0.0) for name in one.name.split("+")), default=0.0)
+        return one.relative <= max(FLOAT64_BOUND, _TIMES * bound)
+
+    bad = [one for one in compared if not is_right(one)]
+    found = [_differs(case, form, one) for one in bad[:_SHOWN]]
+    verdict = Verdict.REFUTED if bad else Verdict.TESTED_EXACT if compared and not lost else Verdict.INCONCLUSIVE
+    if lost:
+        message = f"save_pretrained and from_pretrained of the plain model alone do not give back {', '.join(lost[:3])}"
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        found.append(Finding("checkpoint_not_tried", message + more, case.program.where))
+    return SavingChecked((Check(form.name, verdict, len(compared), len(bad)),), tuple(found))
+
+
+def _differs(case: Case, form: CheckpointForm, one: LoadedTensor) -> Finding:
+    if one.relative < float("inf"):
+        message = f"{one.name} loaded into {one.how} is not what was saved by {form.name}"
+    else:
+        message = (
+            f"what was saved by {form.name} and loaded into {one.how} lacks {one.name}, or has another shape of it"
+        )
+    rank = {"rank": str(one.rank)} if one.rank >= 0 else {}
+    example = {"relative difference": f"{one.relative:.3g}"} | rank
+    return Finding("checkpoint_differs", message, case.program.where, example)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Open a folder for one checkpoint."""
+    with tempfile.TemporaryDirectory(prefix="nnscaler-external-", ignore_cleanup_errors=True) as name:
+        yield Path(name)

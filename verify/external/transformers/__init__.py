@@ -1,0 +1,1 @@
+"""Models of transformers, parallelised by their own plans."""
