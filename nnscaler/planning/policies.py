@@ -19,7 +19,7 @@ from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.scheduling.registry import DEFAULT, get_schedule
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
-from nnscaler.transform.partition_stages import partition_stages
+from nnscaler.transform.partition_stages import StagePartition, partition_stages
 from nnscaler.transform.plan import DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 
@@ -99,26 +99,30 @@ def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> Step:
     return ReplicateStep(operations, axis, deferred=not isinstance(choice, RunInvariant))
 
 
-# Pipeline parallelism: contiguous stages, balanced by cost, cut between layers.
+# Pipeline parallelism: contiguous stages, balanced by cost, cut between layers or else at borders of modules.
 
 
 def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, chunks: int) -> tuple[Step, ...]:
-    """Return assign steps for `devices * chunks` stages; chunks of an interleaved pipeline may be cut inside a layer.
+    """Return assign steps for `devices * chunks` stages.
 
-    Raises NnscalerError("plan_illegal") when there are fewer layers than devices.
+    Raises NnscalerError("plan_illegal") when there are fewer operations than stages.
     """
-    stages = devices * chunks
-    if stages == 1:
-        return ()
+    return () if devices * chunks == 1 else assign_steps(graph, stages_of(graph, signatures, devices, chunks))
+
+
+def stages_of(graph: Graph, signatures: Mapping[str, Signature], devices: int, chunks: int) -> StagePartition:
+    """Cut the operations into `devices * chunks` stages of equal work. Raises as `pipeline`."""
 
     def cost(op: Operation) -> float:
         written = sum(graph.tensors[n].elements for n in op.outputs if n is not None)
         return 3.0 * signatures[op.name].flops + written
 
     random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
-    if chunks > 1:
-        partition_stages(graph, devices, cost, random=random)  # refuses more devices than layers
-    found = partition_stages(graph, stages, cost, finer=chunks > 1, random=random)
+    return partition_stages(graph, devices * chunks, cost, finer=chunks > 1, random=random)
+
+
+def assign_steps(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
+    """Return the stages of all operations as steps, those of the same stages together."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for op in graph.operations:
         groups.setdefault(tuple(found.stage_of[op.name]), []).append(op.name)
@@ -130,7 +134,7 @@ _WORDS = ("zero", OWNED)  # that are no sizes
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
-    PP: "pipeline parallel: layers are split into stages",
+    PP: "pipeline parallel: layers, or else modules, are split into stages",
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
@@ -232,7 +236,9 @@ def make_plan(
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
         steps.extend(tensor_parallel(graph, signatures, TP, tp, whole, made, axes))
     if pp > 1:
-        steps.extend(pipeline(graph, signatures, pp, chunks))
+        cut = stages_of(graph, signatures, pp, chunks)
+        steps.extend(assign_steps(graph, cut))
+        plan = replace(plan, notes=cut.notes)
     if "zero" in sizes:
         steps.append(RestStep(("*",), SHARD if SHARD in sizes else DP, sizes["zero"], OWNED in sizes))
     return replace(plan, steps=tuple(steps))
