@@ -19,7 +19,7 @@ from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.scheduling.registry import DEFAULT, get_schedule
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
-from nnscaler.transform.partition_stages import StagePartition, partition_stages
+from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
 from nnscaler.transform.plan import DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 
@@ -114,10 +114,9 @@ def stages_of(graph: Graph, signatures: Mapping[str, Signature], devices: int, c
     """Cut the operations into `devices * chunks` stages of equal work. Raises as `pipeline`."""
 
     def cost(op: Operation) -> float:
-        written = sum(graph.tensors[n].elements for n in op.outputs if n is not None)
-        return 3.0 * signatures[op.name].flops + written
+        return work_of(graph, signatures, op)
 
-    random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
+    random = random_operators(signatures)
     return partition_stages(graph, devices * chunks, cost, finer=chunks > 1, random=random)
 
 

@@ -7,25 +7,31 @@ modules of their model by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from nnscaler.ir.graph import Operation
 
-ENOUGH = 16  # blocks of a model, so that two or three stages made of them can be even
+INSIDE = 0.05  # of its bytes that a cut counts more for each module that it goes through
+ENOUGH = 32  # blocks of equal cost from which some stages can be made that are nearly even
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Operations between two places at which the planner may cut.
 
-    name        the outermost module that runs in it and nowhere else; else that of its first operation
+    weight      of the bytes that a cut before the block sends, see `weight_of`
     operations  names, in order
     """
 
-    name: str
+    weight: float
     operations: tuple[str, ...]
+
+
+def weight_of(depth: int) -> float:
+    """Return how often the bytes count that a cut through `depth` modules sends."""
+    return 1 + INSIDE * depth
 
 
 def open_modules(operations: Sequence[Operation]) -> list[int]:
@@ -52,15 +58,27 @@ def outermost(depths: Sequence[int], places: Collection[int], least: int) -> tup
     return tuple(sorted(places))
 
 
-def blocks_of(operations: Sequence[Operation], forbidden: Collection[int]) -> tuple[Block, ...]:
-    """Cut the operations at the borders of the outermost modules that give `ENOUGH` blocks, or else anywhere.
+def blocks_of(
+    operations: Sequence[Operation], forbidden: Collection[int], cost: Callable[[Operation], float]
+) -> tuple[Block, ...]:
+    """Cut the operations at the borders of modules into blocks none of which has more than 1 / `ENOUGH` of the cost,
+    where single operations allow that.
 
-    There is no cut at a `forbidden` place. A model of one block has no place to be cut.
+    A part that has more is cut at all places where the fewest modules are open, and its parts again. There is no cut at
+    a `forbidden` place.
     """
-    places = [place for place in range(1, len(operations)) if place not in forbidden]
-    edges = [0, *outermost(open_modules(operations), places, ENOUGH - 1), len(operations)]
-    parts = [operations[start:end] for start, end in pairwise(edges)] if operations else []
-    return tuple(Block(describe_modules(part, operations), tuple(op.name for op in part)) for part in parts)
+    depths = open_modules(operations)
+    total = list(accumulate(map(cost, operations), initial=0.0))
+    edges, waiting = {0, len(operations)}, [(0, len(operations))]
+    while waiting:
+        start, end = waiting.pop()
+        places = [place for place in range(start + 1, end) if place not in forbidden]
+        if places and (total[end] - total[start]) * ENOUGH > total[-1]:
+            found = outermost(depths, places, 1)
+            edges.update(found)
+            waiting += pairwise([start, *found, end])
+    cut = pairwise(sorted(edges))
+    return tuple(Block(weight_of(depths[start]), tuple(op.name for op in operations[start:end])) for start, end in cut)
 
 
 def describe_modules(part: Sequence[Operation], operations: Sequence[Operation]) -> str:

@@ -5,8 +5,8 @@ dynamic programming (`balance.balanced_cuts`). Models differ only in the places 
 
 between layers   where the model has as many layers as stages. The least possible largest stage, ties by what crosses
 anywhere         where it has not. Of all partitions whose largest stage is at most `SLACK` above the least possible,
-                 the one of which the fewest bytes cross the cuts; each module that a cut goes through counts as
-                 `INSIDE` more of its bytes, so that cuts lie at borders of modules where that costs little
+                 the one of which the fewest bytes cross the cuts; each module that a cut goes through makes its bytes
+                 count more (`blocks.weight_of`), so that cuts lie at borders of modules where that costs little
 
 Operations that need no gradient and depend on no parameter (masks, positions, rotary tables, the number of valid
 labels) are repeated on every stage that needs them: nothing is sent for them. All others, the *anchored* ones, run on
@@ -23,14 +23,14 @@ from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
+from nnscaler.ir.signature import Signature
 from nnscaler.transform.balance import balanced_cuts, cut_limits
-from nnscaler.transform.blocks import Block, blocks_of, describe_modules, open_modules, outermost
+from nnscaler.transform.blocks import Block, blocks_of, describe_modules, open_modules, outermost, weight_of
 from nnscaler.transform.select import Layer, describe_paths, layers_of
 
 __all__ = ["Layer", "StagePartition", "StageRules", "layers_of", "partition_stages", "repeated_operations"]
 
 SLACK = 0.05  # by which the largest stage may be larger than the least possible, for fewer bytes between stages
-INSIDE = 0.05  # of its bytes that a cut counts more for each module that it goes through
 PLACES = 2048  # that are compared; of more, those in the outermost modules: their number squared is what it takes
 NAMED = 6  # operations in a message
 UNEVEN = 1.2  # times the mean cost, from which on the largest stage is worth a note
@@ -78,14 +78,16 @@ class _Candidates:
 class StageRules:
     """The decisions on stages that are made already.
 
-    counts   how many layers each has; empty: free
+    counts   how many layers, or blocks where there are `blocks`, each has; empty: free
     at       the stage of some operations, from the last one where negative
     joined   operations that stay on one stage together
+    blocks   the parts of a model that has no layers, see `parts_of`
     """
 
     counts: Sequence[int] = ()
     at: Mapping[str, int] = field(default_factory=dict)
     joined: Sequence[Collection[str]] = ()
+    blocks: Sequence[Block] = ()
 
 
 FREE_STAGES = StageRules()
@@ -113,10 +115,8 @@ def partition_stages(
     anchored = [op for op in graph.operations if op.name not in repeated]
     layers = layers_of(graph, max(stages, 2), ignore=repeated)
     index = {op.name: i for i, op in enumerate(anchored)}
-    apart = _forbidden_cuts(graph, anchored)
-    forbidden = apart | _inside(index, rules.joined)
-    parts: Sequence[Layer | Block] = blocks_of(anchored, apart) if rules.counts and len(layers) < 2 else layers
-    candidates = _part_cuts(anchored, parts).without(forbidden)
+    forbidden = _forbidden_cuts(graph, anchored) | _inside(index, rules.joined)
+    candidates = _part_cuts(anchored, rules.blocks or layers).without(forbidden)
     counts, at = rules.counts, rules.at
     anywhere = not counts and stages > candidates.largest
     if counts:
@@ -126,7 +126,7 @@ def partition_stages(
     if stages < 1 or stages > candidates.largest:
         raise _too_many_stages(stages, anchored, candidates)
     costs = [cost(op) for op in anchored]
-    by_modules = (anywhere and not (finer and layers)) or parts is not layers
+    by_modules = (anywhere and not (finer and layers)) or bool(rules.blocks)
     across = _bytes_across(graph, anchored) if by_modules else _across(graph, anchored, lambda tensor: tensor.elements)
     crossing = [across[position] for position in candidates.positions]
     limits = cut_limits(stages, len(anchored), [(index[name], stage) for name, stage in at.items() if name in index])
@@ -149,14 +149,25 @@ def partition_stages(
     return replace(found, notes=_notes(found, anchored, costs)) if by_modules and stages > 1 else found
 
 
-def pieces_of(graph: Graph, random: Collection[str] = ()) -> tuple[Layer | Block, ...]:
-    """Return the pieces that `StageRules.counts` counts: the layers, or where there are not two of them, blocks."""
+def parts_of(graph: Graph, signatures: Mapping[str, Signature]) -> tuple[Layer | Block, ...]:
+    """Return the layers of a model; where there are none, blocks of modules that are cut by work."""
     layers = layers_of(graph)
-    if len(layers) > 1:
+    if layers:
         return layers
-    repeated = repeated_operations(graph, random)
+    repeated = repeated_operations(graph, random_operators(signatures))
     anchored = [op for op in graph.operations if op.name not in repeated]
-    return blocks_of(anchored, _forbidden_cuts(graph, anchored))
+    return blocks_of(anchored, _forbidden_cuts(graph, anchored), lambda op: work_of(graph, signatures, op))
+
+
+def work_of(graph: Graph, signatures: Mapping[str, Signature], op: Operation) -> float:
+    """Return the work of an operation, forward and backward: its FLOP three times, and the elements that it writes."""
+    written = sum(graph.tensors[n].elements for n in op.outputs if n is not None)
+    return 3.0 * signatures[op.name].flops + written
+
+
+def random_operators(signatures: Mapping[str, Signature]) -> frozenset[str]:
+    """Return the operators that draw random numbers."""
+    return frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
 
 
 def repeated_operations(graph: Graph, random: Collection[str] = ()) -> frozenset[str]:
@@ -229,10 +240,10 @@ def _inside(index: Mapping[str, int], joined: Iterable[Collection[str]]) -> froz
 
 
 def _bytes_across(graph: Graph, anchored: Sequence[Operation]) -> list[int]:
-    """Per position: the bytes of all tensors made before it and used after it, `INSIDE` more for each open module."""
+    """Per position: the bytes of all tensors made before it and used after it, more where modules are open."""
     across = _across(graph, anchored, lambda tensor: tensor.elements * element_bytes(tensor.dtype))
     opened = open_modules(anchored)
-    return [round(size * (1 + INSIDE * depth)) for size, depth in zip(across, opened, strict=True)]
+    return [round(size * weight_of(depth)) for size, depth in zip(across, opened, strict=True)]
 
 
 def _across(graph: Graph, anchored: Sequence[Operation], size: Callable[[LogicalTensor], int]) -> list[int]:
