@@ -3,9 +3,9 @@
     nnscaler verify-plan examples/resnet.py --ranks 3 --plan pp=3
     nnscaler verify-plan examples/resnet.py --ranks 4 --plan dp=2,pp=2 --schedule interleaved
 
-A pipeline is cut by cost and by the bytes that go from stage to stage: between blocks, where nothing but a block's result is
-sent, unless stages would be uneven. Inside of a block the skip connection is sent as well. (Batch norm would couple
-micro-batches; group norm does not.)
+A pipeline is cut by cost and by the bytes that go from stage to stage: between blocks, where nothing but a block's
+result is sent, unless stages would be uneven. Inside of a block the skip connection is sent as well. (Batch norm would
+couple micro-batches; group norm does not.)
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def partition_stages(
     if cuts is None:
         assert at, (stages, candidates)
         asked = ", ".join(f"{name} on {stage}" for name, stage in list(at.items())[:4])
-        help = "stages follow the order of operations, each with a layer"
+        help = "stages follow the order of operations, each with a layer, or with an operation where there are none"
         raise NnscalerError("plan_illegal", f"no {stages} pipeline stages have {asked}", help=help)
     bounds = list(pairwise([0, *cuts, len(anchored)]))
     anchored_stage = {op.name: stage for stage, (start, end) in enumerate(bounds) for op in anchored[start:end]}
@@ -315,7 +315,8 @@ def _too_many_stages(stages: int, anchored: Sequence[Operation], found: _Candida
     if stages < 1:
         return NnscalerError("plan_illegal", f"a pipeline has at least one stage, not {stages}", help="use pp=1")
     starts = [0, *dict(zip(found.groups, found.positions, strict=True)).values()]
-    named = ", ".join(anchored[start].name for start in starts[:NAMED]) + (", ..." if len(starts) > NAMED else "")
+    named = ", ".join(op.name for start in starts[:NAMED] for op in anchored[start : start + 1])
+    named += ", ..." if len(starts) > NAMED else ""
     where = anchored[0].where if anchored else None
     return NnscalerError(
         "plan_illegal",

@@ -88,7 +88,7 @@ class PlanningCache:
 
     def space(self, ranks: int, each: bool = False) -> Iterator[Configuration]:
         """Yield the configurations of so many ranks. Blocks are cut for balance, and too small to be recomputed."""
-        return configurations(ranks, self.batch, len(self.layers), each, recompute=not self.blocks)
+        return configurations(ranks, self.batch, len(self.layers), each, recomputing=not self.blocks)
 
     @property
     def described(self) -> str:
