@@ -133,7 +133,7 @@ _WORDS = ("zero", OWNED)  # that are no sizes
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
-    PP: "pipeline parallel: layers, or else modules, are split into stages",
+    PP: "pipeline parallel: layers, or else operations, are split into stages",
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",

@@ -11,9 +11,8 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.constraints.kinds import Constraint, all_of, sizes
 from nnscaler.transform.complete_plan import choose
-from nnscaler.transform.partition_stages import parts_of
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, OrderStep, Plan, RecomputeStep, RestStep
-from nnscaler.transform.select import select
+from nnscaler.transform.select import layers_of, select
 
 
 def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:
@@ -22,7 +21,7 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
 
     Raises NnscalerError("plan_illegal") for a plan that is outside of what the planner searches: docs/planner.md.
     """
-    outside = _outside(plan, graph, signatures)
+    outside = _outside(plan, graph)
     if outside is not None:
         raise NnscalerError(
             "plan_illegal",
@@ -57,7 +56,7 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
     return all_of((sized, devices, Constraint("the choices of a plan", allows=allows, also=chosen)))
 
 
-def _outside(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]) -> str | None:
+def _outside(plan: Plan, graph: Graph) -> str | None:
     """Name a feature of the plan that the planner does not search; None where there is none."""
     unknown = [name for name, size in plan.mesh if name not in (DP, TP, PP) and size > 1]
     if unknown or plan.data_axes != (DP,):
@@ -72,7 +71,7 @@ def _outside(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]) -> s
         return "some parameters at rest in shards, or in those of another axis than dp"
     steps = [step for step in plan.steps if isinstance(step, RecomputeStep)]
     again = {op.name for step in steps for op in select(graph, step.operations)}
-    layers = {name for layer in parts_of(graph, signatures) for name in layer.operations}
+    layers = {name for layer in layers_of(graph) for name in layer.operations}
     if again and again != layers:
         return "recomputation of some layers only"
     return None
