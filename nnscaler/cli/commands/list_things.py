@@ -63,7 +63,7 @@ PLANS = (
     ("tp=N", "tensor parallelism: matrices are split, found from the operators' annotations"),
     (
         "pp=N",
-        "pipeline parallelism: layers, or else operations, are split into stages; see --micro-batches and --schedule",
+        "pipeline parallelism: layers (or operations) are split into stages; see --micro-batches and --schedule",
     ),
     ("dp=2,tp=2,pp=2", "their product, on 8 ranks"),
     ("auto", "the fastest plan that the planner finds for this machine; auto:h100x8 for a cluster: docs/planner.md"),

@@ -24,9 +24,10 @@ SEARCHED = (
     "numbered ones, at borders of modules) that balance the stages; " + " and ".join(kind.title for kind in SCHEDULES)
 )
 NOT_SEARCHED = (
-    "other schedules and several stages per device; pipelines of a model with a single numbered layer, recomputation in "
-    "one without numbered layers; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some parameters only, or over some ranks of dp; several versions of one tensor, each "
-    "converted from where it is made; overlap of communication and computation"
+    "other schedules and several stages per device; pipelines of models with one numbered layer; recomputation in "
+    "models without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some parameters "
+    "only, or over some ranks of dp; several versions of one tensor, each converted from where it is made; overlap of "
+    "communication and computation"
 )
 
 
