@@ -25,9 +25,9 @@ SEARCHED = (
 )
 NOT_SEARCHED = (
     "other schedules and several stages per device; pipelines of models with one numbered layer; recomputation in "
-    "models without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some parameters "
-    "only, or over some ranks of dp; several versions of one tensor, each converted from where it is made; overlap of "
-    "communication and computation"
+    "models without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some "
+    "parameters only, or over some ranks of dp; several versions of one tensor, each converted from where it is made; "
+    "overlap of communication and computation"
 )
 
 
