@@ -324,7 +324,7 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
         micro_batches=wanted.micro_batches,
         replicate=wanted.replicate,
     )
-    return Planned(with_checkpoints(made, graph), known, "as asked")
+    return Planned(with_checkpoints(made, graph), known, "; ".join(("as asked", *made.notes)))
 
 
 def _under(plan: Plan, schedule: str | ScheduleKind | None) -> Plan:

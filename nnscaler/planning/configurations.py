@@ -110,13 +110,15 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def configurations(ranks: int, batch: int, layers: int, each: bool = False) -> Iterator[Configuration]:
+def configurations(
+    ranks: int, batch: int, layers: int, each: bool = False, recomputing: bool = True
+) -> Iterator[Configuration]:
     """Yield all configurations that divide the batch evenly and give every pipeline device a layer.
 
-    `each` says whether layers can be recomputed one by one. Those configurations come before the ones that they
-    contain.
+    `each` says whether layers can be recomputed one by one, `recomputing` whether all can. Those configurations come
+    before the ones that they contain.
     """
-    again = ((None,) if each else ()) + ((False, True) if layers else (False,))
+    again: tuple[bool | None, ...] = ((None,) if each else ()) + ((False, True) if layers and recomputing else (False,))
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):
             dp = ranks // tp // pp

@@ -21,7 +21,7 @@ from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
-from nnscaler.transform.partition_stages import StagePartition, partition_stages
+from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
 from nnscaler.transform.plan import DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 
@@ -101,36 +101,28 @@ def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> Step:
     return ReplicateStep(operations, axis, deferred=not isinstance(choice, RunInvariant))
 
 
-# Pipeline parallelism: contiguous stages, balanced by cost, cut between layers.
+# Pipeline parallelism: contiguous stages, balanced by cost, cut between layers or else at borders of modules.
 
 
-def pipeline(
-    graph: Graph, signatures: Mapping[str, Signature], devices: int, chunks: int, stages: int | None = None
-) -> tuple[Step, ...]:
-    """Return assign steps for `devices * chunks` stages, or for `stages`; more stages than devices may be cut inside a
-    layer.
+def stages_of(graph: Graph, signatures: Mapping[str, Signature], devices: int, stages: int) -> StagePartition:
+    """Cut the operations into stages of equal work, `devices` of them at a time on as many devices.
 
-    Where a model runs its layers `chunks` times and differentiates the last run alone, each run is a chunk.
-    Raises NnscalerError("plan_illegal") when there are fewer layers than devices.
+    Where a model runs its layers several times and differentiates the last run alone, and there are `devices` stages
+    for each run, a part of the layers has one in every run. Raises NnscalerError("plan_illegal") when there are fewer
+    operations than stages.
     """
-    stages = stages or devices * chunks
-    if stages == 1:
-        return ()
-    if chunks > 1 and chunks == len(runs_of(graph)):
-        return _assigned(graph, partition_runs(graph, signatures, devices))
+    if stages > devices and stages == devices * len(runs_of(graph)):
+        return partition_runs(graph, signatures, devices)
 
     def cost(op: Operation) -> float:
-        written = sum(graph.tensors[n].elements for n in op.outputs if n is not None)
-        return 3.0 * signatures[op.name].flops + written
+        return work_of(graph, signatures, op)
 
-    random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
-    if stages > devices:
-        partition_stages(graph, devices, cost, random=random)  # refuses more devices than layers
-    return _assigned(graph, partition_stages(graph, stages, cost, finer=stages > devices, random=random))
+    random = random_operators(signatures)
+    return partition_stages(graph, stages, cost, finer=stages > devices, random=random)
 
 
-def _assigned(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
-    """Return a partition as steps, operations of the same stages together."""
+def assign_steps(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
+    """Return the stages of all operations as steps, those of the same stages together."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for op in graph.operations:
         groups.setdefault(tuple(found.stage_of[op.name]), []).append(op.name)
@@ -142,7 +134,7 @@ _WORDS = ("zero", OWNED)  # that are no sizes
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
-    PP: "pipeline parallel: layers are split into stages",
+    PP: "pipeline parallel: layers, or else operations, are split into stages",
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
@@ -250,7 +242,9 @@ def make_plan(
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
         steps.extend(tensor_parallel(graph, signatures, TP, tp, whole, made, axes))
     if plan.stages > 1:
-        steps.extend(pipeline(graph, signatures, pp, chunks, plan.stages))
+        cut = stages_of(graph, signatures, pp, plan.stages)
+        steps.extend(assign_steps(graph, cut))
+        plan = replace(plan, notes=cut.notes)
     if "zero" in sizes:
         steps.append(RestStep(("*",), SHARD if SHARD in sizes else DP, sizes["zero"], OWNED in sizes))
     return replace(plan, steps=tuple(steps))

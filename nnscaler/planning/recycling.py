@@ -16,7 +16,13 @@ from nnscaler.ir.gradient_flow import records
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.balance import balanced_cuts
-from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, repeated_operations
+from nnscaler.transform.partition_stages import (
+    StagePartition,
+    StageRules,
+    partition_stages,
+    random_operators,
+    repeated_operations,
+)
 from nnscaler.transform.select import Layer, describe_layers, layers_of
 
 
@@ -52,7 +58,7 @@ def partition_runs(graph: Graph, signatures: Mapping[str, Signature], devices: i
     runs = runs_of(graph)
     inside = dict.fromkeys((op.name for op in graph.operations), False)
     inside.update((name, True) for run in runs for layer in run for name in layer.operations)
-    random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
+    random = random_operators(signatures)
     each, stages = len(runs[0]), devices * len(runs)
     if each < devices:
         layers = f"{each} layer{'s' if each > 1 else ''} ({describe_layers(runs[0])})"

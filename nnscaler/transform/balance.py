@@ -17,6 +17,7 @@ def balanced_cuts(
     crossing: Sequence[int],
     segments: int,
     limits: Sequence[tuple[int, int]] | None = None,
+    slack: float = 0.0,
 ) -> tuple[int, ...] | None:
     """Return the positions of the best `segments - 1` cuts of the items with these `costs`; None if there are too few
     cuts.
@@ -24,8 +25,12 @@ def balanced_cuts(
     `cuts` are candidate positions (a cut at c lies before item c) in ascending order; `groups` (ascending numbers)
     says which of them are alternatives: of one group at most one is used. `limits`: the least and the greatest
     position of every cut. Minimises, in this order, the largest cost
-    of a segment, the sum of `crossing` over the cuts used, the sum of squared costs of segments. Exact: dynamic
-    programming over all pairs of candidates, O(segments * candidates^2) in numpy.
+    of a segment, the sum of `crossing` over the cuts used, the sum of squared costs of segments. `slack`: the share of
+    the least possible largest cost by which the largest may be above it, for the sake of `crossing`.
+
+    Exact: the linear partition problem (Bokhari 1988, partitioning of a chain), by dynamic programming over all pairs
+    of candidates, once for the largest cost, and once over the segments that are no larger, for the rest. O(segments *
+    candidates^2) in numpy.
     """
     if segments == 1:
         return ()
@@ -40,7 +45,7 @@ def balanced_cuts(
     limit = _smallest_maximum(segment, within)
     if not np.isfinite(limit):
         return None
-    allowed = segment <= limit * (1 + TOLERANCE)
+    allowed = segment <= limit * (1 + slack + TOLERANCE)
     squares = np.where(allowed, np.round(np.square(np.where(allowed, segment, 0.0) / limit), 9), np.inf)
     return tuple(int(positions[i]) for i in _fewest_crossing(allowed, squares, weight, within))
 

@@ -1,4 +1,12 @@
-"""Partition of a graph into pipeline stages: contiguous, cut between layers, balanced by cost.
+"""Partition of a graph into pipeline stages: contiguous, balanced by cost, cut between layers or else anywhere.
+
+The order of the operations is a chain, and stages are its segments: the linear partition problem, solved exactly by
+dynamic programming (`balance.balanced_cuts`). Models differ only in the places at which the chain may be cut:
+
+between layers   where the model has as many layers as stages. The least possible largest stage, ties by what crosses
+anywhere         where it has not. Of all partitions whose largest stage is at most `SLACK` above the least possible,
+                 the one of which the fewest bytes cross the cuts; each module that a cut goes through makes its bytes
+                 count more (`blocks.weight_of`), so that cuts lie at borders of modules where that costs little
 
 Operations that need no gradient and depend on no parameter (masks, positions, rotary tables, the number of valid
 labels) are repeated on every stage that needs them: nothing is sent for them. All others, the *anchored* ones, run on
@@ -8,16 +16,24 @@ exactly one stage, and since stages are contiguous in topological order, no tens
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
+from nnscaler.ir.signature import Signature
 from nnscaler.transform.balance import balanced_cuts, cut_limits
-from nnscaler.transform.select import Layer, describe_layers, describe_paths, layers_of
+from nnscaler.transform.blocks import Block, blocks_of, describe_modules, open_modules, outermost, weight_of
+from nnscaler.transform.select import Layer, describe_paths, layers_of
 
 __all__ = ["Layer", "StagePartition", "StageRules", "layers_of", "partition_stages", "repeated_operations"]
+
+SLACK = 0.05  # by which the largest stage may be larger than the least possible, for fewer bytes between stages
+PLACES = 2048  # that are compared; of more, those in the outermost modules: their number squared is what it takes
+NAMED = 6  # operations in a message
+UNEVEN = 1.2  # times the mean cost, from which on the largest stage is worth a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +41,15 @@ class StagePartition:
     """Operations cut into stages.
 
     stage_of   operation -> its stages, ascending; several where it is repeated
-    layers     per stage, a description of its layers
+    layers     per stage, a description of its layers, or of its modules where no layers are told apart
     costs      per stage, the sum of costs of its anchored operations
+    notes      for people: the stages of a model that is not cut between layers, and why they are uneven
     """
 
     stage_of: Mapping[str, tuple[int, ...]]
     layers: tuple[str, ...]
     costs: tuple[float, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +78,16 @@ class _Candidates:
 class StageRules:
     """The decisions on stages that are made already.
 
-    counts   how many layers each has; empty: free
+    counts   how many layers, or blocks where there are `blocks`, each has; empty: free
     at       the stage of some operations, from the last one where negative
     joined   operations that stay on one stage together
+    blocks   the parts of a model that has no layers, see `parts_of`
     """
 
     counts: Sequence[int] = ()
     at: Mapping[str, int] = field(default_factory=dict)
     joined: Sequence[Collection[str]] = ()
+    blocks: Sequence[Block] = ()
 
 
 FREE_STAGES = StageRules()
@@ -82,12 +102,13 @@ def partition_stages(
     random: Collection[str] = (),
     rules: StageRules = FREE_STAGES,
 ) -> StagePartition:
-    """Split the operations into `stages` stages that minimise the largest sum of `cost` (exactly).
+    """Split the operations into `stages` stages that minimise the largest sum of `cost`, exactly or within `SLACK`.
 
-    Ties are broken by the elements that cross the cuts, then by evenness. Every stage has at least one layer; what
-    is outside of layers stays with its neighbours in order. With `finer`, and only when there are fewer layers than
-    stages, a cut may lie between any two operations. Operators in `random` are never repeated. `rules`: what is
-    decided already.
+    Where there are as many layers as stages, cuts lie between layers: every stage has at least one, and what is outside
+    of layers stays with its neighbours in order. Otherwise a cut may lie between any two operations, see the top of
+    this file. `finer`: the stages are chunks of an interleaved pipeline; those that are less than a layer are cut for
+    balance alone. Operators in `random` are never repeated. `rules`: what is decided already.
+
     Raises NnscalerError("plan_illegal") when there are not enough places to cut.
     """
     repeated = repeated_operations(graph, random)
@@ -95,34 +116,58 @@ def partition_stages(
     layers = layers_of(graph, max(stages, 2), ignore=repeated)
     index = {op.name: i for i, op in enumerate(anchored)}
     forbidden = _forbidden_cuts(graph, anchored) | _inside(index, rules.joined)
-    candidates = _layer_cuts(anchored, layers).without(forbidden)
+    candidates = _part_cuts(anchored, rules.blocks or layers).without(forbidden)
     counts, at = rules.counts, rules.at
+    anywhere = not counts and stages > candidates.largest
     if counts:
         candidates = candidates.after({sum(counts[: i + 1]) - 1 for i in range(len(counts) - 1)})
-    if finer and stages > candidates.largest:
-        everywhere = range(1, len(anchored))
-        candidates = _Candidates(tuple(everywhere), tuple(everywhere)).without(forbidden)
+    elif anywhere:
+        candidates = _everywhere(anchored, forbidden, stages)
     if stages < 1 or stages > candidates.largest:
-        raise _too_many_stages(stages, layers, candidates.largest, finer)
+        raise _too_many_stages(stages, anchored, candidates)
     costs = [cost(op) for op in anchored]
-    live = _elements_across(graph, anchored)
-    crossing = [live[position] for position in candidates.positions]
+    by_modules = (anywhere and not (finer and layers)) or bool(rules.blocks)
+    across = _bytes_across(graph, anchored) if by_modules else _across(graph, anchored, lambda tensor: tensor.elements)
+    crossing = [across[position] for position in candidates.positions]
     limits = cut_limits(stages, len(anchored), [(index[name], stage) for name, stage in at.items() if name in index])
     cuts = None
     if limits is not None:
-        cuts = balanced_cuts(costs, candidates.positions, candidates.groups, crossing, stages, limits)
+        slack = SLACK if by_modules else 0.0
+        cuts = balanced_cuts(costs, candidates.positions, candidates.groups, crossing, stages, limits, slack)
     if cuts is None:
         assert at, (stages, candidates)
         asked = ", ".join(f"{name} on {stage}" for name, stage in list(at.items())[:4])
-        help = "stages follow the order of operations, each with a layer"
+        help = "stages follow the order of operations, each with a layer, or with an operation where there are none"
         raise NnscalerError("plan_illegal", f"no {stages} pipeline stages have {asked}", help=help)
     bounds = list(pairwise([0, *cuts, len(anchored)]))
     anchored_stage = {op.name: stage for stage, (start, end) in enumerate(bounds) for op in anchored[start:end]}
-    return StagePartition(
+    found = StagePartition(
         MappingProxyType(_with_repeated(graph, anchored_stage)),
-        tuple(_describe(anchored[start:end], layers) for start, end in bounds),
+        tuple(_describe(anchored[start:end], layers, anchored) for start, end in bounds),
         tuple(float(sum(costs[start:end])) for start, end in bounds),
     )
+    return replace(found, notes=_notes(found, anchored, costs)) if by_modules and stages > 1 else found
+
+
+def parts_of(graph: Graph, signatures: Mapping[str, Signature]) -> tuple[Layer | Block, ...]:
+    """Return the layers of a model; where there are none, blocks of modules that are cut by work."""
+    layers = layers_of(graph)
+    if layers:
+        return layers
+    repeated = repeated_operations(graph, random_operators(signatures))
+    anchored = [op for op in graph.operations if op.name not in repeated]
+    return blocks_of(anchored, _forbidden_cuts(graph, anchored), lambda op: work_of(graph, signatures, op))
+
+
+def work_of(graph: Graph, signatures: Mapping[str, Signature], op: Operation) -> float:
+    """Return the work of an operation, forward and backward: its FLOP three times, and the elements that it writes."""
+    written = sum(graph.tensors[n].elements for n in op.outputs if n is not None)
+    return 3.0 * signatures[op.name].flops + written
+
+
+def random_operators(signatures: Mapping[str, Signature]) -> frozenset[str]:
+    """Return the operators that draw random numbers."""
+    return frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
 
 
 def repeated_operations(graph: Graph, random: Collection[str] = ()) -> frozenset[str]:
@@ -144,19 +189,29 @@ def repeated_operations(graph: Graph, random: Collection[str] = ()) -> frozenset
     return frozenset(repeated)
 
 
-def _layer_cuts(anchored: Sequence[Operation], layers: Sequence[Layer]) -> _Candidates:
-    """Return the places between each two layers: at either end of what lies between them, and where the module
-    changes."""
+def _part_cuts(anchored: Sequence[Operation], parts: Sequence[Layer | Block]) -> _Candidates:
+    """Return the places between each two layers or blocks: at either end of what lies between them, and where the
+    module changes."""
     index = {op.name: i for i, op in enumerate(anchored)}
     positions: list[int] = []
     groups: list[int] = []
-    for group, (before, after) in enumerate(pairwise(layers)):
+    for group, (before, after) in enumerate(pairwise(parts)):
         start, end = index[before.operations[-1]] + 1, index[after.operations[0]]
         inside = [i for i in range(start + 1, end) if anchored[i].module != anchored[i - 1].module]
         found = sorted({start, *inside, end})
         positions += found
         groups += [group] * len(found)
     return _Candidates(tuple(positions), tuple(groups))
+
+
+def _everywhere(anchored: Sequence[Operation], forbidden: Collection[int], stages: int) -> _Candidates:
+    """Return all places, each for itself; of more than `PLACES`, those in as many levels of modules as they allow."""
+    places = tuple(place for place in range(1, len(anchored)) if place not in forbidden)
+    if len(places) > PLACES:
+        depths = open_modules(anchored)
+        levels = (outermost(depths, places, least) for least in (PLACES // 2, stages - 1))
+        places = next((found for found in levels if len(found) <= PLACES), places)
+    return _Candidates(places, places)
 
 
 def _forbidden_cuts(graph: Graph, anchored: Sequence[Operation]) -> frozenset[int]:
@@ -184,16 +239,23 @@ def _inside(index: Mapping[str, int], joined: Iterable[Collection[str]]) -> froz
     return frozenset(found)
 
 
-def _elements_across(graph: Graph, anchored: Sequence[Operation]) -> list[int]:
-    """Per position: the elements of all tensors made before it and used after it."""
+def _bytes_across(graph: Graph, anchored: Sequence[Operation]) -> list[int]:
+    """Per position: the bytes of all tensors made before it and used after it, more where modules are open."""
+    across = _across(graph, anchored, lambda tensor: tensor.elements * element_bytes(tensor.dtype))
+    opened = open_modules(anchored)
+    return [round(size * weight_of(depth)) for size, depth in zip(across, opened, strict=True)]
+
+
+def _across(graph: Graph, anchored: Sequence[Operation], size: Callable[[LogicalTensor], int]) -> list[int]:
+    """Per position: the sum of `size` of all tensors made before it and used after it."""
     index = {op.name: i for i, op in enumerate(anchored)}
     change = [0] * (len(anchored) + 1)
     for made, op in enumerate(anchored):
         for name in op.outputs:
             uses = [index[user.name] for user, _ in graph.consumers[name] if user.name in index] if name else []
             if name and uses:
-                change[made + 1] += graph.tensors[name].elements
-                change[max(uses) + 1] -= graph.tensors[name].elements
+                change[made + 1] += size(graph.tensors[name])
+                change[max(uses) + 1] -= size(graph.tensors[name])
     live, across = 0, []
     for difference in change:
         live += difference
@@ -216,28 +278,50 @@ def _with_repeated(graph: Graph, anchored_stage: Mapping[str, int]) -> dict[str,
     return {op.name: found[op.name] for op in graph.operations}
 
 
-def _describe(operations: Sequence[Operation], layers: Sequence[Layer]) -> str:
-    """Return the layers of one stage; ` (part)` marks those that it does not hold whole."""
+def _describe(operations: Sequence[Operation], layers: Sequence[Layer], anchored: Sequence[Operation]) -> str:
+    """Return the layers of one stage; ` (part)` marks those that it does not hold whole.
+
+    Of a stage without layers, its modules.
+    """
     names = {op.name for op in operations}
     entries: list[tuple[tuple[str, int], str]] = []
     for layer in layers:
         held = sum(name in names for name in layer.operations)
         if held:
             entries.append(((layer.prefix, layer.index), "" if held == len(layer.operations) else " (part)"))
-    if entries:
-        return describe_paths(entries)
-    first, last = (op.module or op.name for op in (operations[0], operations[-1]))
-    return first if first == last else f"{first} .. {last}"
+    return describe_paths(entries) if entries else describe_modules(operations, anchored)
 
 
-def _too_many_stages(stages: int, layers: Sequence[Layer], largest: int, finer: bool) -> NnscalerError:
+def _notes(found: StagePartition, anchored: Sequence[Operation], costs: Sequence[float]) -> tuple[str, ...]:
+    """Return what stages have of the model's modules and of its cost, and why that is uneven where it is."""
+    whole = sum(found.costs) or 1.0
+    shares = [f"{where} ({cost / whole:.0%})" for where, cost in zip(found.layers, found.costs, strict=True)]
+    listed = f"stages, each with its share of the cost: {' | '.join(shares)}"
+    even, largest = whole / len(found.costs), max(found.costs)
+    if largest <= UNEVEN * even:
+        return (listed,)
+    stage = found.costs.index(largest)
+    here = [(c, op) for c, op in zip(costs, anchored, strict=True) if found.stage_of[op.name] == (stage,)]
+    cost, op = max(here, key=lambda pair: pair[0])
+    why = f"stage {stage} has {largest / whole:.0%} of the cost, where {even / whole:.0%} would be even"
+    reason = "no cut between operations is more even"
+    if cost > even:
+        place = f" ({Path(op.where.file).name}:{op.where.line})" if op.where is not None else ""
+        reason = f"{op.name}{place} alone has {cost / whole:.0%}, and runs on one stage: tp divides it, pp does not"
+    return listed, f"{why}: {reason}"
+
+
+def _too_many_stages(stages: int, anchored: Sequence[Operation], found: _Candidates) -> NnscalerError:
     if stages < 1:
         return NnscalerError("plan_illegal", f"a pipeline has at least one stage, not {stages}", help="use pp=1")
-    which = f"it has {len(layers)} ({describe_layers(layers)})" if layers else "no part of it is numbered"
-    what = "operations" if finer else "layers"
-    found = f"it has {largest} places to run one" if finer else which
+    starts = [0, *dict(zip(found.groups, found.positions, strict=True)).values()]
+    named = ", ".join(op.name for start in starts[:NAMED] for op in anchored[start : start + 1])
+    named += ", ..." if len(starts) > NAMED else ""
+    where = anchored[0].where if anchored else None
     return NnscalerError(
         "plan_illegal",
-        f"the model cannot be cut into {stages} pipeline stages: it has too few {what} for that ({found})",
-        help=f"the largest number of stages (pp times chunks) that is legal here is {largest}",
+        f"the model cannot be cut into {stages} pipeline stages: it has too few operations for that (a stage may begin "
+        f"with {found.largest} of them: {named})",
+        where=where,
+        help=f"the largest number of stages (pp times chunks) that is legal here is {found.largest}",
     )

@@ -92,7 +92,7 @@ def layers_of(graph: Graph, at_least: int = 2, ignore: Collection[str] = ()) -> 
     keys = {module: _numbered(module) for _, module in operations}
     best: tuple[Layer, ...] = ()
     for level in range(max((len(found) for found in keys.values()), default=0)):
-        stacks = _stacks(keys, level)
+        stacks = _stacks(keys, level) or (_plain_stacks(graph, keys) if level == 0 else frozenset())
         key_of = {
             module: found[level] if len(found) > level and found[level][0] in stacks else None
             for module, found in keys.items()
@@ -132,16 +132,26 @@ def _numbered(module: str) -> tuple[Key, ...]:
 
 
 def _stacks(keys: dict[str, tuple[Key, ...]], level: int) -> frozenset[str]:
-    """Return the prefixes that hold layers at this level.
-
-    A stack of layers has modules inside its members; the members of a plain `Sequential(Linear, ReLU, Linear)` have
-    none, and it counts only when it is outermost and there is nothing better: a block's MLP is not three layers.
-    """
-    deep = {
+    """Return the prefixes that hold layers at this level: stacks whose members have modules inside."""
+    return frozenset(
         found[level][0]
         for module, found in keys.items()
         if len(found) > level and len(module) > len(layer_path(found[level]))
-    }
-    if deep or level > 0:
-        return frozenset(deep)
-    return frozenset(found[0][0] for found in keys.values() if found)
+    )
+
+
+def _plain_stacks(graph: Graph, keys: dict[str, tuple[Key, ...]]) -> frozenset[str]:
+    """Return the outermost prefixes whose members have no modules inside, as those of `Sequential(Linear, ReLU,
+    Linear)`.
+
+    They count only where there is nothing better (a block's MLP is not three layers), and where they are most of the
+    model: one whose operations read less than half of the parameters' elements (the embedding of time of a U-Net) says
+    nothing about where to cut the rest.
+    """
+    stacks = frozenset(found[0][0] for found in keys.values() if found)
+    every = inside = 0
+    for tensor in graph.with_role("parameter"):
+        readers = [keys.get(op.module, ()) for op, _ in graph.consumers[tensor.name]]
+        every += tensor.elements * bool(readers)
+        inside += tensor.elements * any(found and found[0][0] in stacks for found in readers)
+    return stacks if 2 * inside >= every else frozenset()

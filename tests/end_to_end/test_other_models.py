@@ -25,6 +25,7 @@ MODELS = [
     ("gan", "build_discriminator_step"),
     ("gan", "build_generator_step"),
     ("unet", "build_model"),
+    ("resnet", "build_model"),
     ("evoformer", "build_small"),
     ("retnet", "build_model"),
     ("yoco", "build_model"),

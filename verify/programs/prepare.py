@@ -82,7 +82,9 @@ def prepare(request: PlanRequest, subject: PlanSubject, folder: Path, context: R
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         traced, program, found, why = _compile(request, subject, model, folder, context)
-    notes = tuple(dict.fromkeys((*traced.notes, *why, *(str(w.message) for w in caught if _is_note(w)))))
+    planned = program.plan()
+    told = () if planned is None else planned.notes
+    notes = tuple(dict.fromkeys((*traced.notes, *why, *told, *(str(w.message) for w in caught if _is_note(w)))))
     _check_inputs(program, sample)
     for line in program.details:
         context.detail(line)

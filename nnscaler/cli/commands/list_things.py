@@ -61,7 +61,10 @@ exit codes of --missing:
 PLANS = (
     ("dp=N", "data parallelism: the batch is split, parameters are copied, gradients are summed"),
     ("tp=N", "tensor parallelism: matrices are split, found from the operators' annotations"),
-    ("pp=N", "pipeline parallelism: layers are split into stages; see --micro-batches and --schedule"),
+    (
+        "pp=N",
+        "pipeline parallelism: layers (or operations) are split into stages; see --micro-batches and --schedule",
+    ),
     ("dp=2,tp=2,pp=2", "their product, on 8 ranks"),
     ("auto", "the fastest plan that the planner finds for this machine; auto:h100x8 for a cluster: docs/planner.md"),
     ("plan.json", "a plan that `nnscaler plan` or `nnscaler compile` wrote, or that you edited"),

@@ -27,13 +27,12 @@ def summary(found: Found, seconds: float, replayed: Replay | None) -> list[str]:
     ]
     lines.append(_replayed(replayed))
     for number, stage in enumerate(best.stages):
-        where = "no layers" if found.layers_of(number) == "none" else f"layers {found.layers_of(number)}"
         more = f", {show_bytes(stage.arriving)} of whole gradients" if stage.arriving else ""
         if replayed is not None:
             busy = min(replayed.busy[number], 1.0)  # sums may differ in their last digits
             more += f"; a rank sends {show_bytes(replayed.sent[number])} a step; busy {busy:.0%}, idle {1 - busy:.0%}"
         lines.append(
-            f"  stage {number}: {where}; a micro-batch {show_seconds(stage.forward)} forward, "
+            f"  stage {number}: {found.place_of(number)}; a micro-batch {show_seconds(stage.forward)} forward, "
             f"{show_seconds(stage.backward)} backward; once a step {show_seconds(stage.once)}; "
             f"{show_bytes(stage.resting)} at rest, {show_bytes(stage.kept)} of activations{more}"
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from nnscaler.errors import NnscalerError
-from nnscaler.planning.configurations import Configuration, configurations
+from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.bounds import bound_within, gathering, layered_of, near_bound, rough_bound, summing_rate
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.lagrangian_bound import Prices
@@ -208,7 +208,7 @@ def _queued(
     resting = float("inf")
     refused: dict[int, NnscalerError | Infeasible] = {}
     contained: set[Configuration] = set()
-    for c in configurations(ranks, subject.batch, len(subject.layers), each=subject.repeated is not None):
+    for c in subject.space(ranks, each=subject.repeated is not None):
         if c in contained or c.tp in refused or not permitted(c):
             continue
         try:

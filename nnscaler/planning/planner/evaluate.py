@@ -19,26 +19,34 @@ from nnscaler.planning.solver.pareto_frontier import bound_at, hull
 from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution, TooWide, memory_floor, memory_of
 from nnscaler.planning.solver.solve import solve, solve_within
 from nnscaler.transform.balance import balanced_cuts, cut_limits
+from nnscaler.transform.partition_stages import SLACK
 from nnscaler.transform.plan import DP, PP, TP
 
 # Cut a pipeline between layers, as evenly as their times allow and where the constraints leave it.
 
 
 def cuts_of(
-    items: Mapping[str, int], costs: Sequence[float], devices: int, kept: Constraint | None
+    items: Mapping[str, int],
+    costs: Sequence[float],
+    devices: int,
+    kept: Constraint | None,
+    crossing: Sequence[float] | None = None,
 ) -> tuple[int, ...] | None:
     """Return the items before which the stages of `devices` begin; None where there is no such cut.
 
     Operations before the layers (item 0) stay with the first layer, those after them with the last.
 
-    items   by operation, its item
-    costs   by item, its seconds
+    items      by operation, its item
+    costs      by item, its seconds
+    crossing   by item, what a cut before it sends: the least of it is taken that `SLACK` of the seconds allows; None:
+               balance alone decides
     """
     joined = [sorted(items[name] for name in group) for group in (kept.together if kept else ())]
     places = [(items[name], device) for name, device in (kept.at if kept else ())]
     between = [at for at in range(2, len(costs) - 1) if not any(group[0] < at <= group[-1] for group in joined)]
     limits = cut_limits(devices, len(costs), places)
-    return None if limits is None else balanced_cuts(costs, between, between, [0] * len(between), devices, limits)
+    weights, slack = ([0] * len(between), 0.0) if crossing is None else ([round(crossing[at]) for at in between], SLACK)
+    return None if limits is None else balanced_cuts(costs, between, between, weights, devices, limits, slack)
 
 
 TRIES = 3  # budgets of memory that are tried
@@ -182,7 +190,10 @@ def _with(subject: PlanningCache, c: Configuration, tables: Tables, weights: Wei
     again = frozenset(range(len(subject.layers))) if c.recompute else frozenset[int]()
     numbers = item_numbers(subject, tables, weights, solution.choices, again)
     count = len(numbers["forward"])
-    cuts = cuts_of(subject.items, list(numbers["forward"] + numbers["backward"]), c.pp, subject.constraint)
+    crossing = None
+    if subject.blocks:  # a cut before item i + 1 is one before block i
+        crossing = [0.0, *(sent * b.weight for sent, b in zip(numbers["sent"], subject.blocks, strict=False)), 0.0]
+    cuts = cuts_of(subject.items, list(numbers["forward"] + numbers["backward"]), c.pp, subject.constraint, crossing)
     assert cuts is not None, c
     found = evaluated(subject, c, tables, weights, solution.choices, again, (0, *cuts, count))
     prices = (solution.multiplier,) * c.pp
@@ -205,7 +216,7 @@ def evaluated(
     """
     numbers = item_numbers(subject, tables, weights, choices, again)
     stages = tuple(_stage(c, numbers, again, s, edges[s], edges[s + 1]) for s in range(c.pp))
-    sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["handed"][end - 1])) for end in edges[1:-1]), 0.0]
+    sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["sent"][end - 1])) for end in edges[1:-1]), 0.0]
     times = [s.forward + s.backward + before + after for s, before, after in zip(stages, sent, sent[1:], strict=False)]
     step = c.schedule.step_seconds(times, c.micro_batches) + max(stage.once for stage in stages)
     return Evaluated(c, step, 0.0, True, tuple(choices), again, tables, weights, stages)
@@ -221,6 +232,8 @@ def item_numbers(
     resting             bytes at rest
     kept, outside       bytes that one micro-batch keeps in its layer, and outside of layers
     handed              bytes that one micro-batch hands on
+    sent                bytes of one micro-batch that a cut after the item has to send: what it hands on; in a model
+                        without numbered layers, where what skips some items is usual, all that is read after it
     arriving            bytes of gradients that are whole when a backward ends
     """
     count = len(subject.layers) + 2
@@ -239,7 +252,12 @@ def item_numbers(
         cost = table[choices[first], choices[second]]
         total["forward"][items[second]] += cost / 2
         total["backward"][items[second]] += cost / 2
-    return total
+    if not subject.blocks:
+        return {**total, "sent": total["handed"]}
+    sent = np.zeros(count)
+    for columns, choice, item, last in zip(tables.columns, choices, items, subject.last_items_of(tables), strict=True):
+        sent[item:last] += columns.handed[choice]
+    return {**total, "sent": sent}
 
 
 def _stage(
@@ -248,7 +266,7 @@ def _stage(
     """Estimate one stage. A recomputed layer keeps only what it hands on; while it runs again, all of it is there once
     more."""
     live = c.live(number)
-    received = float(numbers["handed"][start - 1]) if number else 0.0
+    received = float(numbers["sent"][start - 1]) if number else 0.0
     kept, handed, outside = numbers["kept"], numbers["handed"], numbers["outside"]
     computed = [item for item in range(start, end) if item - 1 in again]
     held = sum(float(handed[item] if item in computed else kept[item]) for item in range(start, end))

@@ -77,7 +77,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster, show_bytes
-from nnscaler.planning.configurations import Configuration, configurations
+from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints import Constraint
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import CostModel
@@ -87,6 +87,7 @@ from nnscaler.planning.planner.layered_graph import FREE, PlanningCache
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
 from nnscaler.planning.sharding.memory import bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible
+from nnscaler.transform.blocks import describe_modules
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, Plan
 
@@ -154,12 +155,23 @@ class Found:
 
     def layers_of(self, stage: int) -> str:
         """Return the layers of a pipeline device in words: `0..3`, with how many are recomputed; `none` where it has
-        none."""
+        none; `stem .. block2` in a model without numbered layers."""
         items = self.best.stages[stage].items
         first, last = max(items[0], 1), min(items[1], len(self.subject.layers) + 1)
         again = len(self.best.again.intersection(range(first - 1, last - 1)))
         told = f" ({again} recomputed)" if again else ""
-        return f"{first - 1}..{last - 2}{told}" if last > first else "none"
+        if last <= first:
+            return "none"
+        if not self.subject.blocks:
+            return f"{first - 1}..{last - 2}{told}"
+        by_name, blocks = self.subject.graph.by_name, enumerate(self.subject.blocks, 1)
+        inside = [(number, by_name[name]) for number, block in blocks for name in block.operations]
+        return describe_modules([op for at, op in inside if first <= at < last], [op for _, op in inside]) + told
+
+    def place_of(self, stage: int) -> str:
+        """Return where a pipeline device lies in the model: `layers 0..3`, `no layers`, `stem .. block2`."""
+        told = self.layers_of(stage)
+        return "no layers" if told == "none" else told if self.subject.blocks else f"layers {told}"
 
 
 def find_plan(
@@ -285,7 +297,7 @@ def _without_choice(
     one."""
     if constraint is not None:
         free = PlanningCache(subject.graph, subject.signatures, subject.cost)
-        space = configurations(cluster.devices, subject.batch, len(subject.layers))
+        space = subject.space(cluster.devices)
         for tp in sorted({c.tp for c in space if c.tp > 1 and constraint.permits(c)}):
             found = without_choice(constraint, subject.graph, free.options(tp), tp)
             if found is not None:
@@ -317,7 +329,7 @@ def _nothing(
             help="permit one micro-batch, or compute in float32 what is reduced over the batch",
         )
     if not found.solved and not found.too_large:
-        space = list(configurations(cluster.devices, subject.batch, len(subject.layers)))
+        space = list(subject.space(cluster.devices))
         guilty = without_configuration(constraint, space) if constraint is not None else None
         placed = [c.text for c in constraint.each if c.at or c.together] if constraint is not None else []
         if guilty is None and placed:
@@ -325,7 +337,7 @@ def _nothing(
         return NnscalerError(
             "plan_illegal",
             f"no configuration of {cluster.devices} ranks is permitted (batch {subject.batch}, "
-            f"{len(subject.layers)} layers)" + (f": {guilty}" if guilty else ""),
+            f"{subject.described})" + (f": {guilty}" if guilty else ""),
             help="take a constraint away, or change the number of ranks or the batch",
         )
     nearest = min((e for e in found.solved), key=lambda e: e.memory, default=None)

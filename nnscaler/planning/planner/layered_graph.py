@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -10,7 +10,7 @@ from itertools import pairwise
 from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
@@ -22,9 +22,11 @@ from nnscaler.planning.sharding.problem_config import Setting, make_setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
+from nnscaler.transform.blocks import Block
 from nnscaler.transform.complete_plan import batch_of
+from nnscaler.transform.partition_stages import parts_of
 from nnscaler.transform.plan import DP, TP
-from nnscaler.transform.select import Layer, layers_of
+from nnscaler.transform.select import Layer
 
 MANY = 8  # layers, from which on some stand for all
 
@@ -75,8 +77,23 @@ class PlanningCache:
     _shrinks: dict[tuple[AtRest, bool], float] = field(default_factory=dict)
 
     @cached_property
-    def layers(self) -> tuple[Layer, ...]:
-        return layers_of(self.graph)
+    def layers(self) -> tuple[Layer | Block, ...]:
+        """The layers; of a model that has no two numbered ones, blocks of modules."""
+        return parts_of(self.graph, self.signatures)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """`layers` where these are blocks; empty where they are layers."""
+        return tuple(part for part in self.layers if isinstance(part, Block))
+
+    def space(self, ranks: int, each: bool = False) -> Iterator[Configuration]:
+        """Yield the configurations of so many ranks. Blocks are cut for balance, and too small to be recomputed."""
+        return configurations(ranks, self.batch, len(self.layers), each, recomputing=not self.blocks)
+
+    @property
+    def described(self) -> str:
+        """`12 layers`, `40 blocks of modules`."""
+        return f"{len(self.layers)} {'blocks of modules' if self.blocks else 'layers'}"
 
     @cached_property
     def groups(self) -> dict[str, int]:
@@ -107,7 +124,7 @@ class PlanningCache:
     def repeated(self) -> Repeated | None:
         """The equal layers between the first and the last; None where they differ or are fewer than `MANY` in all."""
         count, kept = len(self.layers), self.constraint
-        if count < MANY or kept.also or kept.together or kept.at:
+        if count < MANY or self.blocks or kept.also or kept.together or kept.at:
             return None
         by_name = self.graph.by_name
         looks = {
@@ -254,6 +271,18 @@ class PlanningCache:
                     found += tensor.elements * element_bytes(tensor.dtype)
             self._gathered[key] = found
         return self._gathered[key] / c.tp
+
+    def last_items_of(self, tables: Tables) -> list[int]:
+        """Return, for every node, the item of the last reader of what it hands on; its own where nothing is sent.
+
+        What is made outside of blocks is made again on every stage.
+        """
+        graph, found, operations = self.graph, self.items_of(tables), len(tables.strategies)
+        for node, (name, group) in enumerate(zip(tables.names, tables.groups, strict=True)):
+            outputs = graph.by_name[name].outputs if node < operations else (name,)
+            uses = [self.items[op.name] for output in outputs if output for op, _ in graph.consumers[output]]
+            found[node] = max(found[node], *uses) if group >= 0 and uses else found[node]
+        return found
 
     @cached_property
     def trained(self) -> tuple[LogicalTensor, ...]:

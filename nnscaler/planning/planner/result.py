@@ -13,20 +13,21 @@ from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
-from nnscaler.planning.policies import steps_of
-from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages
-from nnscaler.transform.plan import DP, PP, TP, AssignStep, Plan, RecomputeStep, Step
+from nnscaler.planning.policies import assign_steps, steps_of
+from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
+from nnscaler.transform.plan import DP, PP, TP, Plan, RecomputeStep, Step
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
     "batch; recomputing all layers or none, or, of many equal ones, any; all parameters whole on dp, or in shards "
-    "between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times (ZeRO-3); cuts between layers that balance "
-    "the stages; " + " and ".join(kind.title for kind in SCHEDULES)
+    "between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times (ZeRO-3); cuts between layers (without "
+    "numbered ones, at borders of modules) that balance the stages; " + " and ".join(kind.title for kind in SCHEDULES)
 )
 NOT_SEARCHED = (
-    "other schedules and several stages per device; splits on the dp axis other than that of the batch; stages of "
-    "unlike meshes; sharding some parameters only, or over some ranks of dp; several versions of one tensor, each "
-    "converted from where it is made; overlap of communication and computation"
+    "other schedules and several stages per device; pipelines of models with one numbered layer; recomputation in "
+    "models without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some "
+    "parameters only, or over some ranks of dp; several versions of one tensor, each converted from where it is made; "
+    "overlap of communication and computation"
 )
 
 
@@ -115,18 +116,17 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     """Return the plan that runs a configuration with the choices found for it."""
     c, graph = found.configuration, subject.graph
     steps: list[Step] = []
+    notes: tuple[str, ...] = ()
     if c.tp > 1:
         steps.extend(steps_of(graph, TP, choices_of(subject, found)))
     if c.pp > 1:
         cut = partition_of(subject, found)
-        groups: dict[tuple[int, ...], list[str]] = {}
-        for op in graph.operations:
-            groups.setdefault(tuple(cut.stage_of[op.name]), []).append(op.name)
-        steps.extend(AssignStep(tuple(names), where) for where, names in sorted(groups.items()))
+        steps.extend(assign_steps(graph, cut))
+        notes = cut.notes
     steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
     steps.extend(c.parameters.steps)
     mesh = tuple((name, size) for name, size in ((DP, c.dp), (TP, c.tp), (PP, c.pp)) if size > 1)
-    return Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, c.schedule.name)
+    return Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, c.schedule.name, notes=notes)
 
 
 def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
@@ -135,7 +135,7 @@ def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
     Raises NnscalerError("plan_illegal") where the graph cannot be cut so.
     """
     seconds = operation_seconds(subject, found)
-    random = frozenset(s.spec.name for s in subject.signatures.values() if s.spec is not None and s.spec.random)
+    random = random_operators(subject.signatures)
     count = len(subject.layers)
     edges = [min(max(stage.items[1] - 1, 0), count) for stage in found.stages]  # layers before the end of each stage
     counts = [end - start for start, end in pairwise([0, *edges])]
@@ -149,7 +149,7 @@ def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
         found.configuration.pp,
         cost,
         random=random,
-        rules=StageRules(counts, dict(kept.at), kept.together),
+        rules=StageRules(counts, dict(kept.at), kept.together, subject.blocks),
     )
 
 

@@ -148,9 +148,20 @@ def test_orders_that_are_given_are_in_the_plan(graph: Graph) -> None:
         assert error.value.help == "--plan pp=2 --micro-batches 2"
 
 
-def test_more_stages_than_layers_is_illegal(graph: Graph) -> None:
-    with pytest.raises(NnscalerError, match="cannot be cut into 4 pipeline stages"):
-        make_plan(graph, signatures(graph), {"pp": 4})
+def test_more_stages_than_operations_is_illegal(graph: Graph) -> None:
+    known = signatures(graph)
+    plan = make_plan(graph, known, {"pp": 4})  # three layers: cut inside of them
+    (told, *_) = plan.notes
+    assert told.count("|") == 3 and "(part)" in told
+    count = len(graph.operations)
+    with pytest.raises(NnscalerError, match=f"cannot be cut into {count + 1} pipeline stages") as raised:
+        make_plan(graph, known, {"pp": count + 1})
+    assert raised.value.where is not None and "legal here is" in (raised.value.help or "")
+
+
+def test_a_plan_between_layers_has_no_notes(graph: Graph) -> None:
+    assert make_plan(graph, signatures(graph), {"pp": 3}).notes == ()
+    assert make_plan(graph, signatures(graph), {"pp": 3}, chunks=2, micro_batches=3).notes == ()
 
 
 # -- specifications -----------------------------------------------------------------------------------------------

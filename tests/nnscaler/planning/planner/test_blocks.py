@@ -1,0 +1,74 @@
+"""Models without numbered layers, whose pipelines the planner cuts between blocks of modules."""
+
+from __future__ import annotations
+
+import pytest
+
+from nnscaler.ir.graph import element_bytes
+from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.constraints import sizes
+from nnscaler.planning.planner.evaluate import evaluate, item_numbers
+from nnscaler.planning.planner.find_plan import find_plan
+from nnscaler.planning.planner.result import plan_of
+from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.partition_stages import SLACK
+from nnscaler.transform.select import layers_of
+from tests.nnscaler.planning.planner.planned import graph_of, subject_of
+from tests.nnscaler.planning.planner.test_programs import programmed
+
+PLENTY = 1e12
+
+
+@pytest.mark.parametrize(
+    "c",
+    [Configuration(pp=2, micro_batches=2), Configuration(pp=3, micro_batches=4), Configuration(dp=2, pp=2)],
+    ids=str,
+)
+def test_pipelines_cost_about_what_was_planned(c: Configuration) -> None:
+    found, program, held = programmed("resnet", c)
+    assert program.seconds - max(program.beside) == pytest.approx(found.seconds, rel=0.12)
+    for stage, memory in zip(found.stages, held, strict=True):
+        assert memory.activations <= stage.kept * 1.05
+    times = [stage.forward + stage.backward for stage in found.stages]
+    assert max(times) <= 1.1 * sum(times) / c.pp
+    assert found.seconds >= evaluate(subject_of("resnet", c.ranks), c, PLENTY).bound  # type: ignore[union-attr]
+
+
+def test_what_skips_stages_is_sent_by_every_cut_that_it_crosses() -> None:
+    """The planner counts the bytes that the program's stages really need from earlier ones."""
+    subject = subject_of("unet", 3)
+    c = Configuration(pp=3, micro_batches=2)
+    found = evaluate(subject, c, PLENTY)
+    assert found is not None and layers_of(subject.graph) == () and len(subject.blocks) > 32
+    numbers = item_numbers(subject, found.tables, found.weights, found.choices, frozenset())
+    placed = apply_plan(subject.graph, dict(subject.signatures), plan_of(subject, found))
+    graph = subject.graph
+    for stage, estimate in enumerate(found.stages[:-1]):
+        crossing = 0
+        for op in graph.operations:
+            for name in op.outputs:
+                users = [] if name is None else [user.name for user, _ in graph.consumers[name]]
+                (at, *others) = placed.placements[op.name].stages
+                later = any(max(placed.placements[user].stages) > stage for user in users)
+                if name is not None and at <= stage and not others and later and graph.tensors[name].needs_grad:
+                    crossing += graph.tensors[name].elements * element_bytes(graph.tensors[name].dtype)
+        sent = numbers["sent"][estimate.items[1] - 1]
+        assert crossing / c.micro_batches == pytest.approx(sent, rel=1e-9)
+    skipping = numbers["sent"][found.stages[0].items[1] - 1] - numbers["handed"][found.stages[0].items[1] - 1]
+    assert skipping > 0  # the skips of a U-Net
+
+
+def test_pipelines_of_blocks_are_searched_and_found_again() -> None:
+    graph, subject = graph_of("resnet"), subject_of("resnet", 4)
+    assert {c.pp for c in subject.space(4)} == {1, 2, 4}
+    assert all(c.recompute is False for c in subject.space(4))
+    kept = find_plan(graph, subject.signatures, load_cluster("h100x8").scaled(3), constraint=sizes(pp=3))
+    assert kept.best.configuration.pp == 3
+    told = [kept.place_of(stage) for stage in range(3)]
+    assert told[0].startswith("stem .. ") and told[2].endswith(" .. cross_entropy_loss")
+    assert not any("layer" in where for where in told)
+    listed, *uneven = kept.plan.notes
+    assert listed.count("|") == 2 and not uneven
+    times = [stage.forward + stage.backward for stage in kept.best.stages]
+    assert max(times) <= (1 + SLACK) * 1.1 * sum(times) / 3
