@@ -88,6 +88,9 @@ def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram]) -
         f"{INDENT}axes = {{{axes}}}",
         f"{INDENT}micro_batches = {stage.micro_batches}",
     ]
+    if stage.time_axes:
+        sizes = ", ".join(f'"{a.name}": {a.size}' for a in stage.time_axes)
+        lines.append(f"{INDENT}time_axes = {{{sizes}}}")
     lines += _declarations(graph, program, every)
     if program.prepared or any(isinstance(s, Compute) for s in program.prepare):
         results = frozenset(v.variable for v in program.prepared)

@@ -14,12 +14,14 @@ from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
     Convert,
+    Join,
     Message,
     StageProgram,
     Statement,
     Version,
     reads,
     repeated_in_backward,
+    times_of,
     writes,
 )
 from nnscaler.communication.regions import Message as Block
@@ -126,12 +128,12 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
     causes = _causes(program.forward)
     for i, statement in enumerate(program.forward):
         if isinstance(statement, Convert):
-            cause = causes[i]
-            yield from _conversion(graph, program, statement, "forward", "F", cause, micro_batches)
+            cause, times = causes[i], micro_batches * times_of(statement, program.stage)
+            yield from _conversion(graph, program, statement, "forward", "F", cause, times)
             if statement.target.variable in live:
-                yield from _conversion(graph, program, statement, "backward", "B", cause, micro_batches)
+                yield from _conversion(graph, program, statement, "backward", "B", cause, times)
             if i in again:
-                yield from _conversion(graph, program, statement, "recompute", "B", cause, micro_batches)
+                yield from _conversion(graph, program, statement, "recompute", "B", cause, times)
     for message in program.sends:
         yield from _message(communicated, message, micro_batches)
     if program.loss is not None:
@@ -192,10 +194,15 @@ def _causes(statements: Sequence[Statement]) -> Mapping[int, Operation | None]:
     for statement in reversed(statements):
         if isinstance(statement, Compute):
             readers.update((v.variable, statement.operation) for v in statement.inputs)
-        elif statement.target.variable in readers:
-            readers.setdefault(statement.source.variable, readers[statement.target.variable])
+            continue
+        for source, target in zip(reads(statement), writes(statement), strict=True):
+            if target.variable in readers:
+                readers.setdefault(source.variable, readers[target.variable])
     found: dict[int, Operation | None] = {}
     for i, statement in enumerate(statements):
+        if isinstance(statement, Join):
+            pairs = zip(statement.sources, statement.targets, strict=True)
+            makers.update((t.variable, makers[s.variable]) for s, t in pairs)
         if not isinstance(statement, Convert):
             continue
         maker = makers.get(statement.source.variable)

@@ -129,7 +129,7 @@ def _origin(operator: str) -> tuple[tuple[str, ...], str]:
 
 _MOST = 1 << 20  # ranks on one axis, or micro-batches
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
-_MEMBERS = "index ranks axes micro_batches inputs prepare_inputs receives sends loss results updates".split()
+_MEMBERS = "index ranks axes micro_batches time_axes inputs prepare_inputs receives sends loss results updates".split()
 _OF_PARAMETERS = {"reduce": (), "copies": (), "used": True, "rest": {}, "scatter": "step", "master": "", "sums": ""}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
@@ -240,8 +240,9 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
     fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
     if len(fixed) < 4:
         raise Unreadable(node, f"`class {node.name}` lacks index, ranks, axes or micro_batches")
-    sizes = (fixed["micro_batches"], *fixed["axes"].values())
-    named = all(type(axis) is str for axis in fixed["axes"]) and type(fixed["index"]) is int
+    time_axes = read_value(found["time_axes"][0]) if "time_axes" in found else {}
+    sizes = (fixed["micro_batches"], *fixed["axes"].values(), *time_axes.values())
+    named = all(type(axis) is str for axis in (*fixed["axes"], *time_axes)) and type(fixed["index"]) is int
     if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and 1 <= n <= _MOST for n in sizes):
         raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
     updates = read_value(found["updates"][0]) if "updates" in found else {}
@@ -265,6 +266,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         bodies["forward"],
         tuple(source),
         tuple(_result(call, name) for name, call in _entries(found, "results")),
+        time_axes,
     )
 
 
