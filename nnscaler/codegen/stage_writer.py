@@ -126,7 +126,7 @@ def blocks(graph: Graph, statements: Sequence[Statement], after: frozenset[str],
             given = tuple(sorted(_given(run[:-1]) - stored))
             result.append(Block(tuple(run), "", last.chunk.name, given, results, last))
             continue
-        if group is None:
+        if not isinstance(group, str):
             result.append(Block(tuple(run), header))
             continue
         later = {v.variable for _, rest in runs[position + 1 :] for s in rest for v in reads(s)} | after

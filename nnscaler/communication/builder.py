@@ -17,9 +17,9 @@ Scope = bool | Chunk  # `prepare` (True), `forward` (False), or a piece of a reg
 
 @dataclass
 class StageBuilder:
-    """Mutable while a program is built; `materialise` freezes it. Versions made for `prepare`, for `forward` and for the
-    pieces of a region are kept apart: a version of the one is not in scope in the other. `border`: the position of the
-    region that is being built in `forward`; None between regions."""
+    """Mutable while a program is built; `materialise` freezes it. Versions made for `prepare`, for `forward` and for
+    the pieces of a region are kept apart: a version of the one is not in scope in the other. `border`: the position of
+    the region that is being built in `forward`; None between regions."""
 
     graph: Graph
     stage: Stage

@@ -220,8 +220,9 @@ Observer = Callable[[str, Tensor], None]
 
 class Stage:
     """Base of the stages of a role module. The executor makes one object per rank, with an `AxisGroup` for each axis
-    (`micro` is the current micro-batch, an axis of `time_axes` the current piece of its region) and a tensor for each declared parameter, frozen parameter, buffer and
-    constant. Subclasses define `forward`, and `prepare` where `prepare_inputs` is not empty."""
+    (`micro` is the current micro-batch, an axis of `time_axes` the current piece of its region) and a tensor for each
+    declared parameter, frozen parameter, buffer and constant. Subclasses define `forward`, and `prepare` where
+    `prepare_inputs` is not empty."""
 
     index: ClassVar[int] = 0
     ranks: ClassVar[Ranks] = (0,)

@@ -66,31 +66,33 @@ def regions_of(graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]]
     Where a pattern names several modules, each of them is a region by itself. Later steps win. Raises
     NnscalerError("plan_illegal") for a pattern that names nothing.
     """
-    step_of: dict[str, tuple[int, ChunkStep]] = {}
-    steps = [step for step in plan.steps if isinstance(step, ChunkStep)]
-    for number, step in enumerate(steps):
-        step_of.update((op.name, (number, step)) for op in select(graph, step.operations))
-    runs: list[tuple[int, ChunkStep, list[Operation]]] = []
+    step_of: dict[str, ChunkStep] = {}
+    for given in plan.steps:
+        if isinstance(given, ChunkStep):
+            step_of.update((op.name, given) for op in select(graph, given.operations))
+    runs: list[tuple[ChunkStep, list[Operation]]] = []
     before: Operation | None = None
     for op in graph.operations:
-        number, step = step_of.get(op.name, (-1, None))
-        if step is not None:
-            same = before is not None and step_of.get(before.name, (-1, None))[0] == number
-            if before is not None and same and stage_of[before.name] == stage_of[op.name] and _joined(before, op, step):
-                runs[-1][2].append(op)
-            else:
-                runs.append((number, step, [op]))
+        step = step_of.get(op.name)
+        if step is not None and before is not None and step_of.get(before.name) is step:
+            same = stage_of[before.name] == stage_of[op.name] and _of_one_module(before, op, step)
+        else:
+            same = False
+        if step is not None and same:
+            runs[-1][1].append(op)
+        elif step is not None:
+            runs.append((step, [op]))
         before = op
     counts: dict[str, int] = {}
     found: list[ChunkedRegion] = []
-    for _, step, operations in runs:
-        counts[step.axis] = counts.get(step.axis, -1) + 1
-        chunk = Chunk(f"{step.axis}_{counts[step.axis]}", step.axis, step.recompute)
-        found.append(ChunkedRegion(chunk, step, tuple(operations)))
+    for of, operations in runs:
+        counts[of.axis] = counts.get(of.axis, -1) + 1
+        chunk = Chunk(f"{of.axis}_{counts[of.axis]}", of.axis, of.recompute)
+        found.append(ChunkedRegion(chunk, of, tuple(operations)))
     return tuple(found)
 
 
-def _joined(one: Operation, other: Operation, step: ChunkStep) -> bool:
+def _of_one_module(one: Operation, other: Operation, step: ChunkStep) -> bool:
     """Return whether no pattern names two modules of which these operations are."""
     for pattern in step.operations:
         modules = [_module(op, pattern) for op in (one, other) if matches(op, pattern)]
@@ -134,22 +136,19 @@ def _choose(
 ) -> dict[str, Choice]:
     step, inside = region.step, _as_graph(graph, region.operations)
     every = (*axes, (step.axis, step.parts))
+
+    def why_not(op: Operation, choice: Choice) -> str | None:
+        return explain_illegal_choices(graph, op, signatures[op.name], (*made[op.name], choice), every)
+
     anchor, identifier = _anchor(region, signatures)
     split = _nested(signatures[anchor.name], identifier, step, made[anchor.name], axes)
-    told = f"chunk of {anchor.name} in {step.parts} pieces of {step.axis}"
-    reason = explain_illegal_choice(signatures[anchor.name], split, step.parts)
-    reason = reason or explain_illegal_choices(
-        graph, anchor, signatures[anchor.name], (*made[anchor.name], split), every
-    )
+    reason = explain_illegal_choice(signatures[anchor.name], split, step.parts) or why_not(anchor, split)
     if reason:
-        raise illegal(anchor, signatures[anchor.name], f"{told}: {reason}", step.parts)
+        told = f"chunk of {anchor.name} in {step.parts} pieces of {step.axis}: {reason}"
+        raise illegal(anchor, signatures[anchor.name], told, step.parts)
     explicit: dict[str, Choice] = {}
     for name, splits in spread(inside, signatures, step.parts, anchor, split).items():
-        op = graph.by_name[name]
-        together = (
-            s for s in splits if not explain_illegal_choices(graph, op, signatures[name], (*made[name], s), every)
-        )
-        first = next(together, None)
+        first = next((s for s in splits if not why_not(graph.by_name[name], s)), None)
         if first is not None:
             explicit[name] = first
     explicit[anchor.name] = split

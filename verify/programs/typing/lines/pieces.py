@@ -32,28 +32,21 @@ JOIN = "join"  # the runtime's function that ends a region
 
 def number_of_pieces(statement: Pieces, time_axes: Mapping[str, int]) -> int:
     """Return the number of pieces. Raises Mistake where not each of them is run once, in order."""
-    parts = time_axes.get(statement.axis)
+    axis, indices, parts = statement.axis, statement.indices, time_axes.get(statement.axis)
     if parts is None:
-        message = f"pieces of {statement.axis!r} are joined, and the stage has the axes in time {list(time_axes)}"
+        message = f"pieces of {axis!r} are joined, and the stage has the axes in time {list(time_axes)}"
         raise Mistake("communication_mismatch", message)
     if len(statement.states) != len(statement.results):
-        message = (
-            f"a piece of {statement.axis} has {len(statement.results)} results, and {len(statement.states)} are joined"
-        )
+        message = f"a piece of {axis} has {len(statement.results)} results, and {len(statement.states)} are joined"
         raise Mistake("communication_mismatch", message)
-    if parts < 2 or statement.indices == tuple(range(parts)):
-        return parts
-    counts = Counter(statement.indices)
-    missing = [number for number in range(parts) if number not in counts]
-    wrong = (
-        f"leaves out the pieces {missing}"
-        if missing
-        else f"runs the pieces {[n for n, times in counts.items() if times > 1 or n >= parts]} twice, or has no such ones"
-        if len(counts) < len(statement.indices) or max(counts) >= parts or min(counts) < 0
-        else f"runs the pieces in the order {list(statement.indices)}"
-    )
-    cause = "sums lack terms or have them twice, or shards are joined in a wrong order"
-    raise Mistake("communication_mismatch", f"a region of {parts} pieces of {statement.axis} {wrong}", cause)
+    missing = [number for number in range(parts) if number not in indices]
+    again = [number for number, times in Counter(indices).items() if times > 1 or not 0 <= number < parts]
+    if missing or again or list(indices) != sorted(indices):
+        done = f"leaves out the pieces {missing}" if missing else f"runs the pieces in the order {list(indices)}"
+        done = f"has no pieces {again}, or runs them twice" if again and not missing else done
+        cause = "sums lack terms or have them twice, or shards are joined in a wrong order"
+        raise Mistake("communication_mismatch", f"a region of {parts} pieces of {axis} {done}", cause)
+    return parts
 
 
 def entered(held: Held, position: int, graph: Graph) -> Held:

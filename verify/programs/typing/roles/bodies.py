@@ -139,7 +139,7 @@ class _Reader:
                     case ast.Pass() | ast.Expr(value=ast.Constant()):
                         pass
                     case _:
-                        raise Unreadable(node, f"`{_first_line(node)}` is no statement that a rank program has")
+                        raise Unreadable(node, f"`{first_line(node)}` is no statement that a rank program has")
             except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
                 stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
                 number = error.line if isinstance(error, Unreadable) and error.line else node.lineno
@@ -167,7 +167,7 @@ class _Reader:
             return
         before, value = self._computed(call, node, region)
         if value is None:
-            raise Unreadable(node, f"`{_first_line(node)}` assigns without calling an operator or a conversion")
+            raise Unreadable(node, f"`{first_line(node)}` assigns without calling an operator or a conversion")
         yield from before
         yield replace(value, targets=targets, hint=self._hint(node), sequence=sequence)
         for other in others:
@@ -181,7 +181,7 @@ class _Reader:
         """Yield the lines of `a, b = f(x), a`: all values, and then the variables."""
         lines, made = self._values(values, node, region)
         if not all(isinstance(value, Variable) for value in made):
-            raise Unreadable(node, f"`{_first_line(node)}` assigns what no operator or conversion makes")
+            raise Unreadable(node, f"`{first_line(node)}` assigns what no operator or conversion makes")
         yield from lines
         kept = [f"{target} at {node.lineno}" for target in targets]
         for name, value in zip(kept, made, strict=True):
@@ -218,7 +218,7 @@ class _Reader:
                 before, args = self._values(node.args, statement, region)
                 names = [k.arg for k in node.keywords]
                 if None in names or len(set(names)) < len(names):
-                    raise Unreadable(node, f"`{_first_line(statement)}` unpacks keyword arguments, or names one twice")
+                    raise Unreadable(node, f"`{first_line(statement)}` unpacks keyword arguments, or names one twice")
                 more, named = self._values([k.value for k in node.keywords], statement, region)
                 kwargs = {name: value for name, value in zip(names, named, strict=True) if name}
                 return [*before, *more], self._line(statement, function, tuple(args), kwargs, region)
@@ -276,7 +276,7 @@ class _Reader:
     def _pieces(
         self, node: ast.Assign, call: ast.Call, targets: tuple[str, ...], functions: dict[str, ast.FunctionDef]
     ) -> Pieces:
-        """Read `a, b = comm.join((recompute(self.in_piece(f, co=i), x) for i in range(2)), self.co, Partial(), ...)`."""
+        """Read `a, b = comm.join((recompute(self.in_piece(f, co=i), x) for i in range(2)), self.co, Partial(), ..)`."""
         match call:
             case ast.Call(
                 args=[
@@ -386,5 +386,6 @@ def _dotted(node: ast.expr) -> str:
     return text
 
 
-def _first_line(node: ast.stmt) -> str:
+def first_line(node: ast.stmt) -> str:
+    """Return the first line of a statement, as Python would write it."""
     return ast.unparse(node).partition("\n")[0]
