@@ -25,7 +25,7 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.communication.regions import Message as Block
-from nnscaler.communication.regions import transfer, without_axis
+from nnscaler.communication.regions import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.layout import DeviceMesh, Layout, Partial, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
@@ -61,8 +61,8 @@ def by_bytes(
 
 
 def bytes_on(rank: int, stage: Stage, layout: Layout, shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of the shard of one rank."""
-    at = (*stage.mesh.coordinates(rank).values(), 0)
+    """Return the bytes of the shard of one rank; of the first piece, which is the largest one."""
+    at = (*stage.mesh.coordinates(rank).values(), *(0 for _ in stage.axes[stage.first_in_time :]))
     return prod(local_shape(layout, stage.sizes, shape, at)) * element_bytes(dtype)
 
 
@@ -244,7 +244,7 @@ def _message(communicated: CommunicatedGraph, message: Message, times: int) -> I
         backward = {size: tuple((b, a) for a, b in found) for size, found in forward.items()}
     else:
         (shape, there), (_, here) = (
-            without_axis(tensor.shape, version.layout, stage.sizes, len(stage.sizes) - 1)
+            in_micro_batch(tensor.shape, version.layout, stage)
             for version, stage in ((message.source, source), (message.target, target))
         )
         forward = _by_size(transfer(shape, source.mesh, there, target.mesh, here), tensor.dtype)

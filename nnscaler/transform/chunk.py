@@ -27,7 +27,6 @@ from nnscaler.ir.layout import INVARIANT, Replicated
 from nnscaler.ir.placement import Choice, Chunk, RunInvariant, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.candidates import spread
-from nnscaler.transform.complete_plan import illegal
 from nnscaler.transform.plan import Axes, ChunkStep, Plan
 from nnscaler.transform.propagate import FollowAxis, follow
 from nnscaler.transform.select import matches, select
@@ -141,11 +140,18 @@ def _choose(
         return explain_illegal_choices(graph, op, signatures[op.name], (*made[op.name], choice), every)
 
     anchor, identifier = _anchor(region, signatures)
-    split = _nested(signatures[anchor.name], identifier, step, made[anchor.name], axes)
-    reason = explain_illegal_choice(signatures[anchor.name], split, step.parts) or why_not(anchor, split)
+    signature, before = signatures[anchor.name], made[anchor.name]
+    split = _nested(signature, identifier, step, before, axes)
+    reason = explain_illegal_choice(signature, split, step.parts) or why_not(anchor, split)
     if reason:
-        told = f"chunk of {anchor.name} in {step.parts} pieces of {step.axis}: {reason}"
-        raise illegal(anchor, signatures[anchor.name], told, step.parts)
+        legal = [i for i in signature.identifiers if not why_not(anchor, _nested(signature, i, step, before, axes))]
+        raise NnscalerError(
+            "plan_illegal",
+            f"chunk of {anchor.name} in {step.parts} pieces of {step.axis}: {reason} ({anchor.operator} is annotated "
+            f"`{'' if signature.bound is None else signature.bound.text}`)",
+            where=anchor.where,
+            help=f"identifiers of {anchor.name} that {step.parts} pieces may split here: {', '.join(legal) or 'none'}",
+        )
     explicit: dict[str, Choice] = {}
     for name, splits in spread(inside, signatures, step.parts, anchor, split).items():
         first = next((s for s in splits if not why_not(graph.by_name[name], s)), None)

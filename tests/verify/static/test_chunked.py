@@ -52,7 +52,9 @@ def test_unequal_pieces_are_proved() -> None:
     assert check_program(found.sources, found.graph).proved
 
 
-JOINED = r"comm\.join\(\(recompute\(self\.in_piece\(co_1, co=i\), (.*?)\) for i in range\(2\)\), self\.co, Partial\(\)\)"
+JOINED = (
+    r"comm\.join\(\(recompute\(self\.in_piece\(co_1, co=i\), (.*?)\) for i in range\(2\)\), self\.co, Partial\(\)\)"
+)
 CASES = [
     # what, the text's pattern, what it becomes, code, a part of the message
     ("a piece is left out", r"(co_1, co=i.*?)range\(2\)", r"\1range(1)", "communication_mismatch", "leaves out the pieces [1]"),
