@@ -78,7 +78,7 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
     stages = make_stages(plan)
     stage_of = _assign(graph, plan)
     _check_axes(graph, plan, stage_of)
-    regions = regions_of(graph, plan, stage_of)
+    graph, regions = regions_of(graph, plan, stage_of)
     of_mesh: dict[Axes, Mapping[str, tuple[Choice, ...]]] = {}
     device_axes = plan.device_axes
     for mesh in device_axes:

@@ -59,36 +59,65 @@ def check_chunks(plan: Plan) -> None:
             raise NnscalerError("plan_illegal", message, help=help)
 
 
-def regions_of(graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]]) -> tuple[ChunkedRegion, ...]:
-    """Return the regions of a plan: runs of consecutive operations of one step on the same stages.
+def regions_of(
+    graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]]
+) -> tuple[Graph, tuple[ChunkedRegion, ...]]:
+    """Return the regions of a plan, and the graph in whose order each of them is in one place.
 
-    Where a pattern names several modules, each of them is a region by itself. Later steps win. Raises
+    A region is a run of operations of one step on the same stages. What stands between them and belongs to no region is
+    moved before the run where it reads nothing of it, else behind it; where neither can be, a region ends. Where a
+    pattern names several modules, each of them is a region by itself. Later steps win. Raises
     NnscalerError("plan_illegal") for a pattern that names nothing.
     """
     step_of: dict[str, ChunkStep] = {}
     for given in plan.steps:
         if isinstance(given, ChunkStep):
             step_of.update((op.name, given) for op in select(graph, given.operations))
+    order: list[Operation] = []
     runs: list[tuple[ChunkStep, list[Operation]]] = []
-    before: Operation | None = None
+    end = 0  # of the last run, in `order`
     for op in graph.operations:
-        step = step_of.get(op.name)
-        if step is not None and before is not None and step_of.get(before.name) is step:
-            same = stage_of[before.name] == stage_of[op.name] and _of_one_module(before, op, step)
-        else:
-            same = False
-        if step is not None and same:
-            runs[-1][1].append(op)
-        elif step is not None:
+        step, between = step_of.get(op.name), order[end:]
+        if step is None:
+            order.append(op)
+            continue
+        behind = None
+        if runs and runs[-1][0] is step and _of_one_region(runs[-1][1][-1], op, step, stage_of):
+            behind = _behind(runs[-1][1], between, op)
+        if behind is None:
             runs.append((step, [op]))
-        before = op
+            order.append(op)
+            end = len(order)
+        else:
+            run, later = runs[-1][1], {other.name for other in behind}
+            ahead = [other for other in between if other.name not in later]
+            order[end - len(run) :] = [*ahead, *run, op, *behind]
+            run.append(op)
+            end += len(ahead) + 1
     counts: dict[str, int] = {}
     found: list[ChunkedRegion] = []
     for of, operations in runs:
         counts[of.axis] = counts.get(of.axis, -1) + 1
         chunk = Chunk(f"{of.axis}_{counts[of.axis]}", of.axis, of.recompute)
         found.append(ChunkedRegion(chunk, of, tuple(operations)))
-    return tuple(found)
+    return graph.replace(operations=tuple(order)) if found else graph, tuple(found)
+
+
+def _behind(run: Sequence[Operation], between: Sequence[Operation], op: Operation) -> list[Operation] | None:
+    """Return the operations between a run and the next one that read of the run; None where the next one needs them."""
+    made = {name for other in run for name in other.outputs}
+    behind: list[Operation] = []
+    later: set[str | None] = set()
+    for other in between:
+        if not made.union(later).isdisjoint(other.inputs):
+            behind.append(other)
+            later.update(other.outputs)
+    return None if not later.isdisjoint(op.inputs) else behind
+
+
+def _of_one_region(one: Operation, other: Operation, step: ChunkStep, stage_of: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether two operations of a step, on the same stages, are of one region."""
+    return stage_of[one.name] == stage_of[other.name] and _of_one_module(one, other, step)
 
 
 def _of_one_module(one: Operation, other: Operation, step: ChunkStep) -> bool:

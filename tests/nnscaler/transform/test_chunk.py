@@ -71,12 +71,29 @@ def test_each_module_that_a_pattern_names_is_a_region() -> None:
     graph = traced("gpt").graph
     stages = {op.name: (0,) for op in graph.operations}
     plan = Plan((), (ChunkStep(("blocks.*.mlp",), "co", "n", 2), ChunkStep(("blocks.0", "blocks.1"), "two", "a", 2)))
-    found = [(r.chunk.name, {op.module.split(".")[1] for op in r.operations}) for r in regions_of(graph, plan, stages)]
+    found = [(r.chunk.name, {op.module.split(".")[1] for op in r.operations}) for r in regions_of(graph, plan, stages)[1]]
     assert found == [("two_0", {"0", "1"}), ("co_0", {"2"}), ("co_1", {"3"})]
     whole = Plan((), (ChunkStep(("blocks.*",), "co", "a", 2),))
-    assert len(regions_of(graph, whole, stages)) == 4
+    assert len(regions_of(graph, whole, stages)[1]) == 4
     cut = {**stages, **{op.name: (1,) for op in graph.operations if op.module.startswith("blocks.1.mlp")}}
-    assert len(regions_of(graph, whole, cut)) == 6  # what a stage has of a layer
+    assert len(regions_of(graph, whole, cut)[1]) == 6  # what a stage has of a layer
+
+
+def test_what_stands_between_is_moved_before_or_behind() -> None:
+    graph = traced("llama_hf").graph
+    stages = {op.name: (0,) for op in graph.operations}
+    loss = ("lm_head", "view_12", "view_13", "cross_entropy_loss_*")
+    moved, (region,) = regions_of(graph, Plan((), (ChunkStep(loss, "co", "view_12:b", 2),)), stages)
+    names = [op.name for op in moved.operations]
+    first = names.index("linear_28")
+    assert names[first - 2 : first] == ["pad", "slice_17"]  # labels of the next tokens, which read nothing of it
+    assert names[first : first + 8] == [op.name for op in region.operations]
+    assert sorted(names) == sorted(op.name for op in graph.operations)
+    invariant = {n: i for i, op in enumerate(moved.operations) for n in op.outputs}
+    assert all(invariant.get(n, -1) < i for i, op in enumerate(moved.operations) for n in op.inputs)
+    between = Plan((), (ChunkStep(("lm_head", "cross_entropy_loss_*"), "co", "n", 2),))
+    kept, regions = regions_of(graph, between, stages)
+    assert len(regions) == 2 and [op.name for op in kept.operations] == [op.name for op in graph.operations]
 
 
 def test_a_region_computes_its_pieces_again_and_not_as_a_group_of_another_step(transformer: Model) -> None:
