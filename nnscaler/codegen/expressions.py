@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from op_registry.call import Call, DType, TensorArgument
@@ -91,6 +92,14 @@ def layout_text(shape: Sequence[int], layout: Layout, axes: Sequence[Axis]) -> s
 def conversion_text(move: Move, sizes: Sequence[int], value: str, axis: str) -> str:
     """`comm.shard(x, self.tp, dim=0, outer=3)`; `sizes` are those of all axes, `axis` is the text of the move's."""
     return f"comm.{move.row.function}({', '.join([value, axis, *_cut(move, sizes)])})"
+
+
+def local_state_text(layout: Layout, sizes: Sequence[int], axis: int) -> str:
+    """Write the state on an axis, in the local coordinates that the other axes leave: `Sharded(1, outer=3)`."""
+    state = layout[axis]
+    if isinstance(state, Sharded):
+        return str(replace(state, outer=local_outer(layout, sizes, axis)))
+    return str(state) if isinstance(state, Partial) else f"{state}()"
 
 
 def _cut(move: Move, sizes: Sequence[int]) -> list[str]:

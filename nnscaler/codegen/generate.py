@@ -11,7 +11,7 @@ import nnscaler
 from nnscaler.codegen.operators import Origin, operator_records, written_origins
 from nnscaler.codegen.program import sha256
 from nnscaler.codegen.role_writer import write_role
-from nnscaler.communication.communicated_graph import CommunicatedGraph, Convert, StageProgram
+from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, chunk_of, writes
 from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.ir.layout import Layout, format_layout
 from nnscaler.ir.placement import Split, Stage
@@ -142,9 +142,8 @@ def _variables(program: StageProgram) -> dict[str, tuple[str, str]]:
     for message in program.receives:
         add(message.target.variable, message.tensor, message.target.layout)
     for statement in (*program.prepare, *program.forward):
-        made = (statement.target,) if isinstance(statement, Convert) else statement.outputs
-        for version in made:
-            if version is not None:
+        if chunk_of(statement) is None:  # a variable of a piece is another tensor in each piece
+            for version in writes(statement):
                 add(version.variable, version.tensor, version.layout)
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from nnscaler.codegen.operators import is_builtin, user_name
 from nnscaler.codegen.stage_writer import INDENT, StageWriter, states_text
 from nnscaler.communication.communicated_graph import Compute, Feed, Message, StageProgram, Stored, Version
-from nnscaler.communication.regions import transfer, without_axis
+from nnscaler.communication.regions import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, shape_of_rank
 from nnscaler.ir.placement import Stage
@@ -88,6 +88,9 @@ def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram]) -
         f"{INDENT}axes = {{{axes}}}",
         f"{INDENT}micro_batches = {stage.micro_batches}",
     ]
+    if stage.time_axes:
+        sizes = ", ".join(f'"{a.name}": {a.size}' for a in stage.time_axes)
+        lines.append(f"{INDENT}time_axes = {{{sizes}}}")
     lines += _declarations(graph, program, every)
     if program.prepared or any(isinstance(s, Compute) for s in program.prepare):
         results = frozenset(v.variable for v in program.prepared)
@@ -230,7 +233,7 @@ def _exchange(graph: Graph, message: Message, every: Sequence[StageProgram], oth
     source, target = every[message.source_stage].stage, every[message.target_stage].stage
     tensor = graph.tensors[message.tensor]
     there, here = (
-        without_axis(tensor.shape, version.layout, stage.sizes, len(stage.sizes) - 1)  # what travels is a micro-batch
+        in_micro_batch(tensor.shape, version.layout, stage)  # what travels
         for version, stage in ((message.source, source), (message.target, target))
     )
     assert there[0] == here[0], (message, there, here)

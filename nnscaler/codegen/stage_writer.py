@@ -9,14 +9,16 @@ from functools import cached_property
 
 from op_registry.registry import facts_of
 
-from nnscaler.codegen.expressions import arguments, conversion_text, layout_text
+from nnscaler.codegen.expressions import arguments, conversion_text, layout_text, local_state_text
 from nnscaler.codegen.operators import function_text, needs_device, returns_sequence
 from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,
+    Join,
     StageProgram,
     Statement,
     Version,
+    chunk_of,
     differentiated,
     group_of,
     reads,
@@ -24,7 +26,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.ir.graph import Graph, Operation, Region
 from nnscaler.ir.layout import MICRO, Invariant, Layout, Replicated
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.placement import Chunk, Stage
 
 # The comments that say where in the model one is: its layers, and its lines.
 
@@ -42,6 +44,8 @@ class SourceComments:
         """Comment lines above the statement at `position`. A conversion stands with the line that made its source,
         where that is the current one, otherwise with the operation that needs it."""
         statement = statements[position]
+        if isinstance(statement, Join):
+            return
         if not isinstance(statement, Compute):
             if self.line and self._made_at.get(statement.source.variable) == self.line:
                 self._made_at[statement.target.variable] = self.line
@@ -87,26 +91,28 @@ def layer_of(module: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive statements of one region or recomputed group.
+    """Consecutive statements of one region of the model, of one recomputed group, or of one region that runs in pieces.
 
     statements   in order
     header       the `with` line around them, "" for none
-    recompute    the name of the function that they become; None outside of recomputation
+    function     the name of the function that they become; None where they become none
     reads        arguments of that function
     writes       results of that function
+    join         what becomes of the results of pieces; None for a recomputed group
     """
 
     statements: tuple[Statement, ...]
     header: str = ""
-    recompute: str | None = None
+    function: str | None = None
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    join: Join | None = None
 
 
 def blocks(graph: Graph, statements: Sequence[Statement], after: frozenset[str], stored: frozenset[str]) -> list[Block]:
     """Consecutive statements of one region or group. Conversions stand outside of regions: what they make may be
     read where gradients are recorded. `after`: variables read later; `stored`: attributes, which are no variables."""
-    runs: list[tuple[tuple[str, str | None], list[Statement]]] = []
+    runs: list[tuple[tuple[str, str | Chunk | None], list[Statement]]] = []
     for i, statement in enumerate(statements):
         key = _key(graph, statements, i)
         if runs and runs[-1][0] == key:
@@ -116,20 +122,39 @@ def blocks(graph: Graph, statements: Sequence[Statement], after: frozenset[str],
     result: list[Block] = []
     names: dict[str, int] = {}
     for position, ((header, group), run) in enumerate(runs):
-        if group is None:
+        last = run[-1]
+        if isinstance(last, Join):
+            results = tuple(v.variable for v in last.sources)
+            given = tuple(sorted(_given(run[:-1]) - stored))
+            result.append(Block(tuple(run), "", last.chunk.name, given, results, last))
+            continue
+        if not isinstance(group, str):
             result.append(Block(tuple(run), header))
             continue
         later = {v.variable for _, rest in runs[position + 1 :] for s in rest for v in reads(s)} | after
         made = [v.variable for s in run for v in writes(s)]
-        local = {v.variable for s in run for v in reads(s)} - set(made)
         names[group] = names.get(group, 0) + 1
         name = group if names[group] == 1 else f"{group}_{names[group]}"
-        result.append(Block(tuple(run), "", name, tuple(sorted(local - stored)), tuple(n for n in made if n in later)))
+        result.append(
+            Block(tuple(run), "", name, tuple(sorted(_given(run) - stored)), tuple(n for n in made if n in later))
+        )
     return result
 
 
-def _key(graph: Graph, statements: Sequence[Statement], position: int) -> tuple[str, str | None]:
+def _given(statements: Iterable[Statement]) -> set[str]:
+    """Return the variables that statements read and do not make."""
+    read, made = set[str](), set[str]()
+    for statement in statements:
+        read.update(v.variable for v in reads(statement))
+        made.update(v.variable for v in writes(statement))
+    return read - made
+
+
+def _key(graph: Graph, statements: Sequence[Statement], position: int) -> tuple[str, str | Chunk | None]:
     statement, group = statements[position], group_of(graph, statements, position)
+    chunk = statement.chunk if isinstance(statement, Join) else chunk_of(statement)
+    if chunk is not None:
+        return "", chunk
     return (header(statement.operation.region) if isinstance(statement, Compute) and not group else "", group)
 
 
@@ -175,10 +200,12 @@ class StageWriter:
         places = SourceComments(self.graph.name)
         start = 0
         for block in blocks(self.graph, statements, after, frozenset(s.variable for s in self.program.stored)):
-            if block.recompute is None:
+            if block.function is None:
                 lines += self._plain(block, statements, start, places)
+            elif block.join is not None:
+                lines += self._in_pieces(block, block.function, block.join, places)
             else:
-                lines += self._recomputed(block, block.recompute, places)
+                lines += self._recomputed(block, block.function, places)
             start += len(block.statements)
         return lines
 
@@ -195,17 +222,40 @@ class StageWriter:
 
     def _recomputed(self, block: Block, name: str, places: SourceComments) -> Iterator[str]:
         """Yield a function of the statements, and its call."""
+        yield from self._function(block, name, block.statements, places)
+        results = _targets(block.writes)
+        yield from ("", f"{results} = recompute({', '.join((name, *block.reads))})")
+        places.forget_line()
+
+    def _in_pieces(self, block: Block, name: str, join: Join, places: SourceComments) -> Iterator[str]:
+        """Yield a function of one piece, and its calls, whose results are joined."""
+        yield from self._function(block, name, block.statements[:-1], places)
+        axis = join.chunk.axis
+        position = self.stage.names.index(axis)
+        piece = f"self.in_piece({name}, {axis}=i)"
+        call = f"recompute({', '.join((piece, *block.reads))})"
+        if not join.chunk.recompute:
+            call = f"{piece}({', '.join(block.reads)})"
+        states = [local_state_text(v.layout, self.stage.sizes, position) for v in join.sources]
+        pieces = f"({call} for i in range({self.stage.sizes[position]}))"
+        said = " | ".join(f"{v.layout[position]} -> Invariant" for v in join.sources)
+        results = _targets([v.variable for v in join.targets])
+        yield from ("", f"{results} = comm.join({', '.join((pieces, f'self.{axis}', *states))})  # {said}")
+        places.forget_line()
+
+    def _function(
+        self, block: Block, name: str, statements: Sequence[Statement], places: SourceComments
+    ) -> Iterator[str]:
+        """Yield a function of statements that returns what the block makes."""
         yield from ("", f"def {name}({', '.join(block.reads)}):")
         places.forget_line()
-        for i, statement in enumerate(block.statements):
-            yield from _indented(places.before(block.statements, i), INDENT)
+        for i, statement in enumerate(statements):
+            yield from _indented(places.before(statements, i), INDENT)
             region = header(statement.operation.region) if isinstance(statement, Compute) else ""
             if region:
                 yield INDENT + region
             yield INDENT * (2 if region else 1) + self._line(statement)
-        results = ", ".join(block.writes) + ("," if len(block.writes) == 1 else "")
-        yield from (f"{INDENT}return {results}", "", f"{results} = recompute({', '.join((name, *block.reads))})")
-        places.forget_line()
+        yield f"{INDENT}return {_targets(block.writes)}"
 
     def _line(self, statement: Statement) -> str:
         """Write a statement with its result: the layout of its outputs, or the row of its conversion."""
@@ -214,6 +264,7 @@ class StageWriter:
             row, back = statement.move.row, statement.target.variable in self.differentiated
             backward = f"; backward: {row.backward}" if back and row.backward else ""
             return f"{self._convert(statement)}  # {before} -> {after}{backward}"
+        assert isinstance(statement, Compute), statement
         shapes = (
             layout_text(self.graph.tensors[v.tensor].shape, v.layout, self.stage.axes)
             for v in statement.outputs
@@ -246,6 +297,11 @@ class StageWriter:
         axis = f"self.{self.stage.names[statement.move.axis]}"
         call = conversion_text(statement.move, self.stage.sizes, self.text_of(statement.source), axis)
         return f"{statement.target.variable} = {call}"
+
+
+def _targets(names: Sequence[str]) -> str:
+    """Write several results, or a single one, as a tuple."""
+    return ", ".join(names) + ("," if len(names) == 1 else "")
 
 
 def _indented(lines: Iterable[str], indent: str) -> Iterator[str]:

@@ -12,7 +12,15 @@ from types import FunctionType
 
 from op_registry.registry import default_registry
 
-from nnscaler.communication.communicated_graph import Compute, StageProgram, Version, group_of, reads, writes
+from nnscaler.communication.communicated_graph import (
+    Compute,
+    StageProgram,
+    again_in,
+    differentiated,
+    reads,
+    runs_again,
+    writes,
+)
 from nnscaler.halves import halves_of
 from nnscaler.ir.graph import Graph
 
@@ -60,7 +68,7 @@ def statement_halves(graph: Graph, program: StageProgram) -> tuple[StatementHalv
             shares.append(BOTH if any(map(halves.waits, (n for n in below[i] if n not in halves.trunk))) else 0.0)
         else:
             shares.append(1.0 if i not in below or halves.waits(i) else 0.0)
-    regions = [group_of(graph, statements, i) for i in range(len(statements))] if _recomputes(program) else []
+    regions = [again_in(graph, statements, i) for i in range(len(statements))] if _recomputes(program) else []
     first = {region for i, region in enumerate(regions) if i in below and shares[i] < 1}
     return tuple(
         StatementHalves(share if i in below else 0.0, 1.0 if regions and regions[i] not in first else 0.0)
@@ -68,24 +76,8 @@ def statement_halves(graph: Graph, program: StageProgram) -> tuple[StatementHalv
     )
 
 
-def differentiated(graph: Graph, program: StageProgram) -> frozenset[str]:
-    """Variables of `forward` that get a gradient: those from which the loss or a message is reached through
-    operations that record one."""
-    live = {m.source.variable for m in program.sends if m.needs_grad}
-    if program.loss is not None:
-        live.add(program.loss.variable)
-
-    def recorded(version: Version | None) -> bool:
-        return version is not None and version.variable in live and graph.tensors[version.tensor].needs_grad
-
-    for statement in reversed(program.forward):
-        if any(map(recorded, writes(statement))):
-            live.update(v.variable for v in reads(statement) if graph.tensors[v.tensor].needs_grad)
-    return frozenset(live)
-
-
 def _recomputes(program: StageProgram) -> bool:
-    return any(isinstance(s, Compute) and s.placement.recompute is not None for s in program.forward)
+    return any(isinstance(s, Compute) and runs_again(s) for s in program.forward)
 
 
 @cache

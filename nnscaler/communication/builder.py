@@ -10,13 +10,16 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, find_path
 from nnscaler.ir.graph import Graph, is_free_name
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, format_layout
-from nnscaler.ir.placement import Stage
+from nnscaler.ir.placement import Chunk, Stage
+
+Scope = bool | Chunk  # `prepare` (True), `forward` (False), or a piece of a region
 
 
 @dataclass
 class StageBuilder:
-    """Mutable while a program is built; `materialise` freezes it. Versions made for `prepare` and for `forward` are
-    kept apart: a version of the one is not in scope in the other."""
+    """Mutable while a program is built; `materialise` freezes it. Versions made for `prepare`, for `forward` and for
+    the pieces of a region are kept apart: a version of the one is not in scope in the other. `border`: the position of
+    the region that is being built in `forward`; None between regions."""
 
     graph: Graph
     stage: Stage
@@ -28,8 +31,9 @@ class StageBuilder:
     receives: list[Message] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
     prepared: dict[str, Version] = field(default_factory=dict)
-    versions: dict[bool, dict[str, dict[Layout, Version]]] = field(default_factory=lambda: {False: {}, True: {}})
+    versions: dict[Scope, dict[str, dict[Layout, Version]]] = field(default_factory=lambda: {False: {}, True: {}})
     names: set[str] = field(default_factory=set)
+    border: int | None = None
 
     def variable(self, tensor: str) -> str:
         """Return a fresh name: the tensor's, or that with a number."""
@@ -40,25 +44,25 @@ class StageBuilder:
         self.names.add(name)
         return name
 
-    def add(self, tensor: str, layout: Layout, prepare: bool = False, variable: str | None = None) -> Version:
+    def add(self, tensor: str, layout: Layout, prepare: Scope = False, variable: str | None = None) -> Version:
         """Declare a version."""
         version = Version(tensor, layout, variable or self.variable(tensor))
-        self.versions[prepare].setdefault(tensor, {})[layout] = version
+        self.versions.setdefault(prepare, {}).setdefault(tensor, {})[layout] = version
         return version
 
-    def known(self, tensor: str, prepare: bool = False) -> dict[Layout, Version]:
+    def known(self, tensor: str, prepare: Scope = False) -> dict[Layout, Version]:
         """Return the versions of a tensor in scope, by layout."""
-        return self.versions[prepare].get(tensor, {})
+        return self.versions.get(prepare, {}).get(tensor, {})
 
     def path(self, source: Layout, target: Layout, tensor: str) -> tuple[float, tuple[Move, ...]] | None:
         """Return the cheapest conversion on this stage's mesh."""
         described = self.graph.tensors[tensor]
         return find_path(
-            source, target, self.stage.sizes, described.shape, described.needs_grad, len(self.stage.sizes) - 1
+            source, target, self.stage.sizes, described.shape, described.needs_grad, self.stage.first_in_time
         )
 
     def cheapest(
-        self, tensor: str, target: Layout, prepare: bool = False
+        self, tensor: str, target: Layout, prepare: Scope = False
     ) -> tuple[float, Version, tuple[Move, ...]] | None:
         """Return the version from which the target layout is reached at the least cost."""
         best: tuple[float, Version, tuple[Move, ...]] | None = None
@@ -68,13 +72,24 @@ class StageBuilder:
                 best = (found[0], version, found[1])
         return best
 
-    def convert(self, version: Version, moves: tuple[Move, ...], prepare: bool = False) -> Version:
+    def emit(self, statement: Statement, prepare: Scope = False) -> None:
+        """Add a statement. What a region reads is made before it, and not in each of its pieces."""
+        if prepare is True:
+            self.prepare.append(statement)
+        elif prepare is False and self.border is not None:
+            self.forward.insert(self.border, statement)
+            self.border += 1
+        else:
+            self.forward.append(statement)
+
+    def convert(self, version: Version, moves: tuple[Move, ...], prepare: Scope = False) -> Version:
         """Emit the moves; every intermediate layout becomes a version that others may start from."""
         for move in moves:
             there = self.known(version.tensor, prepare).get(move.target)
             if there is None:
                 there = self.add(version.tensor, move.target, prepare)
-                (self.prepare if prepare else self.forward).append(Convert(version, there, move))
+                chunk = prepare if isinstance(prepare, Chunk) else None
+                self.emit(Convert(version, there, move, chunk), prepare)
             version = there
         return version
 
@@ -86,12 +101,12 @@ class StageBuilder:
         version = self.add(tensor, fed, prepare)
         (self.prepare_feeds if prepare else self.feeds).append(Feed(version))
 
-    def obtain(self, tensor: str, layout: Layout, prepare: bool = False) -> Version:
+    def obtain(self, tensor: str, layout: Layout, prepare: Scope = False) -> Version:
         """Return the version of `tensor` in `layout`, converting one that there is if need be."""
         there = self.known(tensor, prepare).get(layout)
         if there is not None:
             return there
-        if self.graph.tensors[tensor].role == "input":
+        if self.graph.tensors[tensor].role == "input" and not isinstance(prepare, Chunk):
             self.feed(tensor, layout, prepare)
         best = self.cheapest(tensor, layout, prepare)
         if best is None:

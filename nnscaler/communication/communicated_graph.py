@@ -13,7 +13,7 @@ from nnscaler.ir import gradient_flow
 from nnscaler.ir.conversion import Move
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Layout, Sharded
-from nnscaler.ir.placement import PartitionedGraph, Placement, Stage
+from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
 from nnscaler.transform.saved_tensors import kept_slots
 
 
@@ -51,26 +51,56 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """One row of the conversion table on one axis."""
+    """One row of the conversion table on one axis. `chunk`: the region in each of whose pieces it is made."""
 
     source: Version
     target: Version
     move: Move
+    chunk: Chunk | None = None
 
 
-Statement = Compute | Convert
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The end of a region: what is read outside of it becomes whole on the axis of its pieces, by rows of the table.
+
+    chunk     the region
+    sources   results of every piece
+    targets   the same tensors outside: sums, joined shards, and those of the first piece
+    """
+
+    chunk: Chunk
+    sources: tuple[Version, ...]
+    targets: tuple[Version, ...]
+
+
+Statement = Compute | Convert | Join
+
+
+def chunk_of(statement: Statement) -> Chunk | None:
+    """Return the region in each of whose pieces a statement runs."""
+    if isinstance(statement, Compute):
+        return statement.placement.chunk
+    return statement.chunk if isinstance(statement, Convert) else None
+
+
+def times_of(statement: Statement, stage: Stage) -> int:
+    """Return how often a statement runs in a pass of one micro-batch."""
+    chunk = chunk_of(statement)
+    return 1 if chunk is None else stage.sizes[stage.names.index(chunk.axis)]
 
 
 def reads(statement: Statement) -> tuple[Version, ...]:
     """Return the versions that a statement reads."""
-    return statement.inputs if isinstance(statement, Compute) else (statement.source,)
+    if isinstance(statement, Compute):
+        return statement.inputs
+    return (statement.source,) if isinstance(statement, Convert) else statement.sources
 
 
 def writes(statement: Statement) -> tuple[Version, ...]:
     """Return the versions that a statement makes."""
     if isinstance(statement, Compute):
         return tuple(v for v in statement.outputs if v is not None)
-    return (statement.target,)
+    return (statement.target,) if isinstance(statement, Convert) else statement.targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +292,8 @@ def group_of(graph: Graph, statements: Sequence[Statement], position: int) -> st
     statement = statements[position]
     if isinstance(statement, Compute):
         return statement.placement.recompute
+    if isinstance(statement, Join) or statement.chunk is not None:
+        return None
     following = next((s for s in statements[position:] if isinstance(s, Compute)), None)
     if following is not None and graph.tensors[statement.source.tensor].role == "parameter":
         return following.placement.recompute
@@ -270,16 +302,31 @@ def group_of(graph: Graph, statements: Sequence[Statement], position: int) -> st
     return around.pop() if len(around) == 1 else None
 
 
+def runs_again(statement: Compute) -> bool:
+    """Return whether an operation is computed again in backward."""
+    placement = statement.placement
+    return placement.recompute is not None or (placement.chunk is not None and placement.chunk.recompute)
+
+
+def again_in(graph: Graph, statements: Sequence[Statement], position: int) -> str | None:
+    """Return the group, or the region with pieces, with which a statement is run again in backward; None if it is
+    not."""
+    chunk = chunk_of(statements[position])
+    if chunk is not None:
+        return chunk.name if chunk.recompute else None
+    return group_of(graph, statements, position)
+
+
 def repeated_in_backward(graph: Graph, statements: Sequence[Statement]) -> frozenset[int]:
     """Return the positions of conversions that run again in backward.
 
     A group is run again up to the last value that backward reads: the rest of it is not needed.
     """
-    if not any(isinstance(s, Compute) and s.placement.recompute for s in statements):
+    if not any(isinstance(s, Compute) and runs_again(s) for s in statements):
         return frozenset()
     found: set[int] = set()
     runs: list[list[int]] = []
-    groups = [group_of(graph, statements, i) for i in range(len(statements))]
+    groups = [again_in(graph, statements, i) for i in range(len(statements))]
     for i, group in enumerate(groups):
         if group is not None and runs and groups[i - 1] == group:
             runs[-1].append(i)

@@ -18,21 +18,33 @@ from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
     Convert,
+    Join,
     Message,
     StageProgram,
     Stored,
     Version,
     differentiated,
+    times_of,
     with_gradients,
 )
 from nnscaler.communication.rest_moves import moves_of
-from nnscaler.communication.stored import StoredLayout, stored_layouts, whole
+from nnscaler.communication.stored import StoredLayout, outside_region, stored_layouts, whole
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, volume
 from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import INVARIANT, Layout, Partial, Sharded, full_along, local_shape, shape_of_rank
-from nnscaler.ir.placement import Choice, PartitionedGraph
+from nnscaler.ir.layout import (
+    INVARIANT,
+    REPLICATED,
+    Layout,
+    Partial,
+    Sharded,
+    full_along,
+    local_shape,
+    shape_of_rank,
+    with_state,
+)
+from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph
 from nnscaler.ir.signature import Signature
 
 # Tensors that go to a later stage: rank to rank where the meshes have one shape, by regions where they do not.
@@ -128,11 +140,12 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
             for statement in statements:
                 if not isinstance(statement, Convert):
                     continue
+                count = times * times_of(statement, program.stage)
                 move, tensor = statement.move, graph.tensors[statement.source.tensor]
                 full = full_along(move.source, sizes, tensor.shape, move.axis)
-                add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], times)
+                add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], count)
                 if statement.target.variable in live:
-                    add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], times)
+                    add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], count)
         for stored, between in moves_of(graph, program):
             elements = prod(local_shape(between.whole, sizes, graph.tensors[stored.tensor].shape))
             for axis in between.axes:
@@ -152,9 +165,17 @@ def materialise(partitioned: PartitionedGraph, signatures: Mapping[str, Signatur
     builders = [StageBuilder(graph, stage) for stage in partitioned.stages]
     for builder in builders:
         _declare_stored(builder, stored)
+    regions: dict[Chunk, list[Operation]] = {}
     for op in graph.operations:
-        for index in partitioned.placements[op.name].stages:
+        chunk = partitioned.placements[op.name].chunk
+        if chunk is not None:
+            regions.setdefault(chunk, []).append(op)
+    for op in graph.operations:
+        placement = partitioned.placements[op.name]
+        for index in placement.stages:
             _place(builders, index, partitioned, op, signatures[op.name])
+            if placement.chunk is not None and regions[placement.chunk][-1] is op:
+                _join(builders[index], partitioned, placement.chunk, regions[placement.chunk])
     programs: list[StageProgram] = []
     loss_stage = stage_of(partitioned, graph.loss) if graph.loss else None
     finals = {
@@ -202,19 +223,23 @@ def _place(
 ) -> None:
     graph, builder = partitioned.graph, builders[index]
     placement = partitioned.placements[op.name]
-    choices = placement.choices[index]
+    choices, chunk = placement.choices[index], placement.chunk
+    scope = placement.prepare if chunk is None else chunk
+    if chunk is not None and builder.border is None:
+        builder.border = len(builder.forward)
     needed = input_layouts(graph, op, signature, choices)
     inputs = tuple(
         _obtain(builders, builder, name, layout, placement.prepare)
+        if chunk is None
+        else _in_piece(builders, builder, partitioned, name, layout, chunk)
         for name, layout in zip(op.inputs, needed, strict=True)
     )
     made = output_layouts(graph, op, signature, choices)
     outputs: list[Version | None] = []
     for name, layout in zip(op.outputs, made, strict=True):
-        outputs.append(None if name is None else builder.add(name, layout, placement.prepare))
+        outputs.append(None if name is None else builder.add(name, layout, scope))
     call = _localise(builder, graph, op, signature, choices, made)
-    statements = builder.prepare if placement.prepare else builder.forward
-    statements.append(Compute(op, placement, call, inputs, tuple(outputs)))
+    builder.emit(Compute(op, placement, call, inputs, tuple(outputs)), scope)
 
 
 def _localise(
@@ -244,6 +269,43 @@ def _obtain(builders: list[StageBuilder], builder: StageBuilder, name: str, layo
             return bring(builders, builder, name, layout)
         _pass_on(builder, name)
     return builder.obtain(name, layout, prepare)
+
+
+def _in_piece(
+    builders: list[StageBuilder],
+    builder: StageBuilder,
+    partitioned: PartitionedGraph,
+    name: str,
+    layout: Layout,
+    chunk: Chunk,
+) -> Version:
+    """Return a version in a piece of a region.
+
+    What comes from outside is converted outside, once, and enters as it is: every piece has it, and autograd adds up
+    the gradients that the pieces give it.
+    """
+    producer = builder.graph.producers.get(name)
+    if producer is None or partitioned.placements[producer.name].chunk != chunk:
+        stage = builder.stage
+        outside = _obtain(builders, builder, name, outside_region(layout, stage), False)
+        state = REPLICATED if builder.graph.tensors[name].needs_grad else INVARIANT
+        entered = with_state(outside.layout, stage.names.index(chunk.axis), state)
+        builder.add(name, entered, chunk, outside.variable)
+    return builder.obtain(name, layout, chunk)
+
+
+def _join(builder: StageBuilder, partitioned: PartitionedGraph, chunk: Chunk, operations: Sequence[Operation]) -> None:
+    """End a region: bring what is read outside of it there."""
+    graph, placements = partitioned.graph, partitioned.placements
+    sources: list[Version] = []
+    for op in operations:
+        for name in (n for n in op.outputs if n is not None):
+            readers = (placements[reader.name].chunk for reader, _ in graph.consumers[name])
+            if name in graph.ends or any(other != chunk for other in readers):
+                sources.append(next(iter(builder.known(name, chunk).values())))
+    builder.border = None
+    targets = (builder.add(v.tensor, outside_region(v.layout, builder.stage)) for v in sources)
+    builder.emit(Join(chunk, tuple(sources), tuple(targets)))
 
 
 def _pass_on(builder: StageBuilder, name: str) -> None:

@@ -10,18 +10,23 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
-from nnscaler.communication.backward_halves import differentiated, statement_halves
+from nnscaler.communication.backward_halves import statement_halves
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
     Convert,
+    Join,
     Message,
     StageProgram,
     Statement,
+    differentiated,
+    reads,
     repeated_in_backward,
+    times_of,
+    writes,
 )
 from nnscaler.communication.regions import Message as Block
-from nnscaler.communication.regions import transfer, without_axis
+from nnscaler.communication.regions import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.layout import DeviceMesh, Layout, Partial, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
@@ -57,8 +62,8 @@ def by_bytes(
 
 
 def bytes_on(rank: int, stage: Stage, layout: Layout, shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of the shard of one rank."""
-    at = (*stage.mesh.coordinates(rank).values(), 0)
+    """Return the bytes of the shard of one rank; of the first piece, which is the largest one."""
+    at = (*stage.mesh.coordinates(rank).values(), *(0 for _ in stage.axes[stage.first_in_time :]))
     return prod(local_shape(layout, stage.sizes, shape, at)) * element_bytes(dtype)
 
 
@@ -128,14 +133,14 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
     causes = _causes(program.forward)
     for i, statement in enumerate(program.forward):
         if isinstance(statement, Convert):
-            cause = causes[i]
-            yield from _conversion(graph, program, statement, "forward", "F", cause, micro_batches)
+            cause, times = causes[i], micro_batches * times_of(statement, program.stage)
+            yield from _conversion(graph, program, statement, "forward", "F", cause, times)
             if statement.target.variable in live:
                 half = "W" if halves[i].gradients else "I"
-                yield from _conversion(graph, program, statement, "backward", half, cause, micro_batches)
+                yield from _conversion(graph, program, statement, "backward", half, cause, times)
             if i in again:
                 half = "W" if halves[i].again else "I"
-                yield from _conversion(graph, program, statement, "recompute", half, cause, micro_batches)
+                yield from _conversion(graph, program, statement, "recompute", half, cause, times)
     for message in program.sends:
         yield from _message(communicated, message, micro_batches)
     if program.loss is not None:
@@ -180,10 +185,15 @@ def _causes(statements: Sequence[Statement]) -> Mapping[int, Operation | None]:
     for statement in reversed(statements):
         if isinstance(statement, Compute):
             readers.update((v.variable, statement.operation) for v in statement.inputs)
-        elif statement.target.variable in readers:
-            readers.setdefault(statement.source.variable, readers[statement.target.variable])
+            continue
+        for source, target in zip(reads(statement), writes(statement), strict=True):
+            if target.variable in readers:
+                readers.setdefault(source.variable, readers[target.variable])
     found: dict[int, Operation | None] = {}
     for i, statement in enumerate(statements):
+        if isinstance(statement, Join):
+            pairs = zip(statement.sources, statement.targets, strict=True)
+            makers.update((t.variable, makers[s.variable]) for s, t in pairs)
         if not isinstance(statement, Convert):
             continue
         maker = makers.get(statement.source.variable)
@@ -225,7 +235,7 @@ def _message(communicated: CommunicatedGraph, message: Message, times: int) -> I
         backward = {size: tuple((b, a) for a, b in found) for size, found in forward.items()}
     else:
         (shape, there), (_, here) = (
-            without_axis(tensor.shape, version.layout, stage.sizes, len(stage.sizes) - 1)
+            in_micro_batch(tensor.shape, version.layout, stage)
             for version, stage in ((message.source, source), (message.target, target))
         )
         forward = _by_size(transfer(shape, source.mesh, there, target.mesh, here), tensor.dtype)

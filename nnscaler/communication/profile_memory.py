@@ -9,9 +9,10 @@ Memory, of one rank (of the one with the largest shards), in bytes, at the momen
 * optimizer: its states, by their bytes per element at rest;
 * activations: the shards whose values backward reads, of every micro-batch between its forward and its backward, by the
   order of the schedule. A value is read by backward where the operator is not linear in it (`recomputed.kept_inputs`);
-  views count as the tensors that they show. Of a recomputed group only its inputs are kept. Between the two halves of
-  a backward it is what the second one reads: values that lead to gradients of parameters, recomputed ones too, and the
-  gradients that have arrived there.
+  views count as the tensors that they show. Of a recomputed group only its inputs are kept. Of a region that runs in
+  pieces and computes them again, its inputs, and what one piece keeps while it is computed again. Between the two
+  halves of a backward it is what the second one reads: values that lead to gradients of parameters, recomputed ones
+  too, and the gradients that have arrived there.
 
 Under ZeRO-2 a backward ends with whole gradients, when the activations of its micro-batch are gone: where these are the
 smaller ones, that is the moment when most is held, and the total is of it.
@@ -37,8 +38,13 @@ from nnscaler.communication.communicated_graph import (
     StageProgram,
     Stored,
     Version,
-    group_of,
+    again_in,
+    chunk_of,
     kept_inputs,
+    reads,
+    runs_again,
+    times_of,
+    writes,
 )
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
@@ -78,6 +84,7 @@ def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: 
         if program.gradient and stored.rest and stored.scatter == "micro_batch" and graph.consumers[stored.tensor]
         for tensor in (graph.tensors[stored.tensor],)
     )
+    activations += max(piece_bytes(graph, program).values(), default=0)
     total = parameters + gradients + states + activations + max(0, arriving - each)
     ranks = ranks_text(stage.mesh.ranks)
     return StageMemory(stage.index, stage.device, ranks, parameters, gradients, activations, total, states)
@@ -109,23 +116,27 @@ def kept_bytes(graph: Graph, program: StageProgram) -> int:
     stored = {s.variable for s in program.stored}
     base: dict[str, Version] = {}
     inside: dict[str, str] = {}  # variable -> the recomputed group that makes it
+    several: dict[str, int] = {}  # variable -> how many pieces make one
     kept: dict[str, int] = {}
     for i, statement in enumerate(program.forward):
-        group = group_of(graph, program.forward, i)
-        made = statement.outputs if isinstance(statement, Compute) else (statement.target,)
+        group, times = again_in(graph, program.forward, i), times_of(statement, program.stage)
+        made = statement.outputs if isinstance(statement, Compute) else writes(statement)
         if isinstance(statement, Compute):
             if facts_of(statement.operation.operator).view:
                 shown = base.get(statement.inputs[0].variable, statement.inputs[0])
                 base.update((v.variable, shown) for v in made if v is not None)
             read = kept_inputs(graph, statement) if group is None else statement.inputs
         else:
-            read = () if group is None else (statement.source,)
+            read = () if group is None else reads(statement)
+        if times > 1:
+            several.update((v.variable, times) for v in made if v is not None)
         if group is not None:
             inside.update((v.variable, group) for v in made if v is not None)
         for version in read:
             shown = base.get(version.variable, version)
             if shown.variable not in stored and (group is None or inside.get(shown.variable) != group):
-                kept[shown.variable] = _bytes(graph, shown.tensor, shown.layout, program)
+                each = _bytes(graph, shown.tensor, shown.layout, program)
+                kept[shown.variable] = each * several.get(shown.variable, 1)
     return sum(kept.values())
 
 
@@ -139,7 +150,7 @@ def kept_for_weights(graph: Graph, program: StageProgram) -> int:
     for statement, half in zip(program.forward, statement_halves(graph, program), strict=True):
         if not isinstance(statement, Compute):
             continue
-        made = [v for v in statement.outputs if v is not None]
+        made, times = [v for v in statement.outputs if v is not None], times_of(statement, program.stage)
         if facts_of(statement.operation.operator).view:
             shown = base.get(statement.inputs[0].variable, statement.inputs[0])
             base.update((v.variable, shown) for v in made)
@@ -147,10 +158,38 @@ def kept_for_weights(graph: Graph, program: StageProgram) -> int:
         for version in read:
             shown = base.get(version.variable, version)
             if shown.variable not in stored:
-                kept[shown.variable] = _bytes(graph, shown.tensor, shown.layout, program)
+                kept[shown.variable] = times * _bytes(graph, shown.tensor, shown.layout, program)
         for version in made if half.gradients == BOTH else ():
-            kept[f"gradient of {version.variable}"] = _bytes(graph, version.tensor, version.layout, program)
+            kept[f"gradient of {version.variable}"] = times * _bytes(graph, version.tensor, version.layout, program)
     return sum(kept.values())
+
+
+def piece_bytes(graph: Graph, program: StageProgram) -> Mapping[str, int]:
+    """region -> the bytes that one of its pieces makes and keeps from its forward, in backward, to its own backward.
+
+    Of regions whose pieces are computed again: one piece at a time holds so much. Slices of parameters do not count.
+    """
+    base: dict[str, Version] = {}
+    inside: dict[str, str] = {}
+    kept: dict[str, dict[str, int]] = {}
+    for statement in program.forward:
+        chunk = chunk_of(statement)
+        if chunk is None or not chunk.recompute:
+            continue
+        of_region = kept.setdefault(chunk.name, {})
+        inside.update(
+            (v.variable, chunk.name) for v in writes(statement) if graph.tensors[v.tensor].role != "parameter"
+        )
+        if not isinstance(statement, Compute):
+            continue
+        if facts_of(statement.operation.operator).view:
+            shown = base.get(statement.inputs[0].variable, statement.inputs[0])
+            base.update((v.variable, shown) for v in writes(statement))
+        for version in kept_inputs(graph, statement):
+            shown = base.get(version.variable, version)
+            if inside.get(shown.variable) == chunk.name:
+                of_region[shown.variable] = _bytes(graph, shown.tensor, shown.layout, program)
+    return {name: sum(found.values()) for name, found in kept.items()}
 
 
 def _bytes(graph: Graph, tensor: str, layout: Layout, program: StageProgram) -> int:
@@ -180,8 +219,8 @@ def stage_work(communicated: CommunicatedGraph, signatures: Mapping[str, Signatu
         forward = recomputed = weights = 0.0
         for statement, half in zip(program.forward, statement_halves(graph, program), strict=True):
             if isinstance(statement, Compute):
-                cost = _work(graph, program, statement, signatures)
-                again = cost if statement.placement.recompute else 0.0
+                cost = _work(graph, program, statement, signatures) * times_of(statement, program.stage)
+                again = cost if runs_again(statement) else 0.0
                 forward += cost
                 recomputed += again
                 weights += 2 * cost * half.gradients + again * half.again

@@ -16,6 +16,7 @@ from itertools import product
 from math import prod
 
 from nnscaler.ir.layout import DeviceMesh, Invariant, Layout, Sharded, explain_illegal
+from nnscaler.ir.placement import Stage
 
 Slice = tuple[int, int, int]  # start, stop, step
 Digits = tuple[
@@ -89,6 +90,12 @@ def without_axis(
         if isinstance(other, Sharded) and other.dim == state.dim and other.outer > state.outer:
             rest[i] = replace(other, outer=other.outer // sizes[axis])
     return smaller, tuple(rest)
+
+
+def in_micro_batch(shape: Sequence[int], layout: Layout, stage: Stage) -> tuple[tuple[int, ...], Layout]:
+    """Return the logical shape of a micro-batch of a tensor, and its layout on the mesh of the stage."""
+    of_one, rest = without_axis(shape, layout, stage.sizes, len(stage.sizes) - 1)
+    return of_one, rest[: stage.first_in_time]
 
 
 def _shards(shape: Sequence[int], mesh: DeviceMesh, layout: Layout) -> Iterator[tuple[int, tuple[Digits, ...]]]:

@@ -53,6 +53,12 @@ def whole(stage: Stage) -> Layout:
     return (INVARIANT,) * len(stage.axes)
 
 
+def outside_region(layout: Layout, stage: Stage) -> Layout:
+    """Return the layout outside of the region that needs this one: whole on the axes of pieces."""
+    first, end = stage.first_in_time, len(layout) - 1
+    return (*layout[:first], *(INVARIANT,) * (end - first), layout[end])
+
+
 def stored_layouts(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> dict[str, StoredLayout]:
     """Return the layouts of parameters, buffers and constants. Unused ones rest whole on the first stage."""
     graph = partitioned.graph
@@ -60,7 +66,8 @@ def stored_layouts(partitioned: PartitionedGraph, signatures: Mapping[str, Signa
     for op in graph.operations:
         placement = partitioned.placements[op.name]
         for stage in placement.stages:
-            layouts = input_layouts(graph, op, signatures[op.name], placement.choices[stage])
+            needed = input_layouts(graph, op, signatures[op.name], placement.choices[stage])
+            layouts = [outside_region(layout, partitioned.stages[stage]) for layout in needed]
             for name, layout in zip(op.inputs, layouts, strict=True):
                 if name in uses:
                     uses[name].append((stage, layout))
@@ -156,7 +163,7 @@ def _cost(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Sequence
     leaf = leaf_layout(tensor, stage, at_rest, wanted)
     total = 0.0
     for layout in dict.fromkeys(wanted):
-        found = find_path(leaf, layout, stage.sizes, tensor.shape, tensor.needs_grad, len(stage.sizes) - 1)
+        found = find_path(leaf, layout, stage.sizes, tensor.shape, tensor.needs_grad, stage.first_in_time)
         if found is None:
             return float("inf")
         total += found[0]

@@ -93,7 +93,7 @@ def volume(collective: str | None, elements: int, parts: int) -> float:
 def move_cost(move: Move, sizes: Sequence[int], shape: Sequence[int], needs_grad: bool, in_time: bool) -> float:
     """Elements communicated by one move, forward and backward; `inf` where no such row exists.
 
-    `in_time`: the axis is that of micro-batches, which cannot communicate.
+    `in_time`: the axis is one in time, of micro-batches or of pieces, which cannot communicate.
     """
     before, after = move.source[move.axis], move.target[move.axis]
     parts = sizes[move.axis]
@@ -130,7 +130,7 @@ def find_path(
 ) -> tuple[float, tuple[Move, ...]] | None:
     """Return the cheapest moves from one layout to another (Dijkstra), and their cost; None where there is no way.
 
-    `in_time`: the position of the micro-batch axis, if there is one.
+    `in_time`: the position of the first axis in time, if there is one; those in time come last.
     """
     if source == target:
         return 0.0, ()
@@ -148,7 +148,7 @@ def find_path(
         if cost > best[layout]:
             continue
         for move in _moves(layout, options):
-            step = move_cost(move, sizes, shape, needs_grad, move.axis == in_time)
+            step = move_cost(move, sizes, shape, needs_grad, in_time is not None and move.axis >= in_time)
             total = cost + step
             if total >= best.get(move.target, inf) or explain_illegal(move.target, sizes, shape):
                 continue

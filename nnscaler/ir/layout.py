@@ -204,9 +204,14 @@ def shape_of_rank(
     return tuple(local)
 
 
+def with_state(layout: Layout, axis: int, state: State) -> Layout:
+    """Return the layout with another state on one axis."""
+    return (*layout[:axis], state, *layout[axis + 1 :])
+
+
 def full_along(layout: Layout, sizes: Sequence[int], shape: Sequence[int], axis: int) -> tuple[int, ...]:
     """Return the local shape of a tensor that is whole along one axis."""
-    return local_shape((*layout[:axis], INVARIANT, *layout[axis + 1 :]), sizes, shape)
+    return local_shape(with_state(layout, axis, INVARIANT), sizes, shape)
 
 
 def local_outer(layout: Layout, sizes: Sequence[int], axis: int) -> int:

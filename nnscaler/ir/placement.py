@@ -61,17 +61,24 @@ Choice = RunInvariant | RunReplicated | Split | RunPartial
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One segment of the pipeline and the mesh that runs it. `device` numbers the group of ranks (several stages of
-    an interleaved pipeline share one)."""
+    an interleaved pipeline share one). `time_axes`: those of regions that run in pieces."""
 
     index: int
     mesh: DeviceMesh
     device: int
     micro_batches: int = 1
+    time_axes: tuple[Axis, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes of every layout on this stage: the mesh's, then `micro` (size 1 without micro-batches)."""
-        return (*self.mesh.axes, Axis(MICRO, self.micro_batches))
+        """The axes of every layout on this stage: the mesh's, then those in time, of regions and, last, `micro` (size 1
+        without micro-batches). Outside of its region everything is `Invariant` on a region's axis."""
+        return (*self.mesh.axes, *self.time_axes, Axis(MICRO, self.micro_batches))
+
+    @property
+    def first_in_time(self) -> int:
+        """The position of the first axis in time: from there on, axes have no ranks and communicate nothing."""
+        return len(self.mesh.axes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -80,6 +87,20 @@ class Stage:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A region of operations that a stage runs in pieces, one after another.
+
+    name       of the region
+    axis       of its pieces
+    recompute  whether each piece is computed again in backward
+    """
+
+    name: str
+    axis: str
+    recompute: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +113,15 @@ class Placement:
     choices     per stage of the graph, one choice per axis of that stage's `axes`; also where the operation does not
                 run, since it may be repeated there
     prepare     whether it runs once per step, on all micro-batches together, before the first forward
-    recompute   a group whose activations are recomputed in backward; None for none
+    recompute   a group whose activations are recomputed in backward; None for none, and in a region
+    chunk       the region to which it belongs; None outside of any
     """
 
     stages: tuple[int, ...]
     choices: tuple[tuple[Choice, ...], ...]
     prepare: bool = False
     recompute: str | None = None
+    chunk: Chunk | None = None
 
     @property
     def over_micro_batches(self) -> Choice:

@@ -20,6 +20,8 @@ from nnscaler.communication.communicated_graph import (
     StageProgram,
     Stored,
     repeated_in_backward,
+    runs_again,
+    times_of,
 )
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
@@ -144,15 +146,19 @@ def _stage(
     weights = divided = _moved(graph, program, cost, {"B"})
     halves = statement_halves(graph, program)
     for i, statement in enumerate(program.forward):
+        times = times_of(statement, stage)
         if isinstance(statement, Compute):
             ahead, behind = _compute(graph, stage, statement, signatures, cost)
-            repeated = ahead + cost.overheads.again if statement.placement.recompute is not None else 0.0
-        else:
+            repeated = ahead + cost.overheads.again if runs_again(statement) else 0.0
+        elif isinstance(statement, Convert):
             ahead, behind = _convert(graph, stage, statement, cost)
             repeated = ahead if i in again else 0.0
-        forward += ahead
-        backward += behind + repeated
-        weights += halves[i].gradients * behind + halves[i].again * repeated
+        else:
+            forward += cost.overheads.statement * len(statement.targets)
+            continue
+        forward += ahead * times
+        backward += (behind + repeated) * times
+        weights += (halves[i].gradients * behind + halves[i].again * repeated) * times
     backward += divided
     for message in program.receives:
         forward += _sent(graph, stage, message, cost)
@@ -174,7 +180,7 @@ def _once(graph: Graph, program: StageProgram, signatures: Mapping[str, Signatur
     for statement in program.prepare:
         if isinstance(statement, Compute):
             once += _compute(graph, stage, statement, signatures, cost)[0]
-        else:
+        elif isinstance(statement, Convert):
             once += _convert(graph, stage, statement, cost)[0]
     return once + _moved(graph, program, cost, {"gather", "gradient"})
 
@@ -243,7 +249,7 @@ def _compute(
 def _convert(graph: Graph, stage: Stage, statement: Convert, cost: CostModel) -> tuple[float, float]:
     move, tensor = statement.move, graph.tensors[statement.source.tensor]
     name = stage.names[move.axis]
-    if name == MICRO:
+    if move.axis >= stage.first_in_time:
         return 0.0, 0.0
     size = prod(full_along(move.source, stage.sizes, tensor.shape, move.axis)) * element_bytes(tensor.dtype)
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nnscaler.communication.communicated_graph import Compute
+from nnscaler.communication.communicated_graph import Compute, runs_again
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
@@ -112,7 +112,7 @@ class OneRank:
     def counts(self) -> tuple[int, int]:
         """Statements of a step, and those that it repeats."""
         forward, micro_batches = self.program.communicated.stages[0].forward, self.program.order.micro_batches
-        again = sum(isinstance(s, Compute) and s.placement.recompute is not None for s in forward)
+        again = sum(isinstance(s, Compute) and runs_again(s) for s in forward)
         return len(forward) * micro_batches, again * micro_batches
 
 

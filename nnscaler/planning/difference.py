@@ -76,4 +76,5 @@ def stages_of(graph: PartitionedGraph, operation: str) -> str:
 
 def recomputed(graph: PartitionedGraph, operation: str) -> str:
     """Return `yes` where backward computes the operation again, else `no`."""
-    return "no" if graph.placements[operation].recompute is None else "yes"
+    placement = graph.placements[operation]
+    return "yes" if placement.recompute or (placement.chunk and placement.chunk.recompute) else "no"

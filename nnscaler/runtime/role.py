@@ -221,13 +221,15 @@ Observer = Callable[[str, Tensor], None]
 
 class Stage:
     """Base of the stages of a role module. The executor makes one object per rank, with an `AxisGroup` for each axis
-    (`micro` is the current micro-batch) and a tensor for each declared parameter, frozen parameter, buffer and
-    constant. Subclasses define `forward`, and `prepare` where `prepare_inputs` is not empty."""
+    (`micro` is the current micro-batch, an axis of `time_axes` the current piece of its region) and a tensor for each
+    declared parameter, frozen parameter, buffer and constant. Subclasses define `forward`, and `prepare` where
+    `prepare_inputs` is not empty."""
 
     index: ClassVar[int] = 0
     ranks: ClassVar[Ranks] = (0,)
     axes: ClassVar[Mapping[str, int]] = {}
     micro_batches: ClassVar[int] = 1
+    time_axes: ClassVar[Mapping[str, int]] = {}
     parameters: ClassVar[Mapping[str, Parameter]] = {}
     frozen: ClassVar[Mapping[str, Parameter]] = {}
     buffers: ClassVar[Mapping[str, Buffer]] = {}
@@ -253,14 +255,31 @@ class Stage:
         self.context = context
         self.at_rest = {}  # parameter -> its tensor between steps; mostly its leaf
         self.micro = AxisGroup(MICRO, self.micro_batches, 0)
+        for axis, size in self.time_axes.items():
+            setattr(self, axis, AxisGroup(axis, size, 0))
         self._observer = observer
 
     def coordinates(self) -> dict[str, int]:
-        """Return this rank's index on every axis, and the current micro-batch."""
-        return {axis: getattr(self, axis).index for axis in (*self.axes, MICRO)}
+        """Return this rank's index on every axis, and the current piece and micro-batch."""
+        return {axis: getattr(self, axis).index for axis in (*self.axes, *self.time_axes, MICRO)}
 
     def sizes(self) -> dict[str, int]:
-        return {**self.axes, MICRO: self.micro_batches}
+        return {**self.axes, **self.time_axes, MICRO: self.micro_batches}
+
+    def in_piece(self, function: Callable[..., Any], **index: int) -> Callable[..., Any]:
+        """Return the function at a place on an axis in time (`co=1`), also where it runs again in backward."""
+        ((axis, number),) = index.items()
+        there = AxisGroup(axis, self.time_axes[axis], number)
+
+        def run(*tensors: Any) -> Any:
+            outside = getattr(self, axis)
+            setattr(self, axis, there)
+            try:
+                return function(*tensors)
+            finally:
+                setattr(self, axis, outside)
+
+        return run
 
     def local(self, shape: tuple[Size, ...]) -> tuple[int, ...]:
         """Return this rank's numbers of a declared shape."""

@@ -13,6 +13,7 @@ from nnscaler.ir.graph import Graph, is_free_name
 from nnscaler.ir.layout import MICRO, Axis, DeviceMesh
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.ir.signature import Signature
+from nnscaler.transform.chunk import ChunkedRegion, check_chunks, choose_pieces, regions_of
 from nnscaler.transform.complete_plan import choose, illegal
 from nnscaler.transform.hoist_prepare import hoist
 from nnscaler.transform.plan import AssignStep, Axes, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
@@ -72,28 +73,32 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
     Raises NnscalerError("plan_illegal") for a step that the annotations forbid, saying what would be legal.
     """
     _check(plan)
+    check_chunks(plan)
     graph = reorder(graph, [s for s in plan.steps if isinstance(s, OrderStep)])
     stages = make_stages(plan)
     stage_of = _assign(graph, plan)
     _check_axes(graph, plan, stage_of)
+    graph, regions = regions_of(graph, plan, stage_of)
     of_mesh: dict[Axes, Mapping[str, tuple[Choice, ...]]] = {}
     device_axes = plan.device_axes
     for mesh in device_axes:
         if mesh not in of_mesh:
             having = {s.index for s in stages if device_axes[s.device] == mesh}
             here = {n for n, where in stage_of.items() if not having.isdisjoint(where)}
-            of_mesh[mesh] = _choose(graph, signatures, plan, mesh, here)
+            of_mesh[mesh] = _choose(graph, signatures, plan, mesh, here, regions)
     recompute = {
         op.name: f"recompute_{i}"
         for i, step in enumerate(s for s in plan.steps if isinstance(s, RecomputeStep))
         for op in select(graph, step.operations)
     }
+    chunks = {op.name: region.chunk for region in regions for op in region.operations}
     placements = {
         op.name: Placement(
             stage_of[op.name],
             tuple(of_mesh[device_axes[s.device]][op.name] for s in stages),
             False,
-            recompute.get(op.name),
+            None if op.name in chunks else recompute.get(op.name),
+            chunks.get(op.name),
         )
         for op in graph.operations
     }
@@ -102,17 +107,27 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
 
 
 def _choose(
-    graph: Graph, signatures: Mapping[str, Signature], plan: Plan, mesh: Axes, here: set[str]
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    plan: Plan,
+    mesh: Axes,
+    here: set[str],
+    regions: Sequence[ChunkedRegion],
 ) -> Mapping[str, tuple[Choice, ...]]:
-    """Choose on the axes of a mesh, then on micro-batches."""
+    """Choose on the axes of a mesh, on those of regions, then on micro-batches."""
     choices, axes = choose(graph, signatures, plan, mesh, here)
+    of_mesh = [region for region in regions if any(op.name in here for op in region.operations)]
+    for axis in plan.chunk_axes:
+        pieces = choose_pieces(graph, signatures, axis, of_mesh, choices, axes)
+        choices = {op: (*made, pieces[op]) for op, made in choices.items()}
+        axes = (*axes, axis)
     every = tuple(axes)
     for op in graph.operations:
         reason = explain_illegal_choices(graph, op, signatures[op.name], choices[op.name], every)
         if reason:
             raise illegal(op, signatures[op.name], f"choices of {op.name} do not go together: {reason}", axes[0][1])
     made_on = [name for name, _ in axes]
-    position = [made_on.index(name) for name in (*(name for name, _ in mesh), MICRO)]
+    position = [made_on.index(name) for name in (*(name for name, _ in (*mesh, *plan.chunk_axes)), MICRO)]
     return {name: tuple(made[i] for i in position) for name, made in choices.items()}
 
 
@@ -127,7 +142,8 @@ def make_stages(plan: Plan) -> tuple[Stage, ...]:
         DeviceMesh(tuple(Axis(*axis) for axis in axes), tuple(range(start, start + count)))
         for axes, start, count in zip(plan.device_axes, starts, counts, strict=False)
     ]
-    return tuple(Stage(s, meshes[d], d, plan.micro_batches) for s, d in enumerate(plan.one_device_each()))
+    pieces = tuple(Axis(*axis) for axis in plan.chunk_axes)
+    return tuple(Stage(s, meshes[d], d, plan.micro_batches, pieces) for s, d in enumerate(plan.one_device_each()))
 
 
 def _check(plan: Plan) -> None:

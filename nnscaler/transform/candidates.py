@@ -38,6 +38,13 @@ def reach(graph: Graph, signatures: Mapping[str, Signature], parts: int, layouts
     return _fixpoint(graph, signatures, parts, seeds)
 
 
+def spread(
+    graph: Graph, signatures: Mapping[str, Signature], parts: int, operation: Operation, split: Split
+) -> Candidates:
+    """Return the splits that one split of one operation induces, transitively, itself included."""
+    return _fixpoint(graph, signatures, parts, [(operation, split)])
+
+
 def _fixpoint(
     graph: Graph,
     signatures: Mapping[str, Signature],

@@ -18,7 +18,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.transform.plan import OrderStep, Plan, RestStep, SplitStep, Step
+from nnscaler.transform.plan import ChunkStep, OrderStep, Plan, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 
 Signatures = Mapping[str, Signature]
@@ -42,6 +42,11 @@ def carry(plan: Plan, before: Graph, after: Graph) -> Plan:
             steps += [OrderStep(first, second)] if first and second else []
         elif isinstance(step, SplitStep) and _shaped(step):
             steps += _resized(step, [op.name for op in select(before, step.operations)], names, known, plan)
+        elif isinstance(step, ChunkStep):
+            pattern, named_by, identifier = step.identifier.rpartition(":")
+            anchor = _carried(after, (pattern,), names) if named_by else ("",)
+            if (named := _carried(after, step.operations, names)) and anchor:
+                steps.append(replace(step, operations=named, identifier=f"{anchor[0]}{named_by}{identifier}"))
         elif named := _carried(after, step.operations, names):
             steps.append(replace(step, operations=named))
     return replace(plan, steps=tuple(steps))

@@ -108,7 +108,10 @@ def _rebuild(
         clones.append(clone)
         signatures[clone.name] = signatures[op.name]
         old = partitioned.placements[op.name]
-        choices = tuple((*on_stage[:-1], RunInvariant()) for on_stage in old.choices)
+        choices = tuple(
+            tuple(RunInvariant() if axis >= stage.first_in_time else c for axis, c in enumerate(on_stage))
+            for stage, on_stage in zip(partitioned.stages, old.choices, strict=True)
+        )
         placements[clone.name] = Placement(stages_of[op.name], choices, prepare=True)
     changed = {(op.name, slot) for op, slot in uses}
     updates = tuple((buffer, rename[value]) for buffer, value in graph.updates)

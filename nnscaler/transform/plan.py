@@ -86,6 +86,28 @@ class RecomputeStep:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkStep:
+    """Run regions of operations in pieces, one after another on the same ranks (coshard: Lin et al., nnScaler, 2024).
+
+    Consecutive operations are one region, and each module that a pattern names is one by itself. The pieces are an axis
+    in time: one operation is split as said, the others of its region follow.
+
+    operations   names or patterns
+    axis         name of the axis in time; steps may share one that has as many parts
+    identifier   of the first operation of the region that has it; `pattern:identifier` for that of another one
+    parts        how many pieces
+    recompute    whether each piece is computed again in backward, so that one piece's activations exist at a time
+    """
+
+    kind: ClassVar[str] = "chunk"
+    operations: tuple[str, ...]
+    axis: str
+    identifier: str
+    parts: int
+    recompute: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class RestStep:
     """Keep parameters, and what the optimizer has of them, sharded over an axis whose ranks all read them (Rajbhandari
     et al., ZeRO, 2020).
@@ -107,9 +129,9 @@ class RestStep:
 
 Axes = tuple[tuple[str, int], ...]  # (name, size)
 _WHERE_GIVEN = ("stage_devices", "orders")  # entries of plan.json that plans without them do not have
-Step = SplitStep | ReplicateStep | AssignStep | OrderStep | RecomputeStep | RestStep
+Step = SplitStep | ReplicateStep | AssignStep | OrderStep | RecomputeStep | ChunkStep | RestStep
 _KINDS: dict[str, type[Any]] = {
-    s.kind: s for s in (SplitStep, ReplicateStep, AssignStep, OrderStep, RecomputeStep, RestStep)
+    s.kind: s for s in (SplitStep, ReplicateStep, AssignStep, OrderStep, RecomputeStep, ChunkStep, RestStep)
 }
 
 
@@ -206,6 +228,11 @@ class Plan:
         return tuple(tuple((name, size) for name, size in axes if size > 1) for axes in given)
 
     @property
+    def chunk_axes(self) -> Axes:
+        """The axes in time of regions, in the order of the steps that name them first."""
+        return tuple({step.axis: step.parts for step in self.steps if isinstance(step, ChunkStep)}.items())
+
+    @property
     def data_parts(self) -> int:
         """Number of parts of the batch before micro-batches: the same samples form one on every device."""
         return lcm(*(prod(size for name, size in axes if name in self.data_axes) for axes in self.device_axes))
@@ -226,7 +253,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as text that `from_json` reads."""
-        steps = [{"step": s.kind, **{k: v for k, v in asdict(s).items() if v not in ((), False)}} for s in self.steps]
+        steps = [{"step": s.kind, **_told(s)} for s in self.steps]
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("steps", "precision")}
         head = {k: v for k, v in head.items() if v != () or k not in _WHERE_GIVEN}
         if self.precision is not None:
@@ -266,6 +293,12 @@ class Plan:
 def stage_devices(devices: int, chunks: int) -> tuple[int, ...]:
     """Return the device of each of `devices * chunks` stages that go round: stage s is on device s % devices."""
     return tuple(stage % devices for stage in range(devices * chunks))
+
+
+def _told(step: Step) -> dict[str, Any]:
+    """Return the fields of a step without empty lists, and without false ones that are false by default."""
+    on = {f.name for f in fields(step) if f.default is True}
+    return {k: v for k, v in asdict(step).items() if v not in ((), False) or k in on}
 
 
 def _precision(value: Any, source: str) -> Precision:

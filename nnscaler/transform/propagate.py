@@ -16,7 +16,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import STEP, find_path
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, resolve
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Replicated, Sharded, State
+from nnscaler.ir.layout import INVARIANT, MICRO, REPLICATED, Invariant, Replicated, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.candidates import split_of
@@ -24,7 +24,7 @@ from nnscaler.transform.candidates import split_of
 
 @dataclass(frozen=True, slots=True)
 class FollowAxis:
-    """The axis whose choices are made. `in_time`: it is that of micro-batches, which cannot communicate."""
+    """The axis whose choices are made. `in_time`: it is one of micro-batches or of pieces, which cannot communicate."""
 
     name: str
     parts: int
@@ -144,7 +144,7 @@ def _cheapest(following: _Following, op: Operation) -> Choice:
     costs = [(_cost(following, op, c), i) for i, c in enumerate(options)]
     cost, best = min(costs)
     if cost == inf:
-        raise _coupled(op, signature)
+        raise _coupled(op, signature) if following.axis.name == MICRO else _in_pieces(op, following)
     return options[best]
 
 
@@ -184,7 +184,7 @@ def _cost(following: _Following, op: Operation, choice: Choice) -> float:
         )
         if found is not None and found[0] < inf:
             total += 0.0 if stored else found[0]
-        elif axis.in_time and not tensor.needs_grad:
+        elif axis.name == MICRO and not tensor.needs_grad:
             total += 1.0 + tensor.elements  # computed once per step, on all micro-batches
         else:
             return inf
@@ -192,6 +192,17 @@ def _cost(following: _Following, op: Operation, choice: Choice) -> float:
         # the whole operation is run by every rank although its inputs are sharded
         total += sum(graph.tensors[n].elements for n in op.outputs if n is not None)
     return total
+
+
+def _in_pieces(op: Operation, following: _Following) -> NnscalerError:
+    axis = following.axis
+    return NnscalerError(
+        "plan_illegal",
+        f"{op.operator} ({op.name}, in {op.module or 'the model'}) needs values of all {axis.parts} pieces of "
+        f"{axis.name} at once",
+        where=op.where,
+        help=f"leave {op.name} and what follows out of the chunk step, or split another identifier",
+    )
 
 
 def _coupled(op: Operation, signature: Signature) -> NnscalerError:

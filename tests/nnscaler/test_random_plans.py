@@ -13,7 +13,7 @@ import torch
 from nnscaler.ir.conversion import ROWS
 from nnscaler.runtime.program.load_python import load_user_module
 from verify import verify_plan
-from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plans
+from verify.programs.random_plans import IN_PIECES, MESHES, PIPELINES, UNLIKE, Mesh, random_plans
 
 COUNTS = {"gpt": 8, "llama_hf": 1, "vit_hf": 1, "t5_hf": 1}
 LONG = {"gpt": 400, "llama_hf": 100, "vit_hf": 100, "t5_hf": 100}
@@ -42,6 +42,12 @@ def test_random_plans_are_exact(name: str, examples: Path) -> None:
 def test_random_pipelines_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
     check(module.build_model, module.sample_inputs(), range(3), PIPELINES)
+
+
+def test_random_regions_in_pieces_are_exact(examples: Path) -> None:
+    module = load_user_module(str(examples / "gpt.py"))
+    rows = check(module.build_model, module.sample_inputs(), range(4), IN_PIECES)
+    assert rows["join"] >= 4
 
 
 def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
@@ -90,3 +96,4 @@ def test_many_random_plans_are_exact(name: str, examples: Path) -> None:
     module = load_user_module(str(examples / f"{name}.py"))
     check(module.build_model, module.sample_inputs(), range(LONG[name]), MESHES)
     check(module.build_model, module.sample_inputs(), range(LONG[name] // 4), PIPELINES)
+    check(module.build_model, module.sample_inputs(), range(LONG[name] // 4), IN_PIECES)

@@ -21,13 +21,22 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.files import save_tensors
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.ir.signature import signatures
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.tracing import Traced
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep, Step
+from nnscaler.transform.plan import (
+    AssignStep,
+    ChunkStep,
+    OrderStep,
+    Plan,
+    RecomputeStep,
+    ReplicateStep,
+    RestStep,
+    SplitStep,
+    Step,
+)
 from verify.programs.checks.logical import by_rank, holdings_of, put_together
 from verify.programs.execution.backends import Failure, run_simulator
 from verify.programs.execution.rank_program import RankResult, Task
@@ -118,7 +127,7 @@ def units_of(plan: Plan, graph: Graph) -> tuple[Unit, ...]:
         for stage in placement.stages:
             named = zip(partitioned.stages[stage].names, placement.choices[stage], strict=True)
             for axis, choice in named:
-                if axis != MICRO and not isinstance(choice, RunInvariant):
+                if axis in partitioned.stages[stage].mesh.names and not isinstance(choice, RunInvariant):
                     found.setdefault((operation.name, axis), Unit(operation.name, axis, choice))
     return tuple(found.values())
 
@@ -151,7 +160,7 @@ def smaller(plan: Plan) -> Iterator[Plan]:
             yield _sized(plan, name, 2)
     if plan.micro_batches > 2:
         yield plan.with_micro_batches(2)
-    for kind in (RecomputeStep, OrderStep, RestStep):
+    for kind in (RecomputeStep, OrderStep, RestStep, ChunkStep):
         if any(isinstance(step, kind) for step in plan.steps):
             yield replace(plan, steps=_without(plan.steps, kind))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -25,9 +26,10 @@ from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.policies import pipeline, step_of
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
+from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.candidates import Candidates, all_candidates
 from nnscaler.transform.complete_plan import follow_batch
-from nnscaler.transform.plan import AssignStep, Axes, Plan, RestStep, Step
+from nnscaler.transform.plan import AssignStep, Axes, ChunkStep, Plan, RestStep, Step
 from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared, matched_draws
 from verify.programs.reference.eager import Settings, randomise_parameters, run_reference
@@ -48,12 +50,14 @@ def random_plan(
     *,
     micro_batches: int = 1,
     stage_axes: Sequence[Axes] = (),
+    regions: int = 0,
 ) -> Plan:
     """Draw a choice for every operation on every axis among whole, whole with deferred gradients, partial sums and
     splits.
 
     `mesh` may have `pp`: the stages are those of the policy `pipeline`. `stage_axes`: as in `Plan`, with other names on
-    other devices. Micro-batches follow the batch. Parameters may rest in shards over any axis.
+    other devices. Micro-batches follow the batch. Parameters may rest in shards over any axis. `regions`: how many runs
+    of operations are to be run in pieces, as far as legal ones are found.
     """
     random = Random(seed)
     plan = Plan(tuple(mesh), (), micro_batches, data_axes=(), stage_axes=tuple(stage_axes))
@@ -72,7 +76,34 @@ def random_plan(
                 legal = (c for c in options if not explain_illegal_choices(graph, op, signature, (*made, c), axes))
                 made = (*made, next(legal))
                 steps.append(step_of((op.name,), axis[0], made[-1]))
-    return replace(plan, steps=(*steps, *_rests(graph, plan, Random(f"at rest {seed}"))))
+    plan = replace(plan, steps=(*steps, *_rests(graph, plan, Random(f"at rest {seed}"))))
+    chance = Random(f"in pieces {seed}")
+    for number in range(regions):
+        plan = _with_region(graph, signatures, plan, f"pieces_{number}", chance)
+    return plan
+
+
+_TRIES = 40  # draws of a region, of which many are illegal
+
+
+def _with_region(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, axis: str, random: Random) -> Plan:
+    """Return the plan with one more region that runs in pieces: of as many consecutive operations as are drawn."""
+    taken = {name for step in plan.steps if isinstance(step, ChunkStep) for name in step.operations}
+    for _ in range(_TRIES):
+        first = random.randrange(len(graph.operations))
+        run = graph.operations[first : first + random.randint(1, 12)]
+        op = random.choice(run)
+        identifiers = signatures[op.name].identifiers
+        if not identifiers or not taken.isdisjoint(o.name for o in run):
+            continue
+        identifier = f"{op.name}:{random.choice(identifiers)}"
+        names = tuple(o.name for o in run)
+        step = ChunkStep(names, axis, identifier, random.choice((2, 2, 3)), random.random() < 0.7)
+        drawn = replace(plan, steps=(*plan.steps, step))
+        with suppress(NnscalerError):
+            apply_plan(graph, dict(signatures), drawn)
+            return drawn
+    return plan
 
 
 def _rests(graph: Graph, plan: Plan, random: Random) -> Iterator[RestStep]:
@@ -97,9 +128,11 @@ class Mesh:
     axes: Axes
     micro_batches: int = 1
     stage_axes: tuple[Axes, ...] = ()
+    regions: int = 0  # that run in pieces
 
     def __str__(self) -> str:
-        return Plan(self.axes, (), self.micro_batches, stage_axes=self.stage_axes).describe()
+        described = Plan(self.axes, (), self.micro_batches, stage_axes=self.stage_axes).describe()
+        return described + (f", {self.regions} regions in pieces" if self.regions else "")
 
 
 MESHES = (
@@ -114,6 +147,12 @@ PIPELINES = (
     Mesh((("a", 2), ("pp", 2)), 2),
     Mesh((("a", 2), ("b", 2), ("pp", 2))),
     Mesh((("a", 3), ("pp", 2)), 2),
+)
+IN_PIECES = (
+    Mesh((), 1, (), 3),
+    Mesh((("a", 2),), 2, (), 2),
+    Mesh((("a", 2), ("b", 2)), 1, (), 3),
+    Mesh((("a", 2), ("pp", 2)), 2, (), 3),
 )
 TIMEOUT = 120.0  # seconds for one program
 UNLIKE = (  # parameters that two stages share are illegal here
@@ -152,7 +191,13 @@ def random_plans(
     for seed in seeds:
         mesh = meshes[seed % len(meshes)]
         plan = random_plan(
-            traced.graph, known, mesh.axes, seed, micro_batches=mesh.micro_batches, stage_axes=mesh.stage_axes
+            traced.graph,
+            known,
+            mesh.axes,
+            seed,
+            micro_batches=mesh.micro_batches,
+            stage_axes=mesh.stage_axes,
+            regions=mesh.regions,
         )
         try:
             program = compile_traced(traced, WantedPlan(plan.ranks, plan), model={"name": type(model).__name__})

@@ -9,7 +9,7 @@ never its argument. On the micro-batch axis only rows that communicate neither w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
-from nnscaler.runtime.cut import Cut
+from nnscaler.runtime.cut import Cut, cut_of
+from nnscaler.runtime.layout import Partial, Sharded, State
 
 # One mesh axis as a rank sees it.
 
@@ -26,13 +27,14 @@ from nnscaler.runtime.cut import Cut
 class AxisGroup:
     """The ranks that differ from this one only in their coordinate on one axis.
 
-    The micro-batch axis has an `index` (the current micro-batch) and no communicator: its "ranks" are moments.
+    An axis in time, of micro-batches or of the pieces of a region, has an `index` (the current one) and no
+    communicator: its "ranks" are moments.
 
     name           of the axis
     size           number of ranks
     index          this rank's coordinate
     ranks          in the order of the coordinate
-    communicator   None on the micro-batch axis
+    communicator   None on an axis in time
     """
 
     name: str
@@ -42,7 +44,7 @@ class AxisGroup:
     communicator: Communicator | None = None
 
     def connected(self) -> Communicator:
-        """Return the communicator. Raises ProgramError on the micro-batch axis, over which nothing can be sent."""
+        """Return the communicator. Raises ProgramError on an axis in time, over which nothing can be sent."""
         if self.communicator is None:
             raise ProgramError(f"axis {self.name!r} has no ranks to communicate with")
         return self.communicator
@@ -93,7 +95,13 @@ def _first(tensor: Tensor, axis: AxisGroup) -> Tensor:
 
 
 def _slice(cut: Cut) -> Kernel:
-    return lambda tensor, axis: cut.piece(tensor, axis.size, axis.index).clone(memory_format=torch.contiguous_format)
+    def piece(tensor: Tensor, axis: AxisGroup) -> Tensor:
+        found = cut.piece(tensor, axis.size, axis.index)
+        if axis.communicator is None:  # later pieces need the whole: a view of it takes no memory
+            return found.contiguous()
+        return found.clone(memory_format=torch.contiguous_format)
+
+    return piece
 
 
 def _place(cut: Cut) -> Kernel:
@@ -227,3 +235,41 @@ def shard_replicated(
 def keep_first_replicated(x: Tensor, axis: AxisGroup) -> Tensor:
     """Replicated -> Partial: x on the first rank and zeros elsewhere / the same."""
     return _convert(x, axis, _first, _first)
+
+
+# -- the end of a region that runs in pieces --------------------------------------------------------------------------
+
+
+def join(pieces: Iterable[tuple[Tensor, ...]], axis: AxisGroup, *states: State) -> tuple[Tensor, ...]:
+    """Bring the results of the pieces of a region out of it, each by its row to Invariant on the axis in time.
+
+    `pieces` are made one after another while this runs; `states` say how each result lies over them, in local
+    coordinates. Partial: they are added up as they are made (or the largest is taken, of a tensor without gradient).
+    Sharded: they are joined. Replicated and Invariant: the first one, which alone gets a gradient. Raises ProgramError
+    where there are other pieces or results than the axis and `states` say.
+    """
+    kept: list[list[Tensor]] = [[] for _ in states]
+    count = 0
+    for results in pieces:
+        if len(results) != len(states):
+            raise ProgramError(f"a piece of {axis.name!r} has {len(results)} results, and {len(states)} are joined")
+        for number, (result, state) in enumerate(zip(results, states, strict=True)):
+            if isinstance(state, Sharded) or not kept[number]:
+                kept[number].append(result)
+            elif isinstance(state, Partial):
+                kept[number] = [_together(kept[number][0], result, state, axis)]
+        count += 1
+    if count != axis.size:
+        raise ProgramError(f"{count} pieces of {axis.name!r} are joined, which has {axis.size}")
+    return tuple(
+        cut_of(state).join(those) if isinstance(state, Sharded) else those[0]
+        for those, state in zip(kept, states, strict=True)
+    )
+
+
+def _together(total: Tensor, result: Tensor, state: Partial, axis: AxisGroup) -> Tensor:
+    if state.reduction == "sum":
+        return total + result
+    if result.requires_grad:
+        raise ProgramError(f"the maximum over {axis.name!r} of a tensor that needs a gradient")
+    return torch.maximum(total, result)

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
-from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
+from nnscaler.transform.plan import (
+    AssignStep,
+    ChunkStep,
+    OrderStep,
+    Plan,
+    RecomputeStep,
+    ReplicateStep,
+    RestStep,
+    SplitStep,
+)
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=8)
 names = st.lists(words, min_size=1, max_size=3).map(tuple)
@@ -20,6 +29,7 @@ steps = st.one_of(
     st.builds(AssignStep, names, st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)),
     st.builds(OrderStep, names, names),
     st.builds(RecomputeStep, names),
+    st.builds(ChunkStep, names, words, words, counts, st.booleans()),
     st.builds(RestStep, names, words),
 )
 axes = st.dictionaries(words, counts, max_size=3).map(lambda sizes: tuple(sizes.items()))

@@ -13,6 +13,7 @@ from nnscaler.ir.conversion import ROWS
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.cut import Cut
+from nnscaler.runtime.layout import Partial, Replicated, Sharded
 from verify.programs.lemmas import check_rows
 from verify.programs.lemmas.rows import conversions
 from verify.results.verdict import Verdict
@@ -102,3 +103,42 @@ def test_a_wrong_conversion_is_refuted(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(comm, row, function)
     outcome = check_rows([row], parts=(2, 3))
     assert outcome.check.verdict is Verdict.REFUTED and f"comm.{row}" in outcome.findings[0].message
+
+
+def _wrong_joins() -> dict[str, Callable[..., tuple[Tensor, ...]]]:
+    join = comm.join
+    return {
+        "the sum starts with the first piece twice": lambda pieces, axis, *s: join(
+            ((p[0] * (2 if isinstance(s[0], Partial) and i == 0 else 1),) for i, p in enumerate(pieces)), axis, *s
+        ),
+        "shards in reverse": lambda pieces, axis, *s: join(reversed(list(pieces)), axis, *s),
+        "a piece without its gradient": lambda pieces, axis, *s: join(
+            ((p[0].detach() if i else p[0],) for i, p in enumerate(pieces)), axis, *s
+        ),
+        "the mean of what all pieces have": lambda pieces, axis, *s: (
+            join(pieces, axis, *s)
+            if isinstance(s[0], Sharded)
+            else tuple(t * (1.5 if isinstance(s[0], Replicated) else 1) for t in join(pieces, axis, *s))
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", _wrong_joins())
+def test_a_wrong_end_of_a_region_is_refuted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_rows(["join"], parts=(2, 3)).check.verdict is Verdict.PROVED_BOUNDED
+    monkeypatch.setattr(comm, "join", _wrong_joins()[name])
+    outcome = check_rows(["join"], parts=(2, 3))
+    assert outcome.check.verdict is Verdict.REFUTED and "comm.join" in outcome.findings[0].message
+
+
+def test_rows_on_an_axis_in_time_are_looked_at_without_a_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = check_rows(["join", "shard_replicated"], parts=(2,))
+    assert right.check.verdict is Verdict.PROVED_BOUNDED
+    sliced = comm._slice
+
+    def of_the_first(cut: Cut) -> comm.Kernel:
+        return lambda t, a: cut.piece(t, a.size, 0) if a.communicator is None else sliced(cut)(t, a)
+
+    monkeypatch.setattr(comm, "_slice", of_the_first)
+    assert check_rows(["shard_replicated"], parts=(2,)).check.verdict is Verdict.PROVED_BOUNDED
+    assert check_rows(["join", "shard_replicated"], parts=(2,)).check.verdict is Verdict.REFUTED

@@ -23,6 +23,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.ir.precision import Precision
 from nnscaler.manifest import Manifest, read_manifest
 from nnscaler.runtime import role
+from nnscaler.transform.plan import ChunkStep
 from tests.broken import models
 from verify.programs.typing import check_program
 
@@ -103,7 +104,16 @@ def programs() -> dict[str, Program]:
     half = Precision(param="bfloat16")
     rested = nnscaler.parallelize(models.perceptron(), models.points(), ranks=2, plan="dp=2,zero=1", precision=half)
     cast = nnscaler.parallelize(Rounding(), batch, ranks=2, plan="pp=2")
-    return {"piped": piped, "exchanging": _exchanging(), "returning": returning, "rested": rested, "cast": cast}
+    region = ChunkStep(("up", "relu", "down"), "co", "n", 2)
+    pieces = nnscaler.parallelize(Returning(), {"x": torch.rand(6, 4)}, ranks=1, plan=nnscaler.Plan((), (region,)))
+    return {
+        "piped": piped,
+        "exchanging": _exchanging(),
+        "returning": returning,
+        "rested": rested,
+        "cast": cast,
+        "pieces": pieces,
+    }
 
 
 EDITS: dict[str, tuple[str, str, str]] = {
@@ -115,6 +125,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
     "Stage.ranks": ("piped", r"ranks = \(2, 3\)\n    axes", "ranks = (3, 2)\n    axes"),
     "Stage.axes": ("piped", r'axes = \{"tp": 2\}', 'axes = {"dp": 2}'),
     "Stage.micro_batches": ("exchanging", r"micro_batches = 2", "micro_batches = 1"),
+    "Stage.time_axes": ("pieces", r'time_axes = \{"co": 2\}', 'time_axes = {"co": 3}'),
     "Stage.parameters": ("piped", r'        "spare": Parameter[^\n]*\n', ""),
     "Stage.frozen": ("piped", r"    frozen = \{", "    buffers = {"),
     "Stage.buffers": ("piped", r'        "norm_running_mean": Buffer[^\n]*\n', ""),

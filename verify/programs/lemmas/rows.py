@@ -44,7 +44,9 @@ from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
 from nnscaler.runtime.cut import cut_of
 from verify.evidence.inputs.operand_shards import gather, lay_of
+from verify.evidence.oracle.random_calls import runtime_state
 from verify.programs.checks.context import SHOWN, CheckOutcome
+from verify.programs.typing.lines.pieces import JOIN
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
@@ -67,6 +69,12 @@ class Conversion:
     shape: tuple[int, ...]
     parts: int
 
+    @property
+    def is_local(self) -> bool:
+        """Return whether the row communicates neither way: what an axis in time can do."""
+        row = ROWS.get((type(self.source), type(self.target)))
+        return row is not None and row.forward is None and row.backward is None
+
     def __str__(self) -> str:
         return f"comm.{self.function}{self.arguments or '()'} from {self.source} to {self.target} in {self.parts} parts"
 
@@ -78,13 +86,18 @@ def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> CheckO
     """
     started = time.perf_counter()
     wanted = frozenset(rows_used)
-    known = {row.function for row in ROWS.values()}
+    known = {row.function for row in ROWS.values()} | {JOIN}
     wrong = [f"the table has no row `{name}`" for name in sorted(wanted - known)]
     count = len(wrong)
     for size in parts:
         cases = list(conversions(wanted, size))
         wrong += run_conversions(cases, size)
         count += len(cases)
+        if JOIN in wanted:
+            local = [case for case in cases if case.is_local]
+            ends = list(joins(size))
+            wrong += run_conversions(local, size, in_time=True) + run_conversions(ends, size, in_time=True)
+            count += len(local) + len(ends)
         if "all_reduce" in wanted:
             count += 1
             wrong += _maxima(size)
@@ -143,8 +156,17 @@ def _exchanges(function: str, parts: int) -> Iterator[Conversion]:
             yield Conversion(function, Sharded(1, one), Sharded(1, other), (1, 1, one, other), shape, parts)
 
 
-def run_conversions(cases: Sequence[Conversion], parts: int) -> list[str]:
-    """Return a description of every conversion that is wrong. All cases run in one job with a thread per rank."""
+def joins(parts: int) -> Iterator[Conversion]:
+    """Yield all ways in which the results of the pieces of a region leave it: by rows to Invariant, made locally."""
+    for case in conversions(frozenset(("all_reduce", "all_gather", "invariant")), parts):
+        yield Conversion(JOIN, case.source, INVARIANT, (case.source,), case.shape, parts)
+
+
+def run_conversions(cases: Sequence[Conversion], parts: int, in_time: bool = False) -> list[str]:
+    """Return a description of every conversion that is wrong. All cases run in one job with a thread per rank.
+
+    `in_time`: on an axis in time, whose pieces run one after another and have no communicator.
+    """
     values = [_basis(case.source, case.shape, parts) for case in cases]
     gradients = [_basis(gradient_state(case.target), case.shape, parts) for case in cases]
     counts = [max(len(v[0]), len(g[0])) for v, g in zip(values, gradients, strict=True)]
@@ -152,6 +174,9 @@ def run_conversions(cases: Sequence[Conversion], parts: int) -> list[str]:
     def work(communicator: SimulatedCommunicator) -> list[tuple[Tensor, Tensor]]:
         rank = communicator.rank
         axis = AxisGroup("axis", parts, rank, tuple(range(parts)), communicator)
+        return converted(axis, rank)
+
+    def converted(axis: AxisGroup, rank: int) -> list[tuple[Tensor, Tensor]]:
         found = []
         for case, value, gradient, count in zip(cases, values, gradients, counts, strict=True):
             leaf = _padded(value[rank], count).requires_grad_()
@@ -160,11 +185,16 @@ def run_conversions(cases: Sequence[Conversion], parts: int) -> list[str]:
             found.append((result.detach()[: len(value[rank])], back[: len(gradient[rank])]))
         return found
 
+    def of_pieces() -> list[list[tuple[Tensor, Tensor]]]:
+        if cases and cases[0].function == JOIN:
+            return _joined(cases, values, gradients, counts)
+        return [converted(AxisGroup("axis", parts, piece), piece) for piece in range(parts)]
+
     try:
-        by_rank = Simulator(parts).run(work)
+        by_rank = of_pieces() if in_time else Simulator(parts).run(work)
     except Exception as error:  # noqa: BLE001 - whatever a conversion raises is what is wrong with it
         if len(cases) > 1:
-            return [text for case in cases for text in run_conversions([case], parts)]
+            return [text for case in cases for text in run_conversions([case], parts, in_time)]
         return [f"{cases[0]} raises {type(error).__name__}: {error}"]
     wrong: list[str] = []
     for number, case in enumerate(cases):
@@ -173,6 +203,27 @@ def run_conversions(cases: Sequence[Conversion], parts: int) -> list[str]:
         if problem:
             wrong.append(f"{case}: {problem}")
     return wrong
+
+
+def _joined(
+    cases: Sequence[Conversion],
+    values: Sequence[Sequence[Tensor]],
+    gradients: Sequence[Sequence[Tensor]],
+    counts: Sequence[int],
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return, by piece and case, what the join of all pieces makes (the same for each), and the piece's gradient."""
+    by_piece: list[list[tuple[Tensor, Tensor]]] = [[] for _ in values[0]]
+    for case, value, gradient, count in zip(cases, values, gradients, counts, strict=True):
+        leaves = [_padded(v, count).requires_grad_() for v in value]
+        axis = AxisGroup("axis", case.parts, 0)
+        (result,) = comm.join(((leaf,) for leaf in leaves), axis, *map(runtime_state, case.arguments))
+        given = _padded(gradient[0], count)
+        backs = torch.autograd.grad(result, leaves, given, allow_unused=True)
+        for number, back in enumerate(backs):
+            back = torch.zeros_like(leaves[number]) if back is None else back
+            made = (result.detach()[: len(value[number])], back[: len(gradient[number])])
+            by_piece[number].append(made)
+    return by_piece
 
 
 def _basis(state: State, shape: tuple[int, ...], parts: int) -> list[Tensor]:

@@ -119,13 +119,16 @@ def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
         noted.append(Noted(place, place.number, Mistake("communication_mismatch", message)))
     seen: set[int] = set()
     counts = {stage.micro_batches for role in roles for stage in role.stages}
+    in_time = list(dict.fromkeys(tuple(stage.time_axes.items()) for role in roles for stage in role.stages))
     for role in roles:
         for stage in role.stages:
             message = ""
             if stage.ranks != role.ranks:
                 message = f"stage {stage.index} runs on the ranks {stage.ranks}, and its role on {role.ranks}"
-            elif prod(stage.axes.values()) != len(stage.ranks) or MICRO in stage.axes:
+            elif prod(stage.axes.values()) != len(stage.ranks) or {MICRO, *stage.time_axes} & {*stage.axes}:
                 message = f"stage {stage.index} has {len(stage.ranks)} ranks and the axes {dict(stage.axes)}"
+            elif len(in_time) > 1:
+                message = f"stages have the axes in time {' and '.join(map(str, in_time))}: they are those of the plan"
             elif stage.index in seen:
                 message = f"stage {stage.index} occurs twice"
             elif len(counts) > 1:

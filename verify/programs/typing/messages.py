@@ -60,7 +60,7 @@ def exchanged(
             "a send has no receive, or a receive no send",
             tensor.name,
         )
-    there, here = axes_of(source.axes, source.micro_batches), axes_of(stage.axes, stage.micro_batches)
+    there, here = axes_of(source), axes_of(stage)
     if there.sizes[-1] != here.sizes[-1]:
         raise Mistake("communication_mismatch", f"stages {source.index} and {stage.index} count other micro-batches")
     if any(not isinstance(s, Sharded | Invariant) for s in held.layout[:-1]):
@@ -178,12 +178,12 @@ def _inside(piece: tuple[int, int, int], size: int) -> bool:
 
 def _owned(stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims, micro: int) -> Owned:
     """Return what each rank of a stage holds in one micro-batch. All indices of a uniform dim are 0."""
-    axes = axes_of(stage.axes, stage.micro_batches)
+    axes = axes_of(stage)
     states = {name: runtime_state(state) for name, state in zip(axes.names, layout, strict=True)}
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
     result: dict[int, list[Indices]] = {}
     for position, rank in enumerate(stage.ranks):
-        place = {**unravel(position, stage.axes), MICRO: micro}
+        place = {**unravel(position, stage.axes), **dict.fromkeys(stage.time_axes, 0), MICRO: micro}
         held = logical_coordinates(shape, states, sizes, place)
         result[rank] = [indices.numpy() * (dim not in uniform) for dim, indices in enumerate(held)]
     return result
@@ -309,8 +309,8 @@ def _to_same_position(
             "source and destination ranks of the messages are not those of the stages, position by position",
             held.tensor,
         )
-    here = axes_of(stage.axes, stage.micro_batches)
-    if axes_of(source.axes, source.micro_batches).sizes != here.sizes:
+    here = axes_of(stage)
+    if axes_of(source).sizes != here.sizes:
         raise Mistake(
             "communication_mismatch",
             f"`{held.tensor}` goes rank to rank between meshes of the shapes {source.axes} and {stage.axes}",

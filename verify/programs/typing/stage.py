@@ -22,7 +22,7 @@ def read_stage(
     typer: Typer,
 ) -> Reading:
     """Interpret `prepare` and `forward`. `stored`: fqn -> tensor; `received`: what arrives, by variable."""
-    reading = Reading(stage, axes_of(stage.axes, stage.micro_batches))
+    reading = Reading(stage, axes_of(stage))
     for number, name in shadowing(stage):
         message = f"`{name}` is assigned, and means something else in a rank program"
         reading.note(number, Mistake("program_unreadable", message))
@@ -31,7 +31,7 @@ def read_stage(
     if stage.prepare is not None:
         scope = base | _fed(reading, stage.prepare_inputs, graph, in_time=False)
         scope = _arguments(reading, stage.prepare, scope)
-        whole = replace(reading, axes=axes_of(stage.axes, 1))  # `prepare` sees all micro-batches as one
+        whole = replace(reading, axes=axes_of(stage, 1))  # `prepare` sees all micro-batches as one
         walk = Walk(whole, graph, typer, scope)
         walk.statements(stage.prepare.statements)
         prepared = {n: _prepared(walk, stage.prepare.number, v) for n, v in stage.prepare.returned.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,15 +13,21 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, MICRO, Layout, Replicated, State
 from verify.programs.checks.context import SHOWN
 from verify.programs.role_text import SourceMap
+from verify.programs.typing.roles.text import StageText
 from verify.results.finding import Finding
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a stage, `micro` last."""
+    """The axes of a stage, `micro` last. Outside of its region, an axis of pieces has the size 1."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    in_time: int = 1  # how many of them, the last ones, have no ranks
+
+    @property
+    def first_in_time(self) -> int:
+        return len(self.names) - self.in_time
 
     @cached_property
     def pairs(self) -> tuple[tuple[str, int], ...]:
@@ -35,8 +41,17 @@ class Axes:
         return tuple(states.get(name, INVARIANT) for name in self.names)
 
 
-def axes_of(sizes: Mapping[str, int], micro_batches: int) -> Axes:
-    return Axes((*sizes, MICRO), (*sizes.values(), micro_batches))
+def axes_of(stage: StageText, micro_batches: int | None = None) -> Axes:
+    """Return the axes of a stage outside of regions; `micro_batches`: other than its own."""
+    count = stage.micro_batches if micro_batches is None else micro_batches
+    names, sizes = (*stage.axes, *stage.time_axes, MICRO), (*stage.axes.values(), *(1 for _ in stage.time_axes), count)
+    return Axes(names, sizes, 1 + len(stage.time_axes))
+
+
+def in_region(axes: Axes, axis: str, parts: int) -> Axes:
+    """Return the axes inside of a region with so many pieces."""
+    sizes = zip(axes.names, axes.sizes, strict=True)
+    return replace(axes, sizes=tuple(parts if name == axis else size for name, size in sizes))
 
 
 @dataclass(frozen=True, slots=True)

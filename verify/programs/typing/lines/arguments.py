@@ -12,7 +12,7 @@ from op_registry.registry import facts_of
 
 from nnscaler.codegen.operators import needs_device
 from nnscaler.ir.graph import Operation
-from nnscaler.ir.layout import MICRO, Layout, Sharded, State, explain_illegal
+from nnscaler.ir.layout import Layout, Sharded, State, explain_illegal
 from verify.programs.typing.lines.forms import NoCall, arguments_of, parameters_of, with_sizes, wrapped
 from verify.programs.typing.roles.text import Assignment, Mark, Variable
 from verify.programs.typing.typed_value import Axes, Mistake
@@ -153,11 +153,11 @@ def explain_draw(line: Assignment, op: Operation, layout: Layout, axes: Axes, sh
         return f"`{line.text}` does not say in which layout its numbers lie"
     if tuple(told) != tuple(shape):
         return f"`{line.text}` draws for a tensor of shape {tuple(told)}, and the whole has {tuple(shape)}"
-    for axis, parts, state in zip(axes.names, axes.sizes, layout, strict=True):
+    for number, (axis, parts, state) in enumerate(zip(axes.names, axes.sizes, layout, strict=True)):
         given = states.get(axis)
         drawn = given if isinstance(given, Sharded) else None
         right = state if isinstance(state, Sharded) else None
-        if drawn != right and (parts > 1 or axis == MICRO):
+        if drawn != right and (parts > 1 or number >= axes.first_in_time):
             return (
                 f"`{line.text}` draws over {axis} as if its result were {given or 'whole'}, and it is "
                 f"{right or 'whole'} there"

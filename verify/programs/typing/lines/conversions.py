@@ -46,7 +46,7 @@ def convert(line: Assignment, held: Held, axes: Axes, tensor: LogicalTensor, uni
     axis = _axis(line, axes)
     parts, have = axes.sizes[axis], held.layout[axis]
     given = _given(line)
-    _check_direction(line, row, axes.names[axis], parts, tensor)
+    _check_direction(line, row, axes, axis, tensor)
     if parts == 1:
         _check_alone(line, given, tensor)
         return held
@@ -87,15 +87,20 @@ def _given(line: Assignment) -> dict[str, Any]:
     return given
 
 
-def _check_direction(line: Assignment, row: ConversionRow, axis: str, parts: int, tensor: LogicalTensor) -> None:
-    """Check that gradients are recorded where needed, and that micro-batches exchange nothing: they run in turn."""
+def _check_direction(line: Assignment, row: ConversionRow, axes: Axes, number: int, tensor: LogicalTensor) -> None:
+    """Check that gradients are recorded where needed, and that micro-batches and pieces exchange nothing: they run in
+    turn."""
     if tensor.needs_grad and not line.region.grad_enabled:
         message = f"`{line.text}` runs without recording gradients, and `{tensor.name}` needs one"
         raise Mistake("layouts_disagree", message, "the gradient is cut off at this line", tensor.name)
-    if axis == MICRO and parts == 1:
-        raise Mistake("communication_mismatch", f"`{line.text}`: there are no micro-batches to tell apart here")
-    if axis == MICRO and (row.forward or (row.backward and tensor.needs_grad)):
-        message = f"`{line.text}` would communicate between micro-batches, which run one after another"
+    axis, parts = axes.names[number], axes.sizes[number]
+    if number < axes.first_in_time:
+        return
+    those = "micro-batches" if axis == MICRO else f"pieces of {axis}"
+    if parts == 1:
+        raise Mistake("communication_mismatch", f"`{line.text}`: there are no {those} to tell apart here")
+    if row.forward or (row.backward and tensor.needs_grad):
+        message = f"`{line.text}` would communicate between {those}, which run one after another"
         raise Mistake("communication_mismatch", message, tensor=tensor.name)
 
 

@@ -25,19 +25,21 @@ from verify.programs.typing.lines.idle import (
     moves,
 )
 from verify.programs.typing.lines.operations import Typed, Typer
+from verify.programs.typing.lines.pieces import JOIN, entered, left, number_of_pieces
 from verify.programs.typing.lines.uniform import NO_DIMS, equal_layouts
 from verify.programs.typing.roles.text import (
     ALIAS,
     ITEM,
     Assignment,
     OutsideGrammar,
+    Pieces,
     Recomputed,
     StageText,
     Statement,
     Variable,
     cannot_be_read,
 )
-from verify.programs.typing.typed_value import Axes, Held, Mistake
+from verify.programs.typing.typed_value import Axes, Held, Mistake, in_region
 
 _MANY = 64  # layouts of uniform operands, taken together, that are looked through
 
@@ -129,6 +131,8 @@ class Walk:
                         self._wrong(statement, Mistake("program_unreadable", why))
                 case Recomputed():
                     self._recomputed(statement)
+                case Pieces():
+                    self._pieces(statement)
 
     def read(self, number: int, variable: Variable) -> Held | None:
         """Return the type of a tensor that is used, and note what is wrong with it."""
@@ -162,6 +166,37 @@ class Walk:
         inner.statements(statement.lines)
         for target, result in zip(statement.targets, statement.results, strict=True):
             self._assign(target, inner.read(statement.number, result))
+
+    def _pieces(self, statement: Pieces) -> None:
+        """Type one piece, which stands for all: its axis has a coordinate that is known in each call."""
+        axes, of = self.reading.axes, self.reading.stage.time_axes
+        try:
+            parts = number_of_pieces(statement, of)
+        except Mistake as mistake:
+            self.reading.note(statement.number, mistake)
+            for target in statement.targets:
+                self._assign(target, None)
+            return
+        position, inside = axes.names.index(statement.axis), in_region(axes, statement.axis, parts)
+        region = replace(self.reading, axes=inside, computed=0, converted=0)
+        inner = Walk(region, self.graph, self.typer, {})
+        for variable, known in self.scope.items():
+            if variable.stored:
+                inner.scope[variable] = entered(known, position, self.graph) if isinstance(known, Held) else known
+        for name, given in statement.bound:
+            held = self.read(statement.number, given)
+            inner.scope[Variable(name)] = None if held is None else entered(held, position, self.graph)
+        inner.statements(statement.lines)
+        for target, result, state in zip(statement.targets, statement.results, statement.states, strict=True):
+            held, joined = inner.read(statement.number, result), None
+            try:
+                joined = None if held is None else left(held, state, position, inside, self.graph)
+            except Mistake as mistake:
+                self.reading.note(statement.number, mistake)
+            self._assign(target, joined)
+        self.reading.computed += region.computed
+        self.reading.converted += region.converted
+        self.reading.rows.add(JOIN)
 
     def _assign(self, target: str, known: Known, move: Move | None = None) -> None:
         variable = Variable(target)

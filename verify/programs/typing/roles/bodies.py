@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nnscaler.ir.graph import Region
+from nnscaler.ir.layout import State
 from nnscaler.runtime.role import Stage
 from verify.programs.typing.lines.forms import python_operator
 from verify.programs.typing.roles.text import (
@@ -19,6 +20,7 @@ from verify.programs.typing.roles.text import (
     Assignment,
     Body,
     OutsideGrammar,
+    Pieces,
     Recomputed,
     StageText,
     Statement,
@@ -31,20 +33,20 @@ from verify.programs.typing.roles.text import (
 # Names that a rank program must not assign: the text would no longer mean what it says.
 
 RESERVED = frozenset({"aten", "comm", "dtypes", "ops", "recompute", "self", "torch", "user", "float", "complex"})
-RESERVED |= {"Invariant", "Partial", "Replicated", "Sharded"}
+RESERVED |= {"Invariant", "Partial", "Replicated", "Sharded", "range"}
 _OWN = frozenset({"micro", "rank", "device", "context", "prepare", "forward", "_observer", *dir(Stage)})
 
 
 def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of every variable named like a module of the program, and of every stored tensor named like an
     axis or like an attribute that stages have anyway."""
-    taken = {*stage.axes, *_OWN}
+    taken = {*stage.axes, *stage.time_axes, *_OWN}
     seen: set[str] = set()
     for stored in stage.stored:
         if stored.variable in taken or stored.variable in seen:
             yield stored.number, stored.variable
         seen.add(stored.variable)
-    for axis in stage.axes:
+    for axis in (*stage.axes, *stage.time_axes):
         if axis in _OWN:
             yield stage.number, axis
     for body in (stage.prepare, stage.forward):
@@ -53,16 +55,17 @@ def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
         for name in RESERVED.intersection(body.arguments):
             yield body.number, name
         for statement in body.statements:
-            lines = (statement, *statement.lines) if isinstance(statement, Recomputed) else (statement,)
+            lines = (statement, *statement.lines) if isinstance(statement, Recomputed | Pieces) else (statement,)
             for line in lines:
-                if isinstance(line, Assignment | Recomputed):
-                    inside = [name for name, _ in line.bound] if isinstance(line, Recomputed) else []
+                if isinstance(line, Assignment | Recomputed | Pieces):
+                    inside = [] if isinstance(line, Assignment) else [name for name, _ in line.bound]
                     for name in RESERVED.intersection((*line.targets, *inside)):
                         yield line.number, name
 
 
 _NO_GRAD = "torch.no_grad()"
 _AUTOCAST = "torch.autocast"
+_MOST_PIECES = 1 << 20
 _CALLED = ("aten.", "comm.", "ops.", "user.")
 
 
@@ -136,7 +139,7 @@ class _Reader:
                     case ast.Pass() | ast.Expr(value=ast.Constant()):
                         pass
                     case _:
-                        raise Unreadable(node, f"`{_first_line(node)}` is no statement that a rank program has")
+                        raise Unreadable(node, f"`{first_line(node)}` is no statement that a rank program has")
             except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
                 stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
                 number = error.line if isinstance(error, Unreadable) and error.line else node.lineno
@@ -154,12 +157,17 @@ class _Reader:
                 raise Unreadable(node, "`recompute` is called inside of a region, or for several targets")
             yield self._recomputed(node, call, targets, functions)
             return
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "comm.join":
+            if region != Region() or others:
+                raise Unreadable(node, "pieces are joined inside of a region, or for several targets")
+            yield self._pieces(node, call, targets, functions)
+            return
         if isinstance(call, ast.Tuple) and not others and sequence and len(call.elts) == len(targets):
             yield from self._at_once(node, call.elts, targets, region)
             return
         before, value = self._computed(call, node, region)
         if value is None:
-            raise Unreadable(node, f"`{_first_line(node)}` assigns without calling an operator or a conversion")
+            raise Unreadable(node, f"`{first_line(node)}` assigns without calling an operator or a conversion")
         yield from before
         yield replace(value, targets=targets, hint=self._hint(node), sequence=sequence)
         for other in others:
@@ -173,7 +181,7 @@ class _Reader:
         """Yield the lines of `a, b = f(x), a`: all values, and then the variables."""
         lines, made = self._values(values, node, region)
         if not all(isinstance(value, Variable) for value in made):
-            raise Unreadable(node, f"`{_first_line(node)}` assigns what no operator or conversion makes")
+            raise Unreadable(node, f"`{first_line(node)}` assigns what no operator or conversion makes")
         yield from lines
         kept = [f"{target} at {node.lineno}" for target in targets]
         for name, value in zip(kept, made, strict=True):
@@ -210,7 +218,7 @@ class _Reader:
                 before, args = self._values(node.args, statement, region)
                 names = [k.arg for k in node.keywords]
                 if None in names or len(set(names)) < len(names):
-                    raise Unreadable(node, f"`{_first_line(statement)}` unpacks keyword arguments, or names one twice")
+                    raise Unreadable(node, f"`{first_line(statement)}` unpacks keyword arguments, or names one twice")
                 more, named = self._values([k.value for k in node.keywords], statement, region)
                 kwargs = {name: value for name, value in zip(names, named, strict=True) if name}
                 return [*before, *more], self._line(statement, function, tuple(args), kwargs, region)
@@ -262,9 +270,58 @@ class _Reader:
     ) -> Recomputed:
         if call.keywords or not call.args or not isinstance(call.args[0], ast.Name) or call.args[0].id not in functions:
             raise Unreadable(node, "`recompute` is given no function that stands before it")
-        function = functions[call.args[0].id]
+        bound, lines, results = self._called(node, functions[call.args[0].id], call.args[1:], targets)
+        return Recomputed(node.lineno, bound, lines, results, targets)
+
+    def _pieces(
+        self, node: ast.Assign, call: ast.Call, targets: tuple[str, ...], functions: dict[str, ast.FunctionDef]
+    ) -> Pieces:
+        """Read `a, b = comm.join((recompute(self.in_piece(f, co=i), x) for i in range(2)), self.co, Partial(), ..)`."""
+        match call:
+            case ast.Call(
+                args=[
+                    ast.GeneratorExp(
+                        elt=ast.Call() as made,
+                        generators=[ast.comprehension(target=ast.Name(id=name), iter=every, ifs=[], is_async=0)],
+                    ),
+                    axis,
+                    *states,
+                ],
+                keywords=[],
+            ):
+                pass
+            case _:
+                raise Unreadable(node, "`comm.join` is given no pieces by their numbers")
+        again = isinstance(made.func, ast.Name) and made.func.id == "recompute"
+        piece, given = (made.args[0], made.args[1:]) if again and made.args else (made.func, made.args)
+        match piece:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr="in_piece"),
+                args=[ast.Name(id=of)],
+                keywords=[ast.keyword(arg=str(over), value=ast.Name(id=number))],
+            ) if number == name and of in functions and not made.keywords:
+                pass
+            case _:
+                raise Unreadable(
+                    node, "a piece is no function that stands before it, called `self.in_piece` its number"
+                )
+        taken = [n.id for n in ast.walk(made) if isinstance(n, ast.Name) and n.id == name]
+        if len(taken) > 1 or name in RESERVED:
+            raise Unreadable(node, f"`{name}` is the number of a piece and something else")
+        along, said = read_value(axis), tuple(read_value(state) for state in states)
+        if along != Variable(over, stored=True) or not all(isinstance(state, State) for state in said):
+            raise Unreadable(node, f"`comm.join` is not told how the results lie over self.{over}")
+        bound, lines, results = self._called(node, functions[of], given, targets)
+        if not isinstance(node.targets[0], ast.Tuple):
+            raise Unreadable(node, "`comm.join` makes a tuple, and is assigned to one variable")
+        return Pieces(node.lineno, bound, lines, results, targets, over, _numbers(every), said)
+
+    def _called(
+        self, node: ast.Assign, function: ast.FunctionDef, values: Sequence[ast.expr], targets: tuple[str, ...]
+    ) -> tuple[tuple[tuple[str, Variable], ...], tuple[Assignment | OutsideGrammar, ...], tuple[Variable, ...]]:
+        """Read a nested function for its call: what its arguments are bound to, its lines, and its results."""
         names = _arguments(function)
-        given = [read_value(a) for a in call.args[1:]]
+        given = [read_value(a) for a in values]
         if len(names) != len(given) or not all(isinstance(g, Variable) for g in given):
             raise Unreadable(node, f"`{function.name}` takes {len(names)} tensors and is given {len(given)}")
         *body, last = function.body
@@ -279,7 +336,21 @@ class _Reader:
         lines = tuple(s for s in inside if isinstance(s, Assignment | OutsideGrammar))
         if len(lines) != len(inside):
             raise Unreadable(function, f"`{function.name}` recomputes inside of a recomputation")
-        return Recomputed(node.lineno, tuple(zip(names, given, strict=True)), lines, results, targets)
+        return tuple(zip(names, given, strict=True)), lines, results
+
+
+def _numbers(node: ast.expr) -> tuple[int, ...]:
+    """Return the numbers of `range(2)`, or those that are listed."""
+    match node:
+        case ast.Call(func=ast.Name(id="range"), args=ends, keywords=[]) if 1 <= len(ends) <= 3:
+            read = [read_value(end) for end in ends]
+            if all(type(end) is int and abs(end) <= _MOST_PIECES for end in read) and (len(read) < 3 or read[2]):
+                return tuple(range(*read))
+        case ast.Tuple() | ast.List():
+            listed = read_value(node)
+            if all(type(number) is int for number in listed):
+                return tuple(listed)
+    raise Unreadable(node, f"`{ast.unparse(node)}` are no numbers of pieces")
 
 
 def _region(node: ast.With, region: Region) -> Region:
@@ -315,5 +386,6 @@ def _dotted(node: ast.expr) -> str:
     return text
 
 
-def _first_line(node: ast.stmt) -> str:
+def first_line(node: ast.stmt) -> str:
+    """Return the first line of a statement, as Python would write it."""
     return ast.unparse(node).partition("\n")[0]

@@ -13,7 +13,7 @@ from op_registry.expression import Expression
 from nnscaler.codegen.operators import is_builtin, operator_origins
 from nnscaler.ir.layout import State
 from nnscaler.tracing.export.custom_gradients import function_of
-from verify.programs.typing.roles.bodies import read_body
+from verify.programs.typing.roles.bodies import first_line, read_body
 from verify.programs.typing.roles.text import (
     Body,
     ExchangeText,
@@ -129,7 +129,7 @@ def _origin(operator: str) -> tuple[tuple[str, ...], str]:
 
 _MOST = 1 << 20  # ranks on one axis, or micro-batches
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
-_MEMBERS = "index ranks axes micro_batches inputs prepare_inputs receives sends loss results updates".split()
+_MEMBERS = "index ranks axes micro_batches time_axes inputs prepare_inputs receives sends loss results updates".split()
 _OF_PARAMETERS = {"reduce": (), "copies": (), "used": True, "rest": {}, "scatter": "step", "master": "", "sums": ""}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
@@ -197,8 +197,7 @@ def read_role(file: str, text: str) -> RoleText:
             case ast.Expr(value=ast.Constant()):
                 pass
             case _:
-                line = ast.unparse(node).partition("\n")[0]
-                problems.append(OutsideGrammar(node.lineno, f"`{line}` is no part of a rank program"))
+                problems.append(OutsideGrammar(node.lineno, f"`{first_line(node)}` is no part of a rank program"))
     missing = {"STAGES", "RANKS", "SCHEDULE"} - set(values)
     if missing or not stages:
         raise Unreadable(tree, f"has no {', '.join(sorted(missing)) or 'stages'}")
@@ -234,17 +233,17 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
             case ast.Expr(value=ast.Constant()):
                 pass
             case _:
-                raise Unreadable(member, f"`{ast.unparse(member).partition(chr(10))[0]}` is no part of a stage")
+                raise Unreadable(member, f"`{first_line(member)}` is no part of a stage")
     if (unknown := set(found) - {*_KINDS, *_MEMBERS}) or "forward" not in bodies:
         raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
     fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
     if len(fixed) < 4:
         raise Unreadable(node, f"`class {node.name}` lacks index, ranks, axes or micro_batches")
-    sizes = (fixed["micro_batches"], *fixed["axes"].values())
-    named = all(type(axis) is str for axis in fixed["axes"]) and type(fixed["index"]) is int
+    time_axes, updates = (read_value(found[n][0]) if n in found else {} for n in ("time_axes", "updates"))
+    sizes = (fixed["micro_batches"], *fixed["axes"].values(), *time_axes.values())
+    named = all(type(axis) is str for axis in (*fixed["axes"], *time_axes)) and type(fixed["index"]) is int
     if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and 1 <= n <= _MOST for n in sizes):
         raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
-    updates = read_value(found["updates"][0]) if "updates" in found else {}
     if not _tuple_of(int, fixed["ranks"]) or not _tuple_of(str, (*updates, *updates.values())):
         raise Unreadable(node, f"`class {node.name}` has the ranks {fixed['ranks']} and the updates {updates}")
     return StageText(
@@ -265,6 +264,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         bodies["forward"],
         tuple(source),
         tuple(_result(call, name) for name, call in _entries(found, "results")),
+        time_axes,
     )
 
 

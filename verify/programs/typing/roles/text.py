@@ -81,7 +81,30 @@ class Recomputed:
     targets: tuple[str, ...]
 
 
-Statement = Assignment | Recomputed | OutsideGrammar
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A nested function, its calls for the pieces of a region, and `comm.join` of their results.
+
+    bound    (name inside, the variable given to every piece)
+    lines    of the function
+    results  of the function
+    targets  what they are once they are joined
+    axis     the axis in time
+    indices  of the pieces that are run, in order
+    states   how each result is said to lie over the axis
+    """
+
+    number: int
+    bound: tuple[tuple[str, Variable], ...]
+    lines: tuple[Assignment | OutsideGrammar, ...]
+    results: tuple[Variable, ...]
+    targets: tuple[str, ...]
+    axis: str
+    indices: tuple[int, ...]
+    states: tuple[State, ...]
+
+
+Statement = Assignment | Recomputed | Pieces | OutsideGrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +210,7 @@ class StageText:
     forward: Body
     source: tuple[str, ...] = ()
     results: tuple[ResultText, ...] = ()
+    time_axes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

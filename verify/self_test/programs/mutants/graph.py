@@ -6,7 +6,7 @@ forbids, and placements that a mutant of its annotation allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,8 @@ from nnscaler.communication.communicated_graph import (
     Statement,
     Stored,
     Version,
+    reads,
+    writes,
 )
 from nnscaler.ir.conversion import ROWS, Move
 from nnscaler.ir.derive import input_states, output_states
@@ -93,7 +95,8 @@ def _no_conversion(made: Generation) -> Iterator[Text]:
 def _rename(statement: Statement, old: str, new: Version) -> Statement:
     if isinstance(statement, Convert):
         return replace(statement, source=new) if statement.source.variable == old else statement
-    return replace(statement, inputs=tuple(new if v.variable == old else v for v in statement.inputs))
+    read = tuple(new if v.variable == old else v for v in reads(statement))
+    return replace(statement, inputs=read) if isinstance(statement, Compute) else replace(statement, sources=read)
 
 
 def _other_state(made: Generation) -> Iterator[Text]:
@@ -139,8 +142,7 @@ def _other_version(made: Generation) -> Iterator[Text]:
 def _versions(program: StageProgram, before: int) -> list[Version]:
     known = [f.version for f in program.feeds]
     for statement in program.forward[:before]:
-        made: Sequence[Version | None] = (statement.target,) if isinstance(statement, Convert) else statement.outputs
-        known += [v for v in made if v is not None]
+        known += writes(statement)
     return known
 
 
