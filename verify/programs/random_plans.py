@@ -23,7 +23,7 @@ from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.planning.policies import pipeline, step_of
+from nnscaler.planning.policies import assign_steps, stages_of, step_of
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.apply import apply_plan
@@ -55,13 +55,15 @@ def random_plan(
     """Draw a choice for every operation on every axis among whole, whole with deferred gradients, partial sums and
     splits.
 
-    `mesh` may have `pp`: the stages are those of the policy `pipeline`. `stage_axes`: as in `Plan`, with other names on
+    `mesh` may have `pp`: the stages are cut as `stages_of` cuts them. `stage_axes`: as in `Plan`, with other names on
     other devices. Micro-batches follow the batch. Parameters may rest in shards over any axis. `regions`: how many runs
     of operations are to be run in pieces, as far as legal ones are found.
     """
     random = Random(seed)
     plan = Plan(tuple(mesh), (), micro_batches, data_axes=(), stage_axes=tuple(stage_axes))
-    steps: list[Step] = list(pipeline(graph, signatures, plan.devices, 1))
+    steps: list[Step] = []
+    if plan.devices > 1:
+        steps += assign_steps(graph, stages_of(graph, signatures, plan.devices, plan.devices))
     stages_of = {n: s.stages for s in steps if isinstance(s, AssignStep) for n in s.operations}
     over_micro_batches, micro_axes = follow_batch(graph, signatures, plan, ())
     candidates = {p: all_candidates(graph, signatures, p) for axes in plan.device_axes for _, p in axes}
