@@ -20,8 +20,8 @@ def n_f_one_b(devices: int, chunks: int, micro_batches: int) -> Schedule:
     A micro-batch comes back to the first device `devices` forward passes after it started there, so that a group of so
     many leaves no gap. The first group takes what is left over: it is larger, and the slack that this gives lasts.
 
-    With equal stages and m >= devices micro-batches, devices are idle for (devices - 1) * (F + B) of a step in all,
-    the least that any order can reach: the last device starts after devices - 1 forward passes, works for
+    With equal stages and m >= devices micro-batches, each device is idle for (devices - 1) * (F + B) in a step, the
+    least that any order can reach: the last device starts after devices - 1 forward passes, works for
     m * (chunks * F + B), and its last gradient goes back through devices - 1 others. With fewer micro-batches each
     run after the first starts (devices - m) * F later.
 

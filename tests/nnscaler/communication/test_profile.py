@@ -37,6 +37,7 @@ from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from tests import halves, traced_examples
 from verify.programs.random_plans import random_plan
+from verify.self_test.programs.tiny_models import Recycled
 
 Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
 
@@ -396,3 +397,23 @@ def test_bytes_of_elements() -> None:
 def test_ranks_as_text() -> None:
     texts = [ranks_text(r) for r in ((0, 1, 2, 3), (0, 8, 16), (4, 5), (0, 8), (3, 1), (0, 1, 5), (7,))]
     assert texts == ["0-3", "0-16 by 8", "4-5", "0, 8", "3, 1", "0, 1, 5", "7"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "schedule"),
+    [
+        ("pp=2", 2, "3f1b"),
+        ("dp=2,pp=2,zero=2", 4, "3f1b"),
+        pytest.param("dp=2,pp=2,zero=1", 4, "3f1b", marks=pytest.mark.long),
+        pytest.param("dp=2,pp=2,zero=3", 4, "3f1b", marks=pytest.mark.long),
+        pytest.param("tp=2,pp=2", 4, "interleaved", marks=pytest.mark.long),
+        pytest.param("dp=2,pp=2,zero=2", 4, "1f1b", marks=pytest.mark.long),
+    ],
+)
+def test_layers_that_run_several_times(tmp_path: Path, plan: str, ranks: int, schedule: str) -> None:
+    """Gradients go back within the last run alone, and what they are divided into is divided once."""
+    traced = trace(Recycled(), {name: torch.randn(12, 4) for name in "xy"}, self_check=False)
+    made = check(traced, plan, ranks, tmp_path, schedule=schedule, micro_batches=3)
+    sends = {phase for _, kind, _, _, _, phase in made if kind == "send"}
+    last = {"B5"} if schedule != "1f1b" else {"B1"}
+    assert {phase for phase in sends if phase.startswith("B")} == last
