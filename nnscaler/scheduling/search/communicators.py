@@ -1,9 +1,9 @@
 """Communicators of messages: whether the orders of devices can deadlock on them, and how to keep a search from that.
 
-Operations on one communicator run one after another on each rank, in the order in which its program issues them; so they
-do above all when a captured graph is replayed. A message then moves when it is the next operation of all that take part.
-Sends and receives of two ranks in orders that differ wait for each other for ever, although no pass does (PyTorch keeps
-looped pipelines from this with a communicator for each direction: pytorch/torchtitan#4591, pytorch/pytorch#186173).
+Operations on one communicator run one after another on each rank, in the order in which its program issues them, above
+all when a captured graph is replayed. A message then moves when it is the next operation of all that take part. Sends
+and receives of two ranks in orders that differ wait for each other for ever, although no pass does (PyTorch keeps looped
+pipelines from this with a communicator for each direction: pytorch/torchtitan#4591, pytorch/pytorch#186173).
 
 A device receives what a block needs directly before the block, and sends what it makes directly after it.
 """
@@ -115,8 +115,8 @@ def _deadlock(problem: ScheduleProblem, cycle: Sequence[tuple[int, Instruction]]
     return NnscalerError(
         "communicator_deadlock",
         "these messages wait for each other for ever: " + "; ".join(lines),
-        help="give each direction of a pair of devices a communicator of its own, or let both ends run these messages in "
-        "the same order",
+        help="give each direction of a pair of devices a communicator of its own, or let both ends run these messages "
+        "in the same order",
     )
 
 

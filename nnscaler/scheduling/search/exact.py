@@ -48,8 +48,7 @@ class StateSearch:
 
 
 def search_states(shop: Shop, known: float, limit: int) -> StateSearch:
-    """Search a shop whose times are whole numbers for a schedule shorter than `known`, through at most `limit` states.
-    """
+    """Search a shop whose times are whole numbers for a schedule shorter than `known`, through at most `limit` states."""
     space = _Space(shop)
     first = StepState((0,) * len(shop.order), (0,) * len(shop.order), ())
     goal = (shop.problem.micro_batches,) * len(shop.order)
@@ -114,7 +113,11 @@ class _Space:
         self.memory = [  # by device with a limit: the limit, and (block, bytes taken, bytes given) of its blocks
             (
                 shop.limits[d] * (1 + SLACK),
-                [(b, blocks[b].allocates, blocks[b].frees) for b in shop.own[d] if blocks[b].allocates or blocks[b].frees],
+                [
+                    (b, blocks[b].allocates, blocks[b].frees)
+                    for b in shop.own[d]
+                    if blocks[b].allocates or blocks[b].frees
+                ],
             )
             for d in range(shop.problem.devices)
             if shop.limits[d] < inf
@@ -123,6 +126,8 @@ class _Space:
         self.guards = [[limited.index(d) for d in b.devices if d in limited and b.allocates] for b in blocks]
         self.holdings = [(usable_limit(shop, d), holdings(shop, d)) for d in limited]
         self.takes = [b.allocates for b in blocks]
+        takers = [sum(1 for _, taken, _ in changes if taken) for _, changes in self.memory]
+        self.movable = [all(takers[guard] == 1 for guard in guards) for guards in self.guards]
 
     def least(self, state: StepState) -> int:
         """Return the least time in which a step can be finished from a state: by paths, work and memory."""
@@ -238,7 +243,8 @@ class _Space:
     def successors(self, state: StepState) -> Iterator[tuple[int, StepState, tuple[int, ...]]]:
         """Yield the time to the next event, the state then, and the blocks that start now, for every choice of them.
 
-        A choice is left out if a block that needs no memory could run in the idle time before the next event.
+        A choice is left out if a block could run in the idle time before the next event and nothing is lost by it: it
+        takes no memory, or it alone takes memory on its devices, so that no other one could take it in between.
         """
         counts, left, coming = state
         _, startable = self._startable(state)
@@ -253,15 +259,13 @@ class _Space:
                 for chosen, used, until in choices
                 if not used & machines
             ]
-        moved = [(self.machines[b], self.duration[b]) for b in startable if not self.guards[b]]
+        moved = [(self.machines[b], self.duration[b]) for b in startable if self.movable[b]]
         for chosen, used, until in choices:
             if until == 1 << 60 or any(not used & machines and time <= until for machines, time in moved):
                 continue
             yield self._advance(state, chosen, until)
 
-    def _advance(
-        self, state: StepState, chosen: tuple[int, ...], until: int
-    ) -> tuple[int, StepState, tuple[int, ...]]:
+    def _advance(self, state: StepState, chosen: tuple[int, ...], until: int) -> tuple[int, StepState, tuple[int, ...]]:
         """Start blocks and go on to the next event."""
         counts, left, coming = list(state.counts), list(state.left), list(state.coming)
         for block in chosen:

@@ -19,7 +19,7 @@ FIRST_PASSES = 3  # of each rule before the next one is tried
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class FoundCandidate:
     """A schedule that was found.
 
     starts     of the blocks
@@ -86,14 +86,14 @@ class Portfolio:
     def __init__(self, shop: Shop, serial: bool) -> None:
         self.shop, self.serial = shop, serial
         self.mirror = mirrored(shop)
-        self.best: Candidate | None = None
+        self.best: FoundCandidate | None = None
         self.passes = 0
 
     def take(self, starts: Starts, source: str) -> None:
         """Remember a schedule if it is the best one."""
         makespan = makespan_of(self.shop, starts)
         if self.best is None or makespan < self.best.makespan * (1 - SLACK):
-            self.best = Candidate(starts, makespan, source)
+            self.best = FoundCandidate(starts, makespan, source)
 
     def run(self, goal: float, rounds: int) -> None:
         """Try every rule, then improve each `rounds` times, until a schedule meets the goal."""
