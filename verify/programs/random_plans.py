@@ -64,12 +64,12 @@ def random_plan(
     steps: list[Step] = []
     if plan.devices > 1:
         steps += assign_steps(graph, stages_of(graph, signatures, plan.devices, plan.devices))
-    stages_of = {n: s.stages for s in steps if isinstance(s, AssignStep) for n in s.operations}
+    assigned = {n: s.stages for s in steps if isinstance(s, AssignStep) for n in s.operations}
     over_micro_batches, micro_axes = follow_batch(graph, signatures, plan, ())
     candidates = {p: all_candidates(graph, signatures, p) for axes in plan.device_axes for _, p in axes}
     for op in graph.operations:
         signature = signatures[op.name]
-        for device_axes in dict.fromkeys(plan.device_axes[s] for s in stages_of.get(op.name, (0,))):
+        for device_axes in dict.fromkeys(plan.device_axes[s] for s in assigned.get(op.name, (0,))):
             made, axes = over_micro_batches[op.name], micro_axes
             for axis in device_axes:
                 axes = (*axes, axis)
