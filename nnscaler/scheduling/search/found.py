@@ -85,8 +85,7 @@ class FoundSchedule:
     def schedule(self, name: str = "search") -> Schedule:
         """Return it as a schedule of the compiler, checked for completeness and deadlocks.
 
-        Raises NnscalerError("plan_illegal") where a stage is on several devices, and what `check_acyclic` raises where
-        a stage has no backward in a step that trains.
+        Raises NnscalerError("plan_illegal") where a stage is on several devices.
         """
         blocks = self.problem.blocks
         devices = {}
@@ -99,8 +98,9 @@ class FoundSchedule:
                 )
             devices[block.stage] = block.devices[0]
         stages = tuple(devices[stage] for stage in sorted(devices))
-        trains = any(block.kind != "F" for block in blocks)
-        schedule = Schedule(name, stages, self.problem.micro_batches, self.orders, trains)
+        trained = {block.stage for block in blocks if block.kind != "F"}
+        untrained = frozenset(stage for stage in devices if stage not in trained)
+        schedule = Schedule(name, stages, self.problem.micro_batches, self.orders, untrained)
         forward = [(blocks[e.before], blocks[e.after]) for e in self.problem.dependencies]
         check_acyclic(schedule, {(a.stage, b.stage) for a, b in forward if a.kind == b.kind == "F"})
         return schedule
