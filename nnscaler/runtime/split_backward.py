@@ -221,7 +221,7 @@ class _Region:
         self._tensors, self._saved = tensors, saved
         self._packed: list[tuple[torch.Size, torch.dtype]] = []
         self._values: dict[int, Tensor] = {}
-        kinds = sorted({t.device.type for t in tensors if isinstance(t, Tensor)} | {"cpu"})
+        kinds = sorted({t.device.type for t in tensors if isinstance(t, Tensor)})  # entered in this order: "cpu" first
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in kinds
