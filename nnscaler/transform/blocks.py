@@ -48,14 +48,10 @@ def _shared(first: Sequence[str], second: Sequence[str]) -> int:
     return length
 
 
-def outermost(depths: Sequence[int], places: Collection[int], least: int) -> tuple[int, ...]:
-    """Return the places at which the fewest modules are open: so many levels of modules that there are `least` places,
-    or all where there are fewer."""
-    for depth in sorted({depths[place] for place in places}):
-        found = tuple(sorted(place for place in places if depths[place] <= depth))
-        if len(found) >= least:
-            return found
-    return tuple(sorted(places))
+def outermost(depths: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+    """Return those of the places at which the fewest modules are open."""
+    fewest = min(depths[place] for place in places)
+    return tuple(place for place in places if depths[place] == fewest)
 
 
 def blocks_of(
@@ -74,7 +70,7 @@ def blocks_of(
         start, end = waiting.pop()
         places = [place for place in range(start + 1, end) if place not in forbidden]
         if places and (total[end] - total[start]) * ENOUGH > total[-1]:
-            found = outermost(depths, places, 1)
+            found = outermost(depths, places)
             edges.update(found)
             waiting += pairwise([start, *found, end])
     cut = pairwise(sorted(edges))

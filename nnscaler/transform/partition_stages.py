@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,13 +25,13 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.balance import balanced_cuts, cut_limits
-from nnscaler.transform.blocks import Block, blocks_of, describe_modules, open_modules, outermost, weight_of
+from nnscaler.transform.blocks import Block, blocks_of, describe_modules, open_modules, weight_of
 from nnscaler.transform.select import Layer, describe_paths, layers_of
 
 __all__ = ["Layer", "StagePartition", "StageRules", "layers_of", "partition_stages", "repeated_operations"]
 
 SLACK = 0.05  # by which the largest stage may be larger than the least possible, for fewer bytes between stages
-PLACES = 2048  # that are compared; of more, those in the outermost modules: their number squared is what it takes
+PLACES = 2048  # that are compared: all pairs of them; of more, the narrowest ones
 NAMED = 6  # operations in a message
 UNEVEN = 1.2  # times the mean cost, from which on the largest stage is worth a note
 
@@ -122,12 +122,15 @@ def partition_stages(
     if counts:
         candidates = candidates.after({sum(counts[: i + 1]) - 1 for i in range(len(counts) - 1)})
     elif anywhere:
-        candidates = _everywhere(anchored, forbidden, stages)
+        candidates = _everywhere(anchored, forbidden)
     if stages < 1 or stages > candidates.largest:
         raise _too_many_stages(stages, anchored, candidates)
     costs = [cost(op) for op in anchored]
     by_modules = (anywhere and not (finer and layers)) or bool(rules.blocks)
     across = _bytes_across(graph, anchored) if by_modules else _across(graph, anchored, lambda tensor: tensor.elements)
+    if by_modules and len(candidates.positions) > PLACES:
+        fewer = _thinned(candidates, costs, across)
+        candidates = fewer if stages <= fewer.largest else candidates
     crossing = [across[position] for position in candidates.positions]
     limits = cut_limits(stages, len(anchored), [(index[name], stage) for name, stage in at.items() if name in index])
     cuts = None
@@ -204,13 +207,26 @@ def _part_cuts(anchored: Sequence[Operation], parts: Sequence[Layer | Block]) ->
     return _Candidates(tuple(positions), tuple(groups))
 
 
-def _everywhere(anchored: Sequence[Operation], forbidden: Collection[int], stages: int) -> _Candidates:
-    """Return all places, each for itself; of more than `PLACES`, those in as many levels of modules as they allow."""
+def _everywhere(anchored: Sequence[Operation], forbidden: Collection[int]) -> _Candidates:
+    """Return all places, each for itself."""
     places = tuple(place for place in range(1, len(anchored)) if place not in forbidden)
-    if len(places) > PLACES:
-        depths = open_modules(anchored)
-        levels = (outermost(depths, places, least) for least in (PLACES // 2, stages - 1))
-        places = next((found for found in levels if len(found) <= PLACES), places)
+    return _Candidates(places, places)
+
+
+def _thinned(found: _Candidates, costs: Sequence[float], across: Sequence[int]) -> _Candidates:
+    """Return, of places that each are for themselves, the narrowest one in each of `PLACES` shares.
+
+    A share is an equal part of the cost and of the operations, taken together: it has at most 2 / `PLACES` of either.
+    So the largest stage is larger by at most 4 / `PLACES` of the whole than with all places.
+    """
+    before = list(accumulate(costs, initial=0.0))
+    narrowest: dict[int, int] = {}
+    for place in found.positions:
+        passed = before[place] / (before[-1] or 1.0) + place / len(costs)
+        share = int(passed * PLACES / 2)
+        if share not in narrowest or across[place] < across[narrowest[share]]:
+            narrowest[share] = place
+    places = tuple(sorted(narrowest.values()))
     return _Candidates(places, places)
 
 

@@ -14,7 +14,14 @@ from op_registry.spec import SourceLocation
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.transform.blocks import ENOUGH, blocks_of, describe_modules, open_modules, outermost, weight_of
-from nnscaler.transform.partition_stages import SLACK, StagePartition, layers_of, partition_stages, repeated_operations
+from nnscaler.transform.partition_stages import (
+    PLACES,
+    SLACK,
+    StagePartition,
+    layers_of,
+    partition_stages,
+    repeated_operations,
+)
 from tests.nnscaler.transform.built import Builder
 
 PATHS = ("", "stem", "down", "down.conv", "down.norm", "up", "up.conv", "up.attention.q")
@@ -188,6 +195,21 @@ def test_stray_numbers_are_no_layers() -> None:
     assert len(layers_of(made)) == 2 and partition_stages(made, 2, b.cost).layers == ("time.0", "time.1")
 
 
+def test_of_very_many_places_the_narrow_ones_are_compared() -> None:
+    for huge in (1, 10**9):  # alike, and one operation that is nearly all
+        b = Builder()
+        x = b.op("first", [b.stored("x", "input"), b.stored("w", "parameter")], cost=huge)
+        for i in range(PLACES + 900):
+            x = b.op(f"o{i}", [x], elements=3 if i % 7 else 1)
+        graph = b.graph(b.op("loss", [x]))
+        found = partition_stages(graph, 3, b.cost)
+        whole = sum(found.costs)
+        least = max(whole / 3, huge)
+        assert max(found.costs) <= (1 + SLACK) * (least + 4 / PLACES * whole)
+        ends = [[op for op in graph.operations if found.stage_of[op.name] == (stage,)][-1] for stage in (0, 1)]
+        assert [graph.tensors[op.name].elements for op in ends] == [1, 1]
+
+
 # -- blocks, between which the planner cuts
 
 
@@ -220,7 +242,8 @@ def test_modules_are_described_by_the_largest_that_are_whole() -> None:
     paths = ("net.stem", "net.a.conv", "net.a.norm", "net.a", "net.b.conv", "net.b", "")
     operations = [Operation(f"o{i}", "op", (), (), (), (None,), module=path) for i, path in enumerate(paths)]
     assert open_modules(operations) == [0, 1, 2, 2, 1, 2, 0, 0]
-    assert outermost(open_modules(operations), range(1, 7), 2) == (1, 4, 6)
+    assert outermost(open_modules(operations), range(1, 7)) == (6,)
+    assert outermost(open_modules(operations), range(1, 6)) == (1, 4)
     assert describe_modules(operations[:4], operations) == "net.stem .. net.a"
     assert describe_modules(operations[:6], operations) == "net"
     assert describe_modules(operations[1:3], operations) == "net.a.conv .. net.a.norm"
