@@ -38,7 +38,8 @@ class StageBuilder:
     def variable(self, tensor: str) -> str:
         """Return a fresh name: the tensor's, or that with a number."""
         base = "".join(c if f"a{c}".isidentifier() else "_" for c in tensor)
-        if not is_free_name(base) or base in self.stage.names:
+        taken = (*self.stage.names, "range") if self.stage.time_axes else self.stage.names  # pieces are counted by it
+        if not is_free_name(base) or base in taken:
             base = f"t_{base}"
         name = next(n for n in chain([base], (f"{base}_v{i}" for i in count(1))) if n not in self.names)
         self.names.add(name)

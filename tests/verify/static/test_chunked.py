@@ -16,6 +16,7 @@ from nnscaler.planning.policies import make_plan, parse_axes
 from nnscaler.transform.plan import ChunkStep
 from tests.traced_examples import traced
 from tests.verify.static.mutants import equivalent, mutants
+from verify.programs.random_plans import IN_PIECES, random_plan
 from verify.programs.typing import check_program
 from verify.results.finding import Finding
 
@@ -44,6 +45,27 @@ def test_right_programs_are_proved(spec: str, micro_batches: int) -> None:
     kept = program("gpt", spec, micro_batches, replace(MLP, recompute=False), replace(LOSS, recompute=False))
     assert check_program(kept.sources, kept.graph).proved
     assert not any("recompute(" in text.partition("aten = ")[2] for text in kept.sources.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_regions_are_proved(seed: int) -> None:
+    found, mesh = traced("gpt"), IN_PIECES[seed % len(IN_PIECES)]
+    sizes = {"micro_batches": mesh.micro_batches, "regions": mesh.regions}
+    plan = random_plan(found.graph, signatures(found.graph), mesh.axes, 1000 + seed, **sizes)
+    assert any(isinstance(step, ChunkStep) for step in plan.steps)
+    made = compile_traced(found, WantedPlan(plan.ranks, plan), model={"name": "gpt"})
+    result = check_program(made.sources, made.graph, "", made.manifest)
+    assert result.proved, [f.message for o in result.outcomes for f in o.findings]
+
+
+def test_a_tensor_is_not_named_like_what_counts_the_pieces() -> None:
+    found = program("gpt", "dp=1", 1, MLP)
+    changed = re.sub(r"\bembedding_1\b", "range", found.sources["role_0.py"])
+    assert "means something else" in first(found, changed).message
+    plain = program("gpt", "dp=1", 1)
+    assert check_program(
+        {"role_0.py": re.sub(r"\bembedding_1\b", "range", plain.sources["role_0.py"])}, plain.graph
+    ).proved
 
 
 def test_unequal_pieces_are_proved() -> None:

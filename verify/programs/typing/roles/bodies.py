@@ -33,7 +33,8 @@ from verify.programs.typing.roles.text import (
 # Names that a rank program must not assign: the text would no longer mean what it says.
 
 RESERVED = frozenset({"aten", "comm", "dtypes", "ops", "recompute", "self", "torch", "user", "float", "complex"})
-RESERVED |= {"Invariant", "Partial", "Replicated", "Sharded", "range"}
+RESERVED |= {"Invariant", "Partial", "Replicated", "Sharded"}
+_COUNTING = frozenset({"range"})  # a name that a program with pieces reads
 _OWN = frozenset({"micro", "rank", "device", "context", "prepare", "forward", "_observer", *dir(Stage)})
 
 
@@ -41,6 +42,7 @@ def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of every variable named like a module of the program, and of every stored tensor named like an
     axis or like an attribute that stages have anyway."""
     taken = {*stage.axes, *stage.time_axes, *_OWN}
+    reserved = RESERVED | _COUNTING if stage.time_axes else RESERVED
     seen: set[str] = set()
     for stored in stage.stored:
         if stored.variable in taken or stored.variable in seen:
@@ -52,14 +54,14 @@ def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
     for body in (stage.prepare, stage.forward):
         if body is None:
             continue
-        for name in RESERVED.intersection(body.arguments):
+        for name in reserved.intersection(body.arguments):
             yield body.number, name
         for statement in body.statements:
             lines = (statement, *statement.lines) if isinstance(statement, Recomputed | Pieces) else (statement,)
             for line in lines:
                 if isinstance(line, Assignment | Recomputed | Pieces):
                     inside = [] if isinstance(line, Assignment) else [name for name, _ in line.bound]
-                    for name in RESERVED.intersection((*line.targets, *inside)):
+                    for name in reserved.intersection((*line.targets, *inside)):
                         yield line.number, name
 
 
