@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.profile_at_rest import rest_calls
-from nnscaler.communication.profile_calls import CallClass, Ranks, calls_of_stage, ranks_text
+from nnscaler.communication.profile_calls import CallClass, CallSite, Ranks, calls_of_stage, ranks_text
 from nnscaler.manifest import CommunicationClass, CommunicationProfile, CommunicationTotal, When
-from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.schedule import BACKWARD, Schedule
 
 VERSION = 1
 _RING = {"all_reduce": 2.0}  # all other collectives: once
@@ -106,12 +106,13 @@ class StepCommunication:
 def step_communication(communicated: CommunicatedGraph, schedule: Schedule) -> StepCommunication:
     """Return the classes of calls of one training step of the program."""
     counts: dict[CallClass, int] = {}
-    for call, times in _all_calls(communicated):
-        counts[call] = counts.get(call, 0) + times
+    for site in call_sites(communicated):
+        counts[site.call] = counts.get(site.call, 0) + site.times
     return StepCommunication(tuple(CollectiveClass(c, n, _when(c, schedule)) for c, n in counts.items()))
 
 
-def _all_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int]]:
+def call_sites(communicated: CommunicatedGraph) -> Iterator[CallSite]:
+    """Yield every place of the program that makes calls: all that is told of its communication is made from them."""
     for program in communicated.stages:
         yield from calls_of_stage(communicated, program)
     yield from rest_calls(communicated)
@@ -120,9 +121,11 @@ def _all_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int
 def _when(call: CallClass, schedule: Schedule) -> When:
     order = schedule.orders[schedule.devices[call.stage]]
     if call.phase in ("F", "B"):
-        positions = [i for i, step in enumerate(order) if step.kind == call.phase and step.stage == call.stage]
+        kinds = ("F",) if call.phase == "F" else BACKWARD
+        positions = [i for i, step in enumerate(order) if step.kind in kinds and step.stage == call.stage]
+        runs = " and ".join(sorted({order[i].kind for i in positions}))
         each = ", each micro-batch" if schedule.micro_batches > 1 else ""
-        return When(f"{call.phase} of stage {call.stage}{each}", positions[0], positions[-1], len(order))
+        return When(f"{runs} of stage {call.stage}{each}", positions[0], positions[-1], len(order))
     texts = {
         "prepare": f"prepare of stage {call.stage}, once, before the first instruction",
         "gather": "once, before the first instruction",
