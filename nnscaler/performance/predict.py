@@ -136,6 +136,7 @@ class Prediction:
     around     the calls of parameters at rest and of the loss, by device
     before     per device, seconds until its first pass may start
     after      per device, seconds from the end of its last pass to the end of its step
+    share      of the seconds in `prices` and `around` that they take while all ranks compute
     """
 
     seconds: float
@@ -148,6 +149,7 @@ class Prediction:
     around: tuple[tuple[PricedCall, ...], ...]
     before: tuple[float, ...]
     after: tuple[float, ...]
+    share: float
 
 
 def predict(
@@ -187,7 +189,7 @@ def predict(
     ends = [(row[-1].stop if row else 0.0) + share * left for row, left in zip(timeline.rows, after, strict=True)]
     before, after = [share * seconds for seconds in before], [share * seconds for seconds in after]
     return Prediction(
-        max(ends), forward, backward, once, tuple(beside), timeline, prices, around, tuple(before), tuple(after)
+        max(ends), forward, backward, once, tuple(beside), timeline, prices, around, tuple(before), tuple(after), share
     )
 
 
