@@ -44,15 +44,18 @@ class _Line:
     pieces: Sequence[Piece]
 
 
-def step_events(communicated: CommunicatedGraph, prediction: Prediction) -> StepEvents:
-    """Return the events of a predicted step. The last one ends with the step."""
+def step_events(communicated: CommunicatedGraph, prediction: Prediction, until: float | None = None) -> StepEvents:
+    """Return the events of a predicted step. The last one ends with the step.
+
+    `until`: leave out instructions that end later, with their calls: in seconds; None: all are wanted.
+    """
     return StepEvents(
         VERSION,
         "simulated",
         "seconds",
         prediction.seconds,
         devices_of(communicated),
-        tuple(entry.event for entries in placed_events(communicated, prediction) for entry in entries),
+        tuple(entry.event for entries in placed_events(communicated, prediction, until) for entry in entries),
     )
 
 
@@ -64,14 +67,17 @@ def devices_of(communicated: CommunicatedGraph) -> tuple[DeviceRanks, ...]:
     )
 
 
-def placed_events(communicated: CommunicatedGraph, prediction: Prediction) -> tuple[tuple[PlacedEvent, ...], ...]:
-    """Return the events of each device, in order."""
+def placed_events(
+    communicated: CommunicatedGraph, prediction: Prediction, until: float | None = None
+) -> tuple[tuple[PlacedEvent, ...], ...]:
+    """Return the events of each device, in order. `until`: as in `step_events`."""
     pieces = Pieces(communicated, prediction)
     messages: dict[tuple[int, tuple[int, ...]], int] = {}  # (place, pass) -> number
     return tuple(
         tuple(
             entry
             for number, line in enumerate(_lines(pieces, device))
+            if until is None or line.stop <= until
             for entry in _laid_out(line, number, device, pieces.ranks[device], messages)
         )
         for device in range(len(pieces.ranks))
