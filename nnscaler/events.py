@@ -55,11 +55,14 @@ class Event:
     message: int | None = None
 
     @property
+    def handed_bytes(self) -> int:
+        """Bytes that all of its ranks hand to a call; of a message, those that are sent or received."""
+        return self.bytes * len(self.groups if self.kind in (SENT, RECEIVED) else self.ranks)
+
+    @property
     def total_bytes(self) -> int:
-        """Bytes that all of its ranks hand over; a message counts where it is sent."""
-        if self.kind == RECEIVED:
-            return 0
-        return self.bytes * len(self.groups if self.kind == SENT else self.ranks)
+        """The same, as the communication profile counts: a message where it is sent."""
+        return 0 if self.kind == RECEIVED else self.handed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,45 @@ class StepEvents:
     def calls(self) -> Iterator[Event]:
         """Yield the events that communicate."""
         return (event for event in self.events if event.lane == "communication")
+
+
+@dataclass(frozen=True, slots=True)
+class CallSum:
+    """Calls of one kind with one cause.
+
+    kind, direction, axis  of the calls
+    cause                  module and line
+    calls                  of all ranks
+    bytes                  that they hand over
+    seconds                that a rank spends in them, the mean of all ranks
+    """
+
+    kind: str
+    direction: str
+    axis: str
+    cause: str
+    calls: int
+    bytes: int
+    seconds: float
+
+
+def call_sums(events: StepEvents) -> tuple[CallSum, ...]:
+    """Return the calls of a step by kind and cause, those that take longest first."""
+    together: dict[tuple[str, str, str, str], list[Event]] = {}
+    for event in events.calls():
+        cause = f"{event.module} {event.where}".strip()
+        together.setdefault((event.kind, event.direction, event.axis, cause), []).append(event)
+    ranks = sum(len(device.ranks) for device in events.devices)
+    found = [
+        CallSum(
+            *key,
+            sum(len(event.ranks) for event in same),
+            sum(event.handed_bytes for event in same),
+            sum((event.end - event.start) * len(event.ranks) for event in same) / ranks,
+        )
+        for key, same in together.items()
+    ]
+    return tuple(sorted(found, key=lambda calls: -calls.seconds))
 
 
 def covered(events: Iterable[Event]) -> float:

@@ -96,12 +96,12 @@ def _marks(calls: Iterable[Event], unit: float, end: float) -> tuple[CallMark, .
 def _mark(calls: Sequence[Event], unit: float) -> CallMark:
     first, start = calls[0], round(calls[0].start / unit, 4)
     end = round(max(call.end for call in calls) / unit, 4)
-    sent = sum(call.bytes * len(call.groups) if call.kind == RECEIVED else call.total_bytes for call in calls)
+    handed = sum(call.handed_bytes for call in calls)
     runs = list(dict.fromkeys(call.instruction for call in calls))
     causes = list(dict.fromkeys(f"{call.module} {call.where}".strip() for call in calls))
     told = [
         f"{count(len(calls), f'{first.kind} over {first.axis}')} in {runs[0]}" + _more(runs),
-        size(sent),
+        size(handed),
         causes[0] + _more(causes),
         f"{start:g} to {end:g}",
     ]
