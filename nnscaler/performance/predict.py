@@ -239,8 +239,11 @@ def _statement(
 
 
 def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> float:
-    tensor = graph.tensors[message.tensor]
-    size = prod(local_shape(message.target.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
+    """Return the seconds in which a message arrives at a stage: the tensor, or its gradient where it was made."""
+    tensor, version = graph.tensors[message.tensor], message.target
+    if stage.index == message.source_stage:
+        version = message.source
+    size = prod(local_shape(version.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
     return cost.collective("send", size, AxisPlace(2, len(stage.mesh.ranks)))
 
 
