@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 VERSION = 1
 Ranks = tuple[int, ...]
-LaneKind = Literal["compute", "communication"]
 SENT, RECEIVED = "send", "recv"  # kinds of the two ends of a message
 
 
@@ -37,7 +35,7 @@ class Event:
     message      the same number at both ends of a message
     """
 
-    lane: LaneKind
+    lane: str
     kind: str
     device: int
     ranks: Ranks
@@ -87,7 +85,7 @@ class StepEvents:
     """
 
     version: int
-    source: Literal["simulated", "measured"]
+    source: str
     unit: str
     seconds: float
     devices: tuple[DeviceRanks, ...]

@@ -117,7 +117,8 @@ def _check_same(rank: int, number: int, planned: Sequence[tuple[Event, Ranks]], 
         wrong = _told(call.kind, call.ranks, call.bytes, call.dtype, name)
     if right != wrong:
         message = f"call {number} of rank {rank} is {wrong}, and the plan has {right} there"
-        raise NnscalerError("calls_differ", message, help="this is a bug of nnScaler: please report it")
+        help = "records are of another plan or model; without --records this is a bug of nnScaler: please report it"
+        raise NnscalerError("calls_differ", message, help=help)
 
 
 def _told(kind: str, group: Ranks, size: int, dtype: str, instruction: str) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.events import StepEvents
     from nnscaler.model_file import ModelFile
+    from nnscaler.performance.measured_events import Records
     from nnscaler.performance.predict import Programmed
     from nnscaler.plan_source import CompileRequest
     from nnscaler.planning.cost.model import CostModel
@@ -29,6 +30,8 @@ EPILOG = """examples:
   nnscaler timeline gpt.py --plan dp=2,pp=2 --events step.json            every event: start, end, ranks, bytes, cause
   nnscaler timeline gpt.py --plan plan.json --html step.html              a picture
   nnscaler timeline gpt.py --plan dp=2,pp=2 --measured --trace run.trace.json    run it here, and record a step
+  torchrun --nproc-per-node 4 -m nnscaler.runtime.launch build/ --record run/
+  nnscaler timeline gpt.py --plan build/ --records run/ --trace run.trace.json    what it did there
 
 Times of the simulation are those of --cluster (default: this machine), or of --profile where it was measured; they are
 what `nnscaler plan` predicts. --measured runs the program in a process for each rank on this machine, over gloo.
@@ -51,8 +54,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     add_search_options(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
     output = parser.add_argument_group("output")
-    output.add_argument(
+    either = output.add_mutually_exclusive_group()
+    either.add_argument(
         "--measured", action="store_true", help="run the program on this machine, and show what its ranks did"
+    )
+    either.add_argument(
+        "--records",
+        type=Path,
+        metavar="DIR",
+        help="show what the ranks of this plan's program recorded: `nnscaler.runtime.launch build/ --record DIR`",
     )
     output.add_argument("--events", type=Path, metavar="FILE", help="write the events as JSON")
     output.add_argument("--trace", type=Path, metavar="FILE", help="write them for Perfetto or chrome://tracing")
@@ -79,16 +89,19 @@ def run(options: argparse.Namespace) -> int:
     machine = (asked_search(asked) if searched else None) or AutoPlan(request.cluster, profile=request.profile)
     cluster = cluster_of(machine, ranks)
     cost = cost_of(machine, cluster)
+    records = None if options.records is None else _records(options.records, ranks)
     model = load_model_file(options.model, request.seed, request.loss_fn)
     from nnscaler.cli.output.events_text import events_lines
 
     step = _planned(model, asked, ranks, console)
     simulated = step.simulated(cost)
     events, where = simulated, cluster.name
-    if options.measured:
+    if options.measured or records is not None:
         console.progress(f"simulated    {show_seconds(simulated.seconds)} a step on {cluster.name}")
-        events, where = step.measured(cost), "this machine"
-    title = f"{step.plan.describe()}, {step.plan.micro_batches} micro-batches, {step.plan.schedule} on {where}"
+        events = step.measured(cost, step.records() if records is None else records)
+        where = str(options.records or "this machine")
+    micro = step.plan.micro_batches
+    title = f"{step.plan.describe()}, {micro} micro-batch{'es' * (micro != 1)}, {step.plan.schedule} on {where}"
     for line in events_lines(events, title):
         console.result(line)
     _write(model.name, title, events, options)
@@ -110,11 +123,18 @@ class _Planned:
 
         return step_events(self.program.communicated, self.program.predicted(cost))
 
-    def measured(self, cost: CostModel) -> StepEvents:
-        """Run the program, and return the events of a step. Raises NnscalerError("run_failed")."""
-        from nnscaler.compile import WantedPlan, compile_traced
-        from nnscaler.performance.measured_events import measured_events, run_recorded
+    def measured(self, cost: CostModel, records: Records) -> StepEvents:
+        """Return the events of a step that ran. Raises NnscalerError("calls_differ")."""
+        from nnscaler.performance.measured_events import measured_events
         from nnscaler.performance.step_events import placed_events
+
+        placed = placed_events(self.program.communicated, self.program.predicted(cost))
+        return measured_events(self.program.communicated, placed, records)
+
+    def records(self) -> Records:
+        """Run the program, and return what its ranks recorded. Raises NnscalerError("run_failed")."""
+        from nnscaler.compile import WantedPlan, compile_traced
+        from nnscaler.performance.measured_events import run_recorded
 
         wanted = WantedPlan(self.plan.ranks, self.plan, precision=self.plan.precision)
         compiled = compile_traced(self.traced, wanted, model=self.model.description())
@@ -124,8 +144,19 @@ class _Planned:
                 "the model has no data (meta device), so that it cannot run",
                 help="leave --measured away: the simulation needs none",
             )
-        placed = placed_events(self.program.communicated, self.program.predicted(cost))
-        return measured_events(self.program.communicated, placed, run_recorded(compiled))
+        return run_recorded(compiled)
+
+
+def _records(folder: Path, ranks: int) -> Records:
+    """Read what ranks recorded. Raises NnscalerError("bad_records")."""
+    from nnscaler.runtime.communication.communicator import ProgramError
+    from nnscaler.runtime.communication.recording import read_records
+
+    try:
+        return read_records(folder, ranks)
+    except ProgramError as error:
+        help = "torchrun --nproc-per-node N -m nnscaler.runtime.launch build/ --record DIR writes them"
+        raise NnscalerError("bad_records", str(error), help=help) from None
 
 
 def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Console) -> _Planned:

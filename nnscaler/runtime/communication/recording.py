@@ -6,17 +6,20 @@ the same for all processes of a machine. On a GPU a call may return before it is
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, Key, Shape
+from nnscaler.records import decode, encode
+from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, Key, ProgramError, Shape
 
 T = TypeVar("T")
 
@@ -43,6 +46,14 @@ class RecordedEvent:
     dtype: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What one rank did in one step, in the order in which it ended."""
+
+    rank: int
+    events: tuple[RecordedEvent, ...]
+
+
 def handed_over(call: CommunicationCall) -> int:
     """Return the elements that a rank gives to a call; of the rank that gives most, where the call lists those of the
     whole group."""
@@ -54,6 +65,32 @@ def handed_over(call: CommunicationCall) -> int:
     return sum(elements)
 
 
+def write_records(folder: Path, rank: int, events: Sequence[RecordedEvent]) -> None:
+    """Write what a rank recorded of one step into a folder, which is made. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _file_of(rank)).write_text(json.dumps(encode(RankRecord(rank, tuple(events)))) + "\n", encoding="utf-8")
+
+
+def read_records(folder: Path, ranks: int) -> list[tuple[RecordedEvent, ...]]:
+    """Return what each of so many ranks wrote. Raises ProgramError, which names the file."""
+    if (folder / _file_of(ranks)).exists():
+        raise ProgramError(f"{folder} has records of more than {ranks} ranks")
+    found: list[tuple[RecordedEvent, ...]] = []
+    for rank in range(ranks):
+        file = folder / _file_of(rank)
+        try:
+            found.append(decode(RankRecord, json.loads(file.read_text(encoding="utf-8"))).events)
+        except OSError:
+            raise ProgramError(f"{folder} has no {file.name}: {ranks} ranks write a file each") from None
+        except ValueError as error:  # a RecordError too
+            raise ProgramError(f"{file} is no record of a rank: {error}") from None
+    return found
+
+
+def _file_of(rank: int) -> str:
+    return f"rank{rank}.json"
+
+
 class RecordingCommunicator:
     """Makes the calls of `communicator`, and appends them to `events`, which its user reads and clears."""
 
@@ -62,6 +99,11 @@ class RecordingCommunicator:
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.events: list[RecordedEvent] = []
         self._since: tuple[str, float] | None = None  # the instruction that runs, and its start
+
+    def begin(self) -> None:
+        """Forget what was noted so far, when all ranks are here: what comes starts together. Every rank calls this."""
+        self._made.barrier(tuple(range(self.world_size)))
+        self.events.clear()
 
     @property
     def context(self) -> str:

@@ -32,7 +32,6 @@ def recorded_step(program: ProgramDirectory, communicator: Communicator, warm_up
     for _ in range(warm_up):
         run(batch)
         executor.zero_grad()
-    communicator.barrier(tuple(range(communicator.world_size)))
-    recording.events.clear()
+    recording.begin()
     run(batch)
     return list(recording.events)
