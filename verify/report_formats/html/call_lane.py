@@ -10,7 +10,7 @@ from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.events import RECEIVED, SENT, Event, Ranks, StepEvents
 from nnscaler.instructions import read_instruction
 from nnscaler.manifest import Bar, TimelineRow, TimelineRows
-from verify.report_formats.html.text import count, escape, percent, size
+from verify.report_formats.html.text import escape, percent, size
 
 FINEST = 2400  # marks of a lane; calls that are nearer to each other than that share one
 _HEIGHT = 9  # pixels
@@ -100,7 +100,7 @@ def _mark(calls: Sequence[Event], unit: float) -> CallMark:
     runs = list(dict.fromkeys(call.instruction for call in calls))
     causes = list(dict.fromkeys(f"{call.module} {call.where}".strip() for call in calls))
     told = [
-        f"{count(len(calls), f'{first.kind} over {first.axis}')} in {runs[0]}" + _more(runs),
+        f"{f'{len(calls)} times ' * (len(calls) > 1)}{first.kind} over {first.axis} in {runs[0]}" + _more(runs),
         size(handed),
         causes[0] + _more(causes),
         f"{start:g} to {end:g}",
