@@ -15,14 +15,14 @@ from verify.report_formats.html.text import escape, percent, size
 FINEST = 2400  # marks of a lane; calls that are nearer to each other than that share one
 _HEIGHT = 9  # pixels
 _UNITS = (("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
-# colours that stand apart on light and on dark paper, and for readers who see fewer (Okabe and Ito 2008)
+# colours that stand apart from each other, and from light and from dark paper
 _COLORS = {
     "all_reduce": "#d55e00",
-    "all_gather": "#0072b2",
+    "all_gather": "#3a8fd0",
     "reduce_scatter": "#009e73",
     "all_to_all": "#cc79a7",
-    SENT: "#b08900",
-    RECEIVED: "#e69f00",
+    SENT: "#937000",
+    RECEIVED: "#c27c00",
 }
 
 
