@@ -32,7 +32,8 @@ def timeline_panel(timeline: TimelineRows | None, calls: Calls = NO_CALLS) -> st
     if timeline is None:
         return ""
     lanes = lanes_of(timeline, calls)
-    end = max((drawn.end for lane in lanes for drawn in (*lane.bars, *lane.calls)), default=0.0)
+    ends = (bar.end for lane in lanes for bar in lane.bars)
+    end = max((*ends, *(mark.end for lane in lanes for mark in lane.calls)), default=0.0)
     if not end:
         return ""
     stages = sorted({bar.stage for lane in lanes for bar in lane.bars})
