@@ -118,8 +118,14 @@ class Pieces:
                     yield self._end(message, "backward", SENT, 0.0)
 
     def _line(self, program: StageProgram, part: Part, at: int, seconds: float) -> Piece:
+        """Return a line; a call that it makes several times in a pass takes an equal part of it each time."""
         device, found = program.stage.device, self._places.get((program.stage.index, part, at), ())
-        return Piece(seconds, tuple(self._call(device, n, site, 0.0, seconds) for n, site in found))
+        passes = 1 if part == "prepare" else program.stage.micro_batches
+        calls = []
+        for number, site in found:
+            each = seconds * passes / site.times
+            calls += [self._call(device, number, site, i * each, (i + 1) * each) for i in range(site.times // passes)]
+        return Piece(seconds, tuple(calls))
 
     def _call(self, device: int, number: int, site: CallSite, start: float, end: float) -> PieceCall:
         own = self._own[device]
