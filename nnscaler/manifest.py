@@ -232,7 +232,11 @@ class CommunicationProfile:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The time in which an instruction runs: a forward (F) or backward (B) pass of a micro-batch through a stage."""
+    """The time in which an instruction runs: a pass of a micro-batch through a stage.
+
+    kind         F forward, B backward, I and W the two halves of one
+    start, end   in the unit of the timeline
+    """
 
     kind: str
     stage: int

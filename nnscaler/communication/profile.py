@@ -10,7 +10,7 @@ reduce_scatter or an all_to_all, one message. `wire_bytes` is what a rank then s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.profile_at_rest import rest_calls
@@ -107,7 +107,8 @@ def step_communication(communicated: CommunicatedGraph, schedule: Schedule) -> S
     """Return the classes of calls of one training step of the program."""
     counts: dict[CallClass, int] = {}
     for site in call_sites(communicated):
-        counts[site.call] = counts.get(site.call, 0) + site.times
+        for call, share in _by_pass(site.call, site.times, schedule):
+            counts[call] = counts.get(call, 0) + share
     return StepCommunication(tuple(CollectiveClass(c, n, _when(c, schedule)) for c, n in counts.items()))
 
 
@@ -118,14 +119,25 @@ def call_sites(communicated: CommunicatedGraph) -> Iterator[CallSite]:
     yield from rest_calls(communicated)
 
 
+def _by_pass(call: CallClass, times: int, schedule: Schedule) -> Iterator[tuple[CallClass, int]]:
+    """Yield a call with the instructions that make it: what is made after a backward belongs to B, or else to W."""
+    if call.phase not in ("B", "I", "W"):
+        yield call, times
+        return
+    own = [step for step in schedule.orders[schedule.devices[call.stage]] if step.stage == call.stage]
+    half = "I" if call.phase == "I" else "W"
+    for phase in ("B", half):
+        passes = sum(step.kind == phase for step in own)
+        if passes:
+            yield replace(call, phase=phase), times * passes // schedule.micro_batches
+
+
 def _when(call: CallClass, schedule: Schedule) -> When:
     order = schedule.orders[schedule.devices[call.stage]]
-    if call.phase in ("F", "B"):
-        kinds = ("F",) if call.phase == "F" else BACKWARD
-        positions = [i for i, step in enumerate(order) if step.kind in kinds and step.stage == call.stage]
-        runs = " and ".join(sorted({order[i].kind for i in positions}))
+    if call.phase in ("F", *BACKWARD):
+        positions = [i for i, step in enumerate(order) if step.kind == call.phase and step.stage == call.stage]
         each = ", each micro-batch" if schedule.micro_batches > 1 else ""
-        return When(f"{runs} of stage {call.stage}{each}", positions[0], positions[-1], len(order))
+        return When(f"{call.phase} of stage {call.stage}{each}", positions[0], positions[-1], len(order))
     texts = {
         "prepare": f"prepare of stage {call.stage}, once, before the first instruction",
         "gather": "once, before the first instruction",

@@ -11,6 +11,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import Literal
 
+from nnscaler.communication.backward_halves import differentiated, statement_halves
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
@@ -18,10 +19,7 @@ from nnscaler.communication.communicated_graph import (
     Message,
     StageProgram,
     Statement,
-    Version,
-    reads,
     repeated_in_backward,
-    writes,
 )
 from nnscaler.communication.regions import Message as Block
 from nnscaler.communication.regions import transfer, without_axis
@@ -89,7 +87,7 @@ class CallClass:
 
     kind        of the collective, or "send/recv"
     direction   forward, backward, recompute, parameter, gradient or loss
-    phase       the instruction that makes it (F, B), or prepare, gather, gradient, loss
+    phase       the instruction that makes it (F, B, I, W), or prepare, gather, gradient, loss
     stage       that calls
     axis        of the mesh
     dtype       of the tensor
@@ -143,7 +141,10 @@ Calls = tuple[CallClass, int, tuple[int, ...]]  # a class, how often one rank ma
 
 
 def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[CallSite]:
-    """Yield where the stage makes calls; several places may make calls of one class."""
+    """Yield where the stage makes calls; several places may make calls of one class.
+
+    The phase of a call in backward is the half of it, I or W.
+    """
     graph, micro_batches = communicated.partitioned.graph, program.stage.micro_batches
     causes = _causes(program.prepare)
     for i, statement in enumerate(program.prepare):
@@ -151,6 +152,7 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
             yield from _sites("prepare", i, _conversion(graph, program, statement, "forward", "prepare", causes[i], 1))
     live = differentiated(graph, program)
     again = repeated_in_backward(graph, program.forward)
+    halves = statement_halves(graph, program)
     causes = _causes(program.forward)
     for i, statement in enumerate(program.forward):
         if isinstance(statement, Convert):
@@ -158,10 +160,12 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
             ahead = _conversion(graph, program, statement, "forward", "F", cause, micro_batches)
             yield from _sites("forward", i, ahead)
             if statement.target.variable in live:
-                back = _conversion(graph, program, statement, "backward", "B", cause, micro_batches)
+                half = "W" if halves[i].gradients else "I"
+                back = _conversion(graph, program, statement, "backward", half, cause, micro_batches)
                 yield from _sites("backward", i, back)
             if i in again:
-                repeated = _conversion(graph, program, statement, "recompute", "B", cause, micro_batches)
+                half = "W" if halves[i].again else "I"
+                repeated = _conversion(graph, program, statement, "recompute", half, cause, micro_batches)
                 yield from _sites("recompute", i, repeated)
     for i, message in enumerate(program.sends):
         yield from _sites("message", i, _message(communicated, message, micro_batches))
@@ -176,22 +180,6 @@ def loss_calls(graph: Graph, program: StageProgram) -> Iterator[CallSite]:
 
 def _sites(part: Part, at: int, found: Iterable[Calls]) -> Iterator[CallSite]:
     return (CallSite(call, times, part, (at,), order) for call, times, order in found)
-
-
-def differentiated(graph: Graph, program: StageProgram) -> frozenset[str]:
-    """Variables of `forward` that get a gradient: those from which the loss or a message is reached through
-    operations that record one."""
-    live = {m.source.variable for m in program.sends if m.needs_grad}
-    if program.loss is not None:
-        live.add(program.loss.variable)
-
-    def recorded(version: Version | None) -> bool:
-        return version is not None and version.variable in live and graph.tensors[version.tensor].needs_grad
-
-    for statement in reversed(program.forward):
-        if any(map(recorded, writes(statement))):
-            live.update(v.variable for v in reads(statement) if graph.tensors[v.tensor].needs_grad)
-    return frozenset(live)
 
 
 def _conversion(
@@ -284,7 +272,7 @@ def _message(communicated: CommunicatedGraph, message: Message, times: int) -> I
         backward = _by_size(transfer(shape, target.mesh, here, source.mesh, there), tensor.dtype)
     ways = [("forward", "F", source.index, target.index, forward)]
     if message.needs_grad:
-        ways.append(("backward", "B", target.index, source.index, backward))
+        ways.append(("backward", "I", target.index, source.index, backward))
     for direction, phase, sender, receiver, found in ways:
         for size, messages in found.items():
             far = tuple(m for m in messages if m[0] != m[1])  # a rank keeps what it sends to itself

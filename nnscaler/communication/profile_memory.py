@@ -9,7 +9,9 @@ Memory, of one rank (of the one with the largest shards), in bytes, at the momen
 * optimizer: its states, by their bytes per element at rest;
 * activations: the shards whose values backward reads, of every micro-batch between its forward and its backward, by the
   order of the schedule. A value is read by backward where the operator is not linear in it (`recomputed.kept_inputs`);
-  views count as the tensors that they show. Of a recomputed group only its inputs are kept.
+  views count as the tensors that they show. Of a recomputed group only its inputs are kept. Between the two halves of
+  a backward it is what the second one reads: values that lead to gradients of parameters, recomputed ones too, and the
+  gradients that have arrived there.
 
 Under ZeRO-2 a backward ends with whole gradients, when the activations of its micro-batch are gone: where these are the
 smaller ones, that is the moment when most is held, and the total is of it.
@@ -28,6 +30,7 @@ from math import prod
 
 from op_registry.registry import facts_of
 
+from nnscaler.communication.backward_halves import BOTH, statement_halves
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
@@ -67,16 +70,17 @@ def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: 
     parameters, gradients, states = (
         sum(getattr(one, name) for one in held) for name in ("parameters", "gradients", "optimizer")
     )
-    each, peak = kept_bytes(graph, program), peak_of_stage(schedule, stage.index)
+    each = kept_bytes(graph, program)
+    activations = peak_of_stage(schedule, stage.index, each, kept_for_weights(graph, program))
     arriving = sum(
         prod(local_shape(stored.leaf, stage.sizes, tensor.shape)) * element_bytes(gradient_dtype(tensor.dtype))
         for stored in program.stored
         if stored.rest and stored.scatter == "micro_batch" and graph.consumers[stored.tensor]
         for tensor in (graph.tensors[stored.tensor],)
     )
-    total = parameters + gradients + states + each * peak + max(0, arriving - each)
+    total = parameters + gradients + states + activations + max(0, arriving - each)
     ranks = ranks_text(stage.mesh.ranks)
-    return StageMemory(stage.index, stage.device, ranks, parameters, gradients, each * peak, total, states)
+    return StageMemory(stage.index, stage.device, ranks, parameters, gradients, activations, total, states)
 
 
 def _owned(program: StageProgram) -> list[tuple[int, bool]]:
@@ -125,6 +129,30 @@ def kept_bytes(graph: Graph, program: StageProgram) -> int:
     return sum(kept.values())
 
 
+def kept_for_weights(graph: Graph, program: StageProgram) -> int:
+    """Return the bytes that one micro-batch keeps on a rank from the first half of its backward to the second one."""
+    if not any(message.needs_grad for message in program.receives):
+        return kept_bytes(graph, program)  # the first half does nothing
+    stored = {s.variable for s in program.stored}
+    base: dict[str, Version] = {}
+    kept: dict[str, int] = {}
+    for statement, half in zip(program.forward, statement_halves(graph, program), strict=True):
+        if not isinstance(statement, Compute):
+            continue
+        made = [v for v in statement.outputs if v is not None]
+        if facts_of(statement.operation.operator).view:
+            shown = base.get(statement.inputs[0].variable, statement.inputs[0])
+            base.update((v.variable, shown) for v in made)
+        read = kept_inputs(graph, statement) if half.gradients else ()
+        for version in read:
+            shown = base.get(version.variable, version)
+            if shown.variable not in stored:
+                kept[shown.variable] = _bytes(graph, shown.tensor, shown.layout, program)
+        for version in made if half.gradients == BOTH else ():
+            kept[f"gradient of {version.variable}"] = _bytes(graph, version.tensor, version.layout, program)
+    return sum(kept.values())
+
+
 def _bytes(graph: Graph, tensor: str, layout: Layout, program: StageProgram) -> int:
     described = graph.tensors[tensor]
     return prod(local_shape(layout, program.stage.sizes, described.shape)) * element_bytes(described.dtype)
@@ -136,10 +164,12 @@ class StageWork:
 
     forward    floating point operations and elements written
     backward   twice the forward, and recomputation
+    weights    the part of `backward` that its second half, W, does
     """
 
     forward: float
     backward: float
+    weights: float
 
 
 def stage_work(communicated: CommunicatedGraph, signatures: Mapping[str, Signature]) -> tuple[StageWork, ...]:
@@ -147,14 +177,16 @@ def stage_work(communicated: CommunicatedGraph, signatures: Mapping[str, Signatu
     graph = communicated.partitioned.graph
     found = []
     for program in communicated.stages:
-        forward = recomputed = 0.0
-        for statement in program.forward:
+        forward = recomputed = weights = 0.0
+        for statement, half in zip(program.forward, statement_halves(graph, program), strict=True):
             if isinstance(statement, Compute):
                 cost = _work(graph, program, statement, signatures)
+                again = cost if statement.placement.recompute else 0.0
                 forward += cost
-                recomputed += cost if statement.placement.recompute else 0.0
+                recomputed += again
+                weights += 2 * cost * half.gradients + again * half.again
         forward = max(forward, 1.0)
-        found.append(StageWork(forward, 2 * forward + recomputed))
+        found.append(StageWork(forward, 2 * forward + recomputed, weights))
     return tuple(found)
 
 

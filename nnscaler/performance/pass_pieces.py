@@ -18,9 +18,7 @@ from nnscaler.communication.communicated_graph import (
     Message,
     StageProgram,
     group_of,
-    reads,
     repeated_in_backward,
-    writes,
 )
 from nnscaler.communication.profile import call_sites
 from nnscaler.communication.profile_calls import CallSite, Part
@@ -103,13 +101,13 @@ class Pieces:
             for message, seconds in zip(program.sends, price.back, strict=True):
                 if message.needs_grad:
                     yield self._end(message, "backward", RECEIVED, seconds)
-        trunk = _trunk(self.communicated, program)
         again = _again_before(self.communicated, program)
         for i in reversed(range(len(program.forward))):
-            if kind == "B" or (i in trunk) == (kind == "I"):
-                for repeated in again.get(i, ()):
-                    yield self._line(program, "recompute", repeated, price.again[repeated])
-                yield self._line(program, "backward", i, price.backward[i])
+            for repeated in again.get(i, ()):
+                yield from self._half(
+                    program, "recompute", repeated, price.again[repeated], price.halves[repeated].again, kind
+                )
+            yield from self._half(program, "backward", i, price.backward[i], price.halves[i].gradients, kind)
         if kind != "I":
             yield self.around(program.stage.device, "scatter", program.stage.index)
         if kind != "W":
@@ -126,6 +124,17 @@ class Pieces:
             each = seconds * passes / site.times
             calls += [self._call(device, number, site, i * each, (i + 1) * each) for i in range(site.times // passes)]
         return Piece(seconds, tuple(calls))
+
+    def _half(
+        self, program: StageProgram, part: Part, at: int, seconds: float, share: float, kind: Kind
+    ) -> Iterator[Piece]:
+        """Yield what a pass runs of a line of backward. `share`: of W in it; calls belong to W where it has any."""
+        if kind == "B":
+            yield self._line(program, part, at, seconds)
+        elif kind == ("W" if share else "I"):
+            yield self._line(program, part, at, seconds * (share or 1.0))
+        elif kind == "I":
+            yield Piece(seconds * (1.0 - share))
 
     def _call(self, device: int, number: int, site: CallSite, start: float, end: float) -> PieceCall:
         own = self._own[device]
@@ -144,18 +153,6 @@ class Pieces:
                 if site.call.direction == direction
             ),
         )
-
-
-def _trunk(communicated: CommunicatedGraph, program: StageProgram) -> frozenset[int]:
-    """Return the statements whose gradients lead to received tensors."""
-    graph = communicated.partitioned.graph
-    carried = {message.target.variable for message in program.receives if message.needs_grad}
-    found = set()
-    for i, statement in enumerate(program.forward):
-        if any(version.variable in carried for version in reads(statement)):
-            carried.update(v.variable for v in writes(statement) if graph.tensors[v.tensor].needs_grad)
-            found.add(i)
-    return frozenset(found)
 
 
 def _again_before(communicated: CommunicatedGraph, program: StageProgram) -> Mapping[int, Sequence[int]]:

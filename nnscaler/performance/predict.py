@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
+from nnscaler.communication.backward_halves import StatementHalves, statement_halves
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
@@ -96,6 +97,7 @@ class StagePrices:
     forward   by statement
     backward  by statement
     again     by statement, what of it is computed again in backward
+    halves    by statement, what of both is for W
     arriving  by message that the stage receives
     back      by message that it sends: the gradient that comes back
     divided   gradients that are divided after each backward
@@ -105,6 +107,7 @@ class StagePrices:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     again: tuple[float, ...]
+    halves: tuple[StatementHalves, ...]
     arriving: tuple[float, ...]
     back: tuple[float, ...]
     divided: float
@@ -119,6 +122,12 @@ class StagePrices:
         """Seconds of B."""
         return sum(self.backward) + sum(self.again) + sum(self.back) + self.divided
 
+    @property
+    def weights(self) -> float:
+        """Seconds of W, of those of B."""
+        pieces = zip(self.halves, self.backward, self.again, strict=True)
+        return self.divided + sum(h.gradients * behind + h.again * again for h, behind, again in pieces)
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -127,6 +136,7 @@ class Prediction:
     seconds    of the whole step
     forward    per stage, of one micro-batch
     backward   per stage, of one micro-batch
+    weights    per stage, of one micro-batch: the part of `backward` that its second half, W, takes
     once       per stage, gathers of parameters and sums of gradients at the rate of full buckets, and work that all
                micro-batches share
     beside     per stage, its part of the time that the planner's tables leave out on its device: the buckets' own
@@ -142,6 +152,7 @@ class Prediction:
     seconds: float
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    weights: tuple[float, ...]
     once: tuple[float, ...]
     beside: tuple[float, ...]
     timeline: Timeline
@@ -163,14 +174,14 @@ def predict(
     ranks = ranks_of(communicated)
     around = calls_around(communicated, ranks, cost)
     prices = tuple(_prices(graph, p, signatures, cost, around[p.stage.device]) for p in programs)
-    forward, backward = tuple(p.ahead for p in prices), tuple(p.behind for p in prices)
+    forward, backward, weights = (tuple(getattr(p, n) for p in prices) for n in ("ahead", "behind", "weights"))
     before, after = [0.0] * len(ranks), [overheads.step] * len(ranks)
     for price, program in zip(prices, programs, strict=True):
         before[program.stage.device] += sum(price.prepare)
     for device, calls in enumerate(around):
         before[device] += taken(calls, ranks[device], "gather")
         after[device] += taken(calls, ranks[device], "gradient") + taken(calls, ranks[device], "loss")
-    costs = PassCosts(forward, backward, [seconds / 2 for seconds in backward])
+    costs = PassCosts(forward, backward, weights)
     if overheads.crowding:
         counts = [len(own) for own in ranks]
         timeline = simulate_crowded(order, communicated.edges, costs, counts, overheads.relief, before)
@@ -189,8 +200,9 @@ def predict(
     ends = [(row[-1].stop if row else 0.0) + share * left for row, left in zip(timeline.rows, after, strict=True)]
     before, after = [share * seconds for seconds in before], [share * seconds for seconds in after]
     return Prediction(
-        max(ends), forward, backward, once, tuple(beside), timeline, prices, around, tuple(before), tuple(after), share
-    )
+        max(ends), forward, backward, weights, once, tuple(beside), timeline, prices, around, tuple(before),
+        tuple(after), share,
+    )  # fmt: skip
 
 
 def place_of(stage: Stage, axis: str) -> AxisPlace:
@@ -223,6 +235,7 @@ def _prices(
         tuple(ahead for ahead, _ in pairs),
         tuple(behind for _, behind in pairs),
         tuple(again),
+        statement_halves(graph, program),
         tuple(_sent(graph, stage, message, cost) for message in program.receives),
         tuple(_sent(graph, stage, m, cost) if m.needs_grad else 0.0 for m in program.sends),
         taken(around, stage.mesh.ranks, "scatter", stage.index),

@@ -18,6 +18,7 @@ from nnscaler.instructions import FORM, Instruction, StagePasses, check_order
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.layout import State
+from nnscaler.runtime.split_backward import recompute_in_halves
 
 
 def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instruction, ...]:
@@ -276,7 +277,8 @@ class Stage:
 
 def recompute(function: Callable[..., Any], *tensors: Any) -> Any:
     """Call `function(*tensors)`, whose activations are computed again in backward instead of being kept."""
-    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+    found = recompute_in_halves(function, tensors)
+    return found[0] if found else checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def place_of(stage: Stage) -> str:

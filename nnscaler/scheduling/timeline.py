@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.manifest import Bar, TimelineRow, TimelineRows
@@ -123,18 +124,18 @@ def format_timeline(timeline: Timeline, unit: float = 1.0) -> str:
     return "\n".join(lines) + "\n"
 
 
-def peak_of_stage(schedule: Schedule, stage: int) -> int:
-    """Return the most micro-batches of one stage whose backward pass was still to come or running."""
-    return _peak([i for i in schedule.orders[schedule.devices[stage]] if i.stage == stage])
+def peak_of_stage(schedule: Schedule, stage: int, kept: int = 1, later: int = 1) -> int:
+    """Return the most that one stage keeps for passes that are still to come or running.
+
+    `kept`: what it keeps of a micro-batch for its backward, or for both halves of it; `later`: for W alone. With 1 for
+    each this is a number of micro-batches.
+    """
+    return _peak([i for i in schedule.orders[schedule.devices[stage]] if i.stage == stage], kept, later)
 
 
-def _peak(order: Sequence[Instruction]) -> int:
-    live = most = 0
-    for instruction in order:
-        # what W needs is there until W
-        live += 1 if instruction.kind == "F" else -1 if instruction.kind in ("B", "W") else 0
-        most = max(most, live)
-    return most
+def _peak(order: Sequence[Instruction], kept: int = 1, later: int = 1) -> int:
+    changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later}
+    return max(accumulate((changes[i.kind] for i in order), initial=0))
 
 
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: str) -> TimelineRows:

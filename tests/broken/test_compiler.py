@@ -17,7 +17,7 @@ from nnscaler.communication import materialise, regions
 from nnscaler.ir import conversion
 from nnscaler.ir.conversion import ConversionRow
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
-from nnscaler.runtime.training import executor, gradients
+from nnscaler.runtime.training import backward, executor, gradients
 from nnscaler.transform.plan import AssignStep, Plan, SplitStep
 from tests.broken import models
 from tests.broken.planting import Original, assert_refuted
@@ -95,13 +95,14 @@ def test_gradients_are_averaged(monkeypatch: Patch, sharded: Original) -> None:
 
 def test_gradients_are_not_accumulated(monkeypatch: Patch, staged: Original) -> None:
     """Each micro-batch replaces what the one before it left."""
-    backward = executor.RankExecutor._backward
+    run = backward.BackwardPasses.run
 
-    def replacing(self: executor.RankExecutor, stage: Any, instruction: Any) -> None:
-        self.zero_grad()
-        backward(self, stage, instruction)
+    def replacing(self: backward.BackwardPasses, stage: Any, *more: Any) -> None:
+        for parameter in stage.at_rest.values():
+            parameter.grad = None
+        run(self, stage, *more)
 
-    monkeypatch.setattr(executor.RankExecutor, "_backward", replacing)
+    monkeypatch.setattr(backward.BackwardPasses, "run", replacing)
     report = staged.verify(staged.folder)
     assert_refuted(report, PARAMETER, "words.weight")
     assert [f.counter_example["step"] for f in report.findings if f.code == "loss_differs"] == ["1"]

@@ -266,6 +266,23 @@ def test_lanes_of_the_schedule() -> None:
     assert "time in ms" in text and "Idle: 60%" in text
 
 
+def test_halves_of_backwards_have_colours_of_their_own() -> None:
+    bars = tuple(Bar(kind, 0, 0, start, start + 1) for start, kind in enumerate("FBIW"))
+    for shown, remark in (
+        (bars[:2], "Forward passes are light, backward passes dark;"),
+        (bars, "Forward passes are light, backward passes dark; of a backward in two halves, I is darkest and W pale;"),
+        ((bars[0], *bars[2:]), "Forward passes are light; of a backward in two halves, I is darkest and W pale;"),
+    ):
+        timeline = TimelineRows("ms", (TimelineRow(0, "0", shown),), 4, 0.0)
+        text = source([replace(RIGHT, attachments=Attachments(timeline=timeline))])
+        boxes = re.findall(r'height="24" fill="(hsl\([^)]*\))"><title>(.) of', text)
+        assert [kind for _, kind in boxes] == [bar.kind for bar in shown]
+        assert len({color for color, _ in boxes}) == len(shown)
+        legend = text.partition('<div class="legend">')[2].partition("stage 0")[0]
+        assert all(f"background:{color}" in legend for color, _ in boxes) and legend.count("<i ") == len(shown)
+        assert remark in Page(text).text
+
+
 def test_volumes_and_memory() -> None:
     totals = (
         CommunicationTotal("tp", "all_reduce", "forward", 3, 3000),

@@ -23,6 +23,7 @@ from nnscaler.runtime.communication.communicator import CommunicationError, Comm
 from nnscaler.runtime.role import MICRO, Input, RunContext, Stage, parse_schedule, place_of
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
+from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.batch import Batch, BatchCutter
 from nnscaler.runtime.training.build import Held, Key, StageBuilder, adopted, stages_of
 from nnscaler.runtime.training.gradients import Gradients, clip_gradients, gradient_norm
@@ -31,14 +32,6 @@ from nnscaler.runtime.training.observe import observed_copy
 from nnscaler.runtime.training.results import Results, check_outputs, total_loss
 
 Observe = Callable[[int, int, str, str, Tensor], None]
-
-
-@dataclass(slots=True)
-class InFlight:
-    """One micro-batch between its forward and its backward."""
-
-    outputs: Mapping[str, Tensor]
-    received: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +119,7 @@ class RankExecutor:
         self._gradients = Gradients(self.stages, self._resting, communicator, self.precision)
         self._results = Results(self.stages, communicator, settings.returns, self.precision)
         self._mail = Mail(communicator, self.device)
-        self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._backward = BackwardPasses(self.schedule, communicator, self._mail, self._gradients)
         self._updated: dict[int, dict[str, Tensor]] = {}  # what forward has of new buffers, by stage
 
     # -- a training step ------------------------------------------------------------------------------------------
@@ -237,7 +230,7 @@ class RankExecutor:
 
     def _run(self, batch: Batch, *, backward: bool, update: bool) -> Tensor | None:
         """Run the instructions of one step, or only its forwards."""
-        self._in_flight.clear()
+        self._backward.clear()
         self._updated.clear()
         self._mail.clear()
         losses: dict[int, list[Tensor]] = {}
@@ -258,7 +251,9 @@ class RankExecutor:
                     if loss is not None:
                         losses.setdefault(stage.index, []).append(loss)
                 elif backward:
-                    self._backward(stage, instruction)
+                    with self._working(str(instruction), stage):
+                        self._running = ("backward", instruction.micro)
+                        self._backward.run(stage, instruction, self.loss_scale)
             for index, stage in self.stages.items() if update else ():
                 self._update(stage, {**prepared[index], **self._updated.get(index, {})})
             if backward:
@@ -268,7 +263,7 @@ class RankExecutor:
             for index, values in losses.items():
                 with self._working("the sum of the loss"):
                     total = total_loss(self.stages[index], values, self.communicator, self.precision)
-            self._in_flight.clear()
+            self._backward.clear()
             self.communicator.finish()
         return total
 
@@ -311,7 +306,8 @@ class RankExecutor:
                 for name, value in arguments.items():
                     stage._observe(name, value)
             shared = {name: value for name, value in prepared.items() if name not in stage.updates}
-            outputs = stage.forward(**arguments, **shared)
+            with self._backward.recording(stage, instruction):
+                outputs = stage.forward(**arguments, **shared)
             check_outputs(stage, {**prepared, **outputs})
             outputs = self._results.collect(stage, outputs)
             for send in stage.sends:
@@ -319,39 +315,8 @@ class RankExecutor:
                     self._mail.send_value(stage, send, outputs[send.key], micro)
             if keep:
                 self._updated[stage.index] = {key: outputs[key] for key in stage.updates if key in outputs}
-                self._in_flight[stage.index, micro] = InFlight(outputs, received)
+                self._backward.keep(instruction, outputs, received)
             return outputs["loss"].detach() if stage.loss is not None else None
-
-    def _backward(self, stage: Stage, instruction: Instruction) -> None:
-        """Receive the gradients of sent tensors, run backward, and return the gradients of received tensors."""
-        micro = instruction.micro
-        with self._working(str(instruction), stage):
-            self._running = ("backward", micro)
-            flight = self._in_flight.pop((stage.index, micro))
-            roots: dict[str, tuple[Tensor, Tensor]] = {}
-            for send in stage.sends:
-                if send.needs_grad:
-                    value = flight.outputs[send.key]
-                    with self.communicator.at(place_of(stage)):
-                        gradient = self._mail.receive_gradient(stage, send, value, micro)
-                    roots[send.key] = (value, roots[send.key][1] + gradient if send.key in roots else gradient)
-            if stage.loss is not None:
-                roots["loss"] = (flight.outputs["loss"], self._scale_like(flight.outputs["loss"]))
-            needed = [(value, gradient) for value, gradient in roots.values() if value.requires_grad]
-            if needed:
-                torch.autograd.backward([v for v, _ in needed], [g for _, g in needed])
-            self._gradients.collect(stage.index)
-            for name, receive in stage.receives.items():
-                if receive.needs_grad:
-                    leaf = flight.received[name]
-                    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                    with self.communicator.at(place_of(stage)):
-                        self._mail.send_gradient(stage, receive, gradient, micro)
-
-    def _scale_like(self, loss: Tensor) -> Tensor:
-        if self.loss_scale > torch.finfo(loss.dtype).max:
-            raise ProgramError(f"a loss scale of {self.loss_scale:g} is infinite in the loss's dtype, {loss.dtype}")
-        return torch.full_like(loss, self.loss_scale)
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
@@ -370,7 +335,14 @@ class RankExecutor:
                 return
             observe(stage, micro, phase, name, value.detach())
             if value.requires_grad and phase == "forward":
-                value.register_hook(lambda gradient: observe(stage, micro, "backward", name, gradient))
+                seen: list[str] = []  # the second half of a backward may come by again
+
+                def note(gradient: Tensor) -> None:
+                    if not seen:
+                        seen.append(name)
+                        observe(stage, micro, "backward", name, gradient)
+
+                value.register_hook(note)
 
         return observer
 

@@ -153,16 +153,20 @@ class Gradients:
         for leaf, rest in self._rest.items():
             leaf.grad = rest.grad = None
 
-    def collect(self, stage: int) -> None:
-        """After a backward of this stage, move gradients of half precision into float32, and divide those of ZeRO-2.
-
-        Every rank of the stage calls it after the same backward.
-        """
+    def widen(self) -> None:
+        """After any backward, move gradients of half precision into float32."""
         for leaf in self._holdings:
             if leaf.dtype in _HALF and leaf.grad is not None:
                 wide = leaf.grad.float()
                 self._sums[leaf] = self._sums[leaf] + wide if leaf in self._sums else wide
                 leaf.grad = None
+
+    def collect(self, stage: int) -> None:
+        """After a backward that completes the gradients of this stage, B or W, widen them, and divide those of ZeRO-2.
+
+        Every rank of the stage calls it after the same backward.
+        """
+        self.widen()
         leaves = [leaf for leaf in self._at_once.get(stage, ()) if self._used[leaf]]
         found = {self._position[leaf]: self._local(leaf) for leaf in leaves}
         for i, gradient in scatter(found, self._resting, self._communicator).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +35,7 @@ from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
-from tests import traced_examples
+from tests import halves, traced_examples
 from verify.programs.random_plans import random_plan
 
 Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
@@ -60,7 +61,7 @@ def said(profile: StepCommunication) -> Counter[Made]:
                 found[target, "recv", group, call.bytes, call.dtype, f"{call.phase}{call.to_stage}"] += entry.calls
                 continue
             for rank in group:
-                phase = f"{call.phase}{call.stage}" if call.phase in ("F", "B", "prepare") else call.phase
+                phase = f"{call.phase}{call.stage}" if call.phase in ("F", "B", "I", "W", "prepare") else call.phase
                 found[rank, call.kind, group, call.bytes, call.dtype, phase] += entry.calls
     return found
 
@@ -344,6 +345,47 @@ def test_the_cause_is_the_module_that_makes_the_partial_sum(llama: Traced) -> No
     plan = compile_traced(llama, WantedPlan(2, "tp=2"), model={"name": "m"}).plan
     sums = {c.call.module for c in profile_of(llama, plan).classes if c.call.kind in ("all_reduce", "reduce_scatter")}
     assert {"model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"} & sums
+
+
+HALVES: list[tuple[str, int, halves.Place, str]] = [
+    ("dp=2,tp=2,pp=2", 8, halves.zero_bubble, "1f1b"),
+    ("dp=2,pp=2,zero=3", 4, halves.late, "1f1b"),
+    ("dp=2,pp=2,zero=2", 4, halves.adjacent, "1f1b"),
+    ("tp=2,pp=2", 4, halves.late, "interleaved"),
+    ("dp=2,tp=2,pp=2,zero=2", 8, halves.odd(halves.late), "1f1b"),
+]
+
+
+@pytest.mark.parametrize(("plan", "ranks", "place", "kind"), HALVES)
+def test_each_half_of_a_backward_makes_its_own_calls(
+    gpt: Traced, plan: str, ranks: int, place: halves.Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An input's gradient is summed in I, a parameter's in W: each call is counted in the instruction that makes it."""
+    schedule = halves.registered(monkeypatch, place, kind)
+    made = check(gpt, plan, ranks, tmp_path, micro_batches=4, schedule=schedule)
+    phases = {key[5] for key in made if key[1] not in ("send", "recv")}
+    assert "I1" in phases if "tp" in plan else "W1" in phases
+    assert ("W1" in phases) == ("zero=3" in plan or "zero=2" in plan)
+    assert ("B1" in phases) == (place is HALVES[-1][2])
+
+
+def test_recomputed_layers_repeat_their_communication_in_the_first_half(
+    gpt: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = halves.registered(monkeypatch, halves.late)
+    plan = compile_traced(gpt, WantedPlan(8, "dp=2,zero=3,tp=2,pp=2"), model={"name": "m"}).plan
+    steps = (*plan.steps, *(RecomputeStep((f"blocks.{i}",)) for i in range(4)))
+    check(gpt, replace(plan, steps=steps, micro_batches=2, schedule=schedule), 8, tmp_path)
+
+
+def test_when_halves_make_their_calls(gpt: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = halves.registered(monkeypatch, halves.late)
+    wanted = WantedPlan(8, "dp=2,tp=2,pp=2,zero=2", micro_batches=2, schedule=schedule)
+    plan = compile_traced(gpt, wanted, model={"name": "m"}).plan
+    found = {(c.call.phase, c.call.stage): c.when for c in profile_of(gpt, plan).classes}
+    # stage 1 runs F I F I W W
+    assert (found["I", 1].first, found["I", 1].last, found["I", 1].text) == (1, 3, "I of stage 1, each micro-batch")
+    assert (found["W", 1].first, found["W", 1].last, found["W", 1].of) == (4, 5, 6)
 
 
 def test_bytes_of_elements() -> None:

@@ -1,8 +1,8 @@
-"""The schedule, rank by time: a lane per role, a bar per forward and backward pass of a micro-batch."""
+"""The schedule, rank by time: a lane per role, a bar per pass of a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +16,9 @@ COLUMN, WIDEST = 900, 2400  # pixels: what a desktop shows without scrolling, an
 _PIXELS = 11  # of the narrowest bar
 Calls = Mapping[int, tuple[CallMark, ...]]  # by role
 NO_CALLS: Calls = MappingProxyType({})
+_COLORS = {"F": "65% 70%", "B": "55% 40%", "I": "65% 28%", "W": "28% 82%"}  # saturation and lightness, by kind
+_OTHER = "20% 50%"
+_LIGHT = ("F", "W")  # with dark numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,10 @@ def timeline_panel(timeline: TimelineRows | None, calls: Calls = NO_CALLS) -> st
     body = "".join(rows) + _times(end, timeline.unit)
     inside = f'<div style="min-width:{width + 90}px;--names:{names:.1f}em">{body}</div>'
     busy = sum(bar.end - bar.start for lane in lanes for bar in lane.bars) / (end * len(lanes))
-    remark = f"Forward passes are light, backward passes dark; the number is the micro-batch. Idle: {1 - busy:.0%}."
-    legends = _legend(hues) + call_legend(mark for lane in lanes for mark in lane.calls)
+    drawn = {bar.kind for lane in lanes for bar in lane.bars}
+    kinds = [kind for kind in _COLORS if kind in drawn] if "W" in drawn else ["F", "B"]
+    remark = f"{_remark(kinds)}; the number is the micro-batch. Idle: {1 - busy:.0%}."
+    legends = _legend(hues, kinds) + call_legend(mark for lane in lanes for mark in lane.calls)
     return panel("Schedule", f'{legends}<div class="scroll">{inside}</div>', remark)
 
 
@@ -76,7 +81,7 @@ def _lane(lane: Lane, end: float, hues: Mapping[int, int], height: int, width: i
         drawn.append(f'<rect {box} fill="{color}"><title>{escape(title)}</title></rect>')
         if height >= 14 and share * width >= 6 * len(str(bar.micro)) + 1:
             middle = percent((bar.start + bar.end) / 2 / end)
-            style = "f" if bar.kind == "F" else "b"
+            style = "f" if bar.kind in _LIGHT else "b"
             text = f'<text class="{style}" x="{middle}" y="{height / 2 + 4:g}" text-anchor="middle">'
             drawn.append(f"{text}{escape(bar.micro)}</text>")
     who = f'<div class="who">{escape(lane.name)}</div>'
@@ -84,9 +89,15 @@ def _lane(lane: Lane, end: float, hues: Mapping[int, int], height: int, width: i
 
 
 def _color(hue: int, kind: str) -> str:
-    if kind == "F":
-        return f"hsl({hue} 65% 70%)"
-    return f"hsl({hue} 55% 40%)" if kind == "B" else f"hsl({hue} 20% 50%)"
+    return f"hsl({hue} {_COLORS.get(kind, _OTHER)})"
+
+
+def _remark(kinds: Sequence[str]) -> str:
+    """Say what the colours mean."""
+    if "W" not in kinds:
+        return "Forward passes are light, backward passes dark"
+    whole = ", backward passes dark" if "B" in kinds else ""
+    return f"Forward passes are light{whole}; of a backward in two halves, I is darkest and W pale"
 
 
 def _times(end: float, unit: str) -> str:
@@ -111,12 +122,15 @@ def _ticks(end: float) -> list[float]:
     return [step * index for index in range(int(end / step * 0.97) + 1)]
 
 
-def _legend(hues: Mapping[int, int]) -> str:
+def _legend(hues: Mapping[int, int], kinds: Sequence[str]) -> str:
     if len(hues) > LEGEND:
         return f'<p class="legend">{len(hues)} stages, each with a colour of its own</p>'
     items = (
-        f'<span><i style="background:{_color(found, "F")}"></i><i style="background:{_color(found, "B")}"></i>'
-        f"stage {escape(stage)}</span>"
+        f"<span>{''.join(_swatch(found, kind) for kind in kinds)}stage {escape(stage)}</span>"
         for stage, found in hues.items()
     )
     return f'<div class="legend">{"".join(items)}</div>'
+
+
+def _swatch(hue: int, kind: str) -> str:
+    return f'<i style="background:{_color(hue, kind)}"></i>'

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.mutation_operator import each_of, operators
+from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
 from verify.self_test.programs.mutants.role_source import RightProgram, Role
 
 
@@ -19,7 +19,7 @@ def _last_backward(subject: RightProgram) -> Iterator[Edits]:
     last = subject.program.plan.micro_batches - 1
     if _several(subject):
         yield tuple(
-            r.reordered([i for i in r.order if not (i[0] == "B" and i.endswith(f".{last}"))]) for r in subject.roles
+            r.reordered([i for i in r.order if not (i[0] in "BIW" and i.endswith(f".{last}"))]) for r in subject.roles
         )
 
 
@@ -27,8 +27,8 @@ def _one_backward(subject: RightProgram) -> Iterator[Edit]:
     """One stage leaves a backward out."""
     for role in subject.roles:
         for instruction in role.order:
-            if instruction[0] == "B":
-                yield role.reordered([i for i in role.order if i != instruction])
+            if instruction[0] in "BI":
+                yield role.reordered([i for i in role.order if i[0] == "F" or i[1:] != instruction[1:]])
 
 
 def _one_forward(subject: RightProgram) -> Iterator[Edit]:
@@ -47,7 +47,7 @@ def _twice(subject: RightProgram) -> Iterator[Edit]:
 def _backward_first(subject: RightProgram) -> Iterator[Edit]:
     for role in subject.roles:
         for instruction in role.order:
-            if instruction[0] == "B":
+            if instruction[0] in "BIW":
                 at = role.order.index(f"F{instruction[1:]}")
                 rest = [i for i in role.order if i != instruction]
                 yield role.reordered([*rest[:at], instruction, *rest[at:]])
@@ -58,16 +58,23 @@ def _deadlock(subject: RightProgram) -> Iterator[Edits]:
     if len(subject.roles) < 2 or not _several(subject):
         return
     for role in subject.roles:
-        for at, moved in enumerate(role.order):
-            for to in range(len(role.order)):
-                rest = [i for i in role.order if i != moved]
-                order = [*rest[:to], moved, *rest[to:]]
-                if to != at and _legal(order) and _hangs(subject, role, order):
-                    yield (role.reordered(order),)
+        yield from _hanging(subject, role, role.order)
+
+
+def _hanging(subject: RightProgram, role: Role, right: Sequence[str]) -> Iterator[Edits]:
+    """Move one instruction of an order to where it deadlocks, and leaves each pass after what it needs on its stage."""
+    for at, moved in enumerate(right):
+        for to in range(len(right)):
+            rest = [i for i in right if i != moved]
+            order = [*rest[:to], moved, *rest[to:]]
+            if to != at and _legal(order) and _hangs(subject, role, order):
+                yield (role.reordered(order),)
 
 
 def _legal(order: Sequence[str]) -> bool:
-    return all(order.index(f"F{i[1:]}") < order.index(i) for i in order if i[0] == "B")
+    at = {instruction: position for position, instruction in enumerate(order)}
+    needs = {"B": "F", "I": "F", "W": "I"}
+    return all(at[f"{needs[i[0]]}{i[1:]}"] < at[i] for i in order if i[0] in needs)
 
 
 def _hangs(subject: RightProgram, changed: Role, order: Sequence[str]) -> bool:
@@ -88,7 +95,75 @@ def _ready(instruction: str, last: int, done: set[str]) -> bool:
     stage, micro = (int(n) for n in instruction[1:].split("."))
     if instruction[0] == "F":
         return stage == 0 or f"F{stage - 1}.{micro}" in done
-    return stage == last or f"B{stage + 1}.{micro}" in done
+    return instruction[0] == "W" or stage == last or not done.isdisjoint(f"{k}{stage + 1}.{micro}" for k in "BI")
+
+
+# Backwards in two halves. The right program may have none: then those of one role are divided first, which is right.
+
+
+def _in_halves(role: Role) -> list[str]:
+    """Return the order with every backward in two halves, one right after the other."""
+    return [half for i in role.order for half in ((f"I{i[1:]}", f"W{i[1:]}") if i[0] == "B" else (i,))]
+
+
+def _halves(change: Callable[[list[str], int], list[str] | None]) -> Find:
+    """Return the orders that `change` makes of one in halves, at the place of each W; None where it makes none."""
+
+    def find(subject: RightProgram) -> Iterator[Edit]:
+        for role in subject.roles:
+            order = _in_halves(role)
+            for at, instruction in enumerate(order):
+                changed = change(list(order), at) if instruction[0] == "W" else None
+                if changed is not None:
+                    yield role.reordered(changed)
+
+    return find
+
+
+def _moved(order: list[str], at: int, before: str) -> list[str]:
+    """Return the order with the instruction at a place before another one."""
+    instruction = order.pop(at)
+    order.insert(order.index(before), instruction)
+    return order
+
+
+def _with_whole(order: list[str], at: int) -> list[str]:
+    """The first half is a whole backward."""
+    order[order.index(f"I{order[at][1:]}")] = f"B{order[at][1:]}"
+    return order
+
+
+def _other_micro_batch(order: list[str], at: int) -> list[str] | None:
+    """The second half of one micro-batch is that of another: its own is missing, and the other one's there twice."""
+    other = next((i for i in order if i[0] == "W" and i != order[at]), None)
+    return None if other is None else [*order[:at], other, *order[at + 1 :]]
+
+
+def _after_the_last(subject: RightProgram) -> Iterator[Edits]:
+    """The step ends before the second halves of the last micro-batch, on all stages: gradients are summed too early."""
+    last = subject.program.plan.micro_batches - 1
+    yield tuple(
+        role.reordered([i for i in _in_halves(role) if i[0] != "W" or not i.endswith(f".{last}")])
+        for role in subject.roles
+    )
+
+
+def _on_another_stage(subject: RightProgram) -> Iterator[Edits]:
+    """A second half is run by the ranks of another stage, which have nothing of it."""
+    for role in subject.roles:
+        order = _in_halves(role)
+        for other in subject.roles:
+            for instruction in order if other is not role else ():
+                if instruction[0] == "W":
+                    rest = [i for i in order if i != instruction]
+                    yield role.reordered(rest), other.reordered([*other.order, instruction])
+
+
+def _halves_that_hang(subject: RightProgram) -> Iterator[Edits]:
+    """An order in halves in which stages wait for each other."""
+    if len(subject.roles) > 1 and _several(subject):
+        for role in subject.roles:
+            yield from _hanging(subject, role, _in_halves(role))
 
 
 def _peers(subject: RightProgram) -> Iterator[Edits]:
@@ -147,6 +222,20 @@ OPERATORS = operators(
         "an instruction twice": _twice,
         "backward before forward": _backward_first,
         "order that hangs": _deadlock,
+        "second half dropped": _halves(lambda order, at: order[:at] + order[at + 1 :]),
+        "first half dropped": _halves(lambda order, at: [i for i in order if i != f"I{order[at][1:]}"]),
+        "second half before the first": _halves(lambda order, at: _moved(order, at, f"I{order[at][1:]}")),
+        "second half before its forward": _halves(lambda order, at: _moved(order, at, f"F{order[at][1:]}")),
+        "second half twice": _halves(lambda order, at: [*order, order[at]]),
+        "first half twice": _halves(lambda order, at: [*order[:at], f"I{order[at][1:]}", *order[at:]]),
+        "whole backward and second half": _halves(_with_whole),
+        "first half and whole backward": _halves(
+            lambda order, at: [*order[:at], f"B{order[at][1:]}", *order[at + 1 :]]
+        ),
+        "second half of another micro-batch": _halves(_other_micro_batch),
+        "second half on another stage": _on_another_stage,
+        "gradients used before the last second half": _after_the_last,
+        "halves in an order that hangs": _halves_that_hang,
         "messages to the wrong rank": _peers,
         "one side names the wrong rank": _one_peer,
         "missing send": each_of(lambda s: s.entries("sends"), lambda _, e: [Edit(e.file, e.line, e.text, "")]),

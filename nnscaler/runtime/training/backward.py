@@ -1,0 +1,101 @@
+"""The backward passes of one rank, whole or in two halves, with the gradients that come in and go out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nnscaler.instructions import Instruction
+from nnscaler.runtime.communication.communicator import Communicator, ProgramError
+from nnscaler.runtime.role import Stage, place_of
+from nnscaler.runtime.split_backward import SplitBackward
+from nnscaler.runtime.training.gradients import Gradients
+from nnscaler.runtime.training.messages import Mail
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """One micro-batch between its forward and its backward, or the first half of it."""
+
+    outputs: Mapping[str, Tensor]
+    received: Mapping[str, Tensor]
+
+
+class BackwardPasses:
+    """Runs B, I and W. `schedule`: says which backwards are run in halves."""
+
+    def __init__(
+        self,
+        schedule: Collection[Instruction],
+        communicator: Communicator,
+        mail: Mail,
+        gradients: Gradients,
+    ) -> None:
+        self._communicator, self._mail, self._gradients = communicator, mail, gradients
+        self._in_halves = {i.of("F") for i in schedule if i.kind == "W"}
+        self._split: dict[Instruction, SplitBackward] = {}  # by forward, until W
+        self._in_flight: dict[Instruction, _InFlight] = {}  # by forward, until B or I
+
+    def clear(self) -> None:
+        """Forget what forwards left behind."""
+        self._split.clear()
+        self._in_flight.clear()
+
+    def recording(self, stage: Stage, forward: Instruction) -> AbstractContextManager[None]:
+        """Return what the forward of a micro-batch runs inside of."""
+        if forward not in self._in_halves or not torch.is_grad_enabled():
+            return nullcontext()
+        split = SplitBackward([getattr(stage, name) for name in stage.parameters])
+        self._split[forward] = split
+        return split.recording()
+
+    def keep(self, forward: Instruction, outputs: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
+        """Keep what the backward of a micro-batch starts from, and the leaves where it ends."""
+        self._in_flight[forward] = _InFlight(outputs, received)
+
+    def run(self, stage: Stage, instruction: Instruction, loss_scale: float) -> None:
+        """Run a backward. B and I receive the gradients of sent tensors, and return those of received tensors; W has
+        all that it needs. `loss_scale`: the gradient of the loss."""
+        forward = instruction.of("F")
+        if instruction.kind == "W":
+            self._split.pop(forward).weights()
+            self._gradients.collect(stage.index)
+            return
+        flight = self._in_flight.pop(forward)
+        roots = self._roots(stage, flight, instruction.micro, loss_scale)
+        received = {name: flight.received[name] for name, receive in stage.receives.items() if receive.needs_grad}
+        if instruction.kind == "I":
+            self._split[forward].inputs(roots, list(received.values()))
+            self._gradients.widen()
+        else:
+            if roots:
+                torch.autograd.backward([v for v, _ in roots], [g for _, g in roots])
+            self._gradients.collect(stage.index)
+        for name, leaf in received.items():
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            leaf.grad = None
+            with self._communicator.at(place_of(stage)):
+                self._mail.send_gradient(stage, stage.receives[name], gradient, instruction.micro)
+
+    def _roots(self, stage: Stage, flight: _InFlight, micro: int, loss_scale: float) -> list[tuple[Tensor, Tensor]]:
+        """Return the outputs that backward starts from, with their gradients."""
+        roots: dict[str, tuple[Tensor, Tensor]] = {}
+        for send in stage.sends:
+            if send.needs_grad:
+                value = flight.outputs[send.key]
+                with self._communicator.at(place_of(stage)):
+                    gradient = self._mail.receive_gradient(stage, send, value, micro)
+                roots[send.key] = (value, roots[send.key][1] + gradient if send.key in roots else gradient)
+        if stage.loss is not None:
+            roots["loss"] = (flight.outputs["loss"], _full_like(flight.outputs["loss"], loss_scale))
+        return [(value, gradient) for value, gradient in roots.values() if value.requires_grad]
+
+
+def _full_like(loss: Tensor, scale: float) -> Tensor:
+    if scale > torch.finfo(loss.dtype).max:
+        raise ProgramError(f"a loss scale of {scale:g} is infinite in the loss's dtype, {loss.dtype}")
+    return torch.full_like(loss, scale)
