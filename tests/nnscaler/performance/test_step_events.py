@@ -33,6 +33,7 @@ from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep
+from tests import halves
 from verify.programs.random_plans import random_plan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -190,6 +191,38 @@ def test_recomputed_layers_communicate_again_before_their_gradients(gpt: Traced,
     directions = [event.direction for event, _ in step.calls_of(0) if event.instruction == "B0.0"]
     first = directions.index("recompute")
     assert "backward" in directions[:first] and "backward" in directions[first:]
+
+
+HALVES: tuple[tuple[str, int, halves.Place], ...] = (
+    ("dp=2,tp=2,pp=2", 8, halves.zero_bubble),
+    ("dp=2,tp=2,zero=3", 4, halves.late),
+    ("dp=3,tp=2,zero=2", 6, halves.odd(halves.late)),
+    ("dp=2,pp=2,zero=3", 4, halves.adjacent),
+)
+
+
+@pytest.mark.parametrize(("plan", "ranks", "place"), HALVES)
+def test_each_half_of_a_backward_makes_its_calls(
+    gpt: Traced, plan: str, ranks: int, place: halves.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = step_of(gpt, plan, ranks, micro_batches=3, schedule=halves.registered(monkeypatch, place))
+    assert {"I", "W"} <= {event.kind for event in step.events.events}
+    check_totals(step)
+    check_times(step)
+    measured_events(step.made.communicated, step.placed, recorded(step.program, tmp_path))
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("dp=2,tp=2", 4), ("tp=2,pp=2", 4)])
+def test_what_is_computed_again_communicates_in_the_half_that_needs_it(
+    gpt: Traced, plan: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = halves.registered(monkeypatch, halves.late)
+    plain = step_of(gpt, plan, ranks, micro_batches=2).program.plan
+    steps = (*plain.steps, *(RecomputeStep((f"blocks.{i}",)) for i in (1, 2)))
+    step = step_of(gpt, replace(plain, schedule=schedule, steps=steps), ranks)
+    check_totals(step)
+    check_times(step)
+    measured_events(step.made.communicated, step.placed, recorded(step.program, tmp_path))
 
 
 UNLIKE = ((("dp", 2), ("tp", 2)), (("tp", 3),)), ((("dp", 3),), (("dp", 2),))
