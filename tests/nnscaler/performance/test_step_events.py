@@ -205,7 +205,7 @@ HALVES: tuple[tuple[str, int, halves.Place], ...] = (
 def test_each_half_of_a_backward_makes_its_calls(
     gpt: Traced, plan: str, ranks: int, place: halves.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = step_of(gpt, plan, ranks, micro_batches=3, schedule=halves.registered(monkeypatch, place))
+    step = step_of(gpt, plan, ranks, micro_batches=2, schedule=halves.registered(monkeypatch, place))
     assert {"I", "W"} <= {event.kind for event in step.events.events}
     check_totals(step)
     check_times(step)
