@@ -28,6 +28,7 @@ EPILOG = f"""examples:
   nnscaler compile model.py --ranks 4 --plan dp=2,tp=2 --out program/
   torchrun --nproc-per-node 4 -m nnscaler.runtime.launch program/
   nnscaler train examples/gpt.toml --ranks=2                    train on data, with checkpoints
+  nnscaler timeline model.py --plan dp=2,pp=2 --html step.html  when ranks compute, and when they communicate
   nnscaler verify-op my_ops.py::my_op                           is the annotation true?
   nnscaler verify-external check.py --ranks 4                   does your own FSDP2 or DTensor code equal the model?
   nnscaler gate                                                 all that pyproject.toml lists
@@ -94,6 +95,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         reproduce,
         schedule,
         self_test,
+        timeline,
         train,
         verify_external,
         verify_op,
@@ -116,6 +118,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         train,
         plan,
         schedule,
+        timeline,
         profile,
         checkpoint,
         verify_op,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.profile_at_rest import rest_calls
-from nnscaler.communication.profile_calls import CallClass, Ranks, calls_of_stage, ranks_text
+from nnscaler.communication.profile_calls import CallClass, CallSite, Ranks, calls_of_stage, ranks_text
 from nnscaler.manifest import CommunicationClass, CommunicationProfile, CommunicationTotal, When
 from nnscaler.scheduling.schedule import BACKWARD, Schedule
 
@@ -106,13 +106,14 @@ class StepCommunication:
 def step_communication(communicated: CommunicatedGraph, schedule: Schedule) -> StepCommunication:
     """Return the classes of calls of one training step of the program."""
     counts: dict[CallClass, int] = {}
-    for found, times in _all_calls(communicated):
-        for call, share in _by_pass(found, times, schedule):
+    for site in call_sites(communicated):
+        for call, share in _by_pass(site.call, site.times, schedule):
             counts[call] = counts.get(call, 0) + share
     return StepCommunication(tuple(CollectiveClass(c, n, _when(c, schedule)) for c, n in counts.items()))
 
 
-def _all_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int]]:
+def call_sites(communicated: CommunicatedGraph) -> Iterator[CallSite]:
+    """Yield every place of the program that makes calls: all that is told of its communication is made from them."""
     for program in communicated.stages:
         yield from calls_of_stage(communicated, program)
     yield from rest_calls(communicated)

@@ -6,18 +6,20 @@ A test holds them together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
-from nnscaler.communication.profile_calls import CallClass, Ranks, bytes_on, groups_over, layer_pattern
-from nnscaler.communication.rest_moves import RestMove, moves_of
+from nnscaler.communication.profile_calls import CallClass, CallSite, Part, Ranks, bytes_on, groups_over, layer_pattern
+from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.layout import Layout, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
 from nnscaler.planning.cost.collectives import BUCKET_BYTES
 
 _DIRECTIONS = {"gather": "parameter", "B": "gradient", "gradient": "gradient"}
+_PARTS: Mapping[RestPhase, Part] = MappingProxyType({"gather": "gather", "B": "scatter", "gradient": "gradient"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class _Piece:
     where: str
 
 
-def rest_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int]]:
-    """Yield one call per bucket and group, on every role, with how often a step makes it."""
+def rest_calls(communicated: CommunicatedGraph) -> Iterator[CallSite]:
+    """Yield where calls are made: a place per bucket and group, on every role."""
     devices: dict[int, list[StageProgram]] = {}
     for program in communicated.stages:
         devices.setdefault(program.stage.device, []).append(program)
@@ -52,7 +54,17 @@ def rest_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int
                 own = tuple(group for group in bucket[0].members if shared.setdefault(group, device) == device)
                 if own and len(own[0]) > 1:
                     stage = communicated.stages[bucket[0].stage].stage
-                    yield replace(_call(bucket), members=own), bucket[0].move.times(stage)
+                    move = bucket[0].move
+                    call = replace(_call(bucket), members=own)
+                    yield CallSite(call, move.times(stage), _PARTS[move.phase], _turn(move))
+
+
+def _turn(move: RestMove) -> tuple[int, int]:
+    """Return the turn of a move: what is divided last is gathered first, and gradients are divided before they are
+    summed."""
+    if move.kind == "all_reduce":
+        return 1, 0
+    return 0, -move.depth if move.kind == "all_gather" else move.depth
 
 
 def _pieces(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[_Piece]:

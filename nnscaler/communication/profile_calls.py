@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
+from typing import Literal
 
 from nnscaler.communication.backward_halves import statement_halves
 from nnscaler.communication.communicated_graph import (
@@ -117,8 +118,35 @@ class CallClass:
     reduction: str = ""
 
 
-def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[tuple[CallClass, int]]:
-    """Classes and how often one rank makes the call; a class may come more than once.
+Part = Literal["gather", "prepare", "forward", "backward", "recompute", "message", "scatter", "gradient", "loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """A place in the program of a stage that makes calls of one class.
+
+    call     the class
+    times    per step, by each rank of a group
+    part     of the program: `prepare`; `forward`, or what backward makes of a line of it, or computes again; a message;
+             parameters gathered from where they rest; gradients divided after each backward (scatter), or summed after
+             the last; the loss
+    at       place in that part: the number of the statement, of the message among those that the stage sends, of the
+             axis, or (step, depth) of what rests in shards
+    order    by group, its number among those of the place, where a rank makes several calls there; empty: at once
+    """
+
+    call: CallClass
+    times: int
+    part: Part
+    at: tuple[int, ...] = (0,)
+    order: tuple[int, ...] = ()
+
+
+Calls = tuple[CallClass, int, tuple[int, ...]]  # a class, how often one rank makes the call, the order of its groups
+
+
+def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[CallSite]:
+    """Yield where the stage makes calls; several places may make calls of one class.
 
     The phase of a call in backward is the half of it, I or W.
     """
@@ -126,7 +154,7 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
     causes = _causes(program.prepare)
     for i, statement in enumerate(program.prepare):
         if isinstance(statement, Convert):
-            yield from _conversion(graph, program, statement, "forward", "prepare", causes[i], 1)
+            yield from _sites("prepare", i, _conversion(graph, program, statement, "forward", "prepare", causes[i], 1))
     live = differentiated(graph, program)
     again = repeated_in_backward(graph, program.forward) if program.gradient else frozenset()
     halves = statement_halves(graph, program)
@@ -134,17 +162,29 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
     for i, statement in enumerate(program.forward):
         if isinstance(statement, Convert):
             cause, times = causes[i], micro_batches * times_of(statement, program.stage)
-            yield from _conversion(graph, program, statement, "forward", "F", cause, times)
+            ahead = _conversion(graph, program, statement, "forward", "F", cause, times)
+            yield from _sites("forward", i, ahead)
             if statement.target.variable in live:
                 half = "W" if halves[i].gradients else "I"
-                yield from _conversion(graph, program, statement, "backward", half, cause, times)
+                back = _conversion(graph, program, statement, "backward", half, cause, times)
+                yield from _sites("backward", i, back)
             if i in again:
                 half = "W" if halves[i].again else "I"
-                yield from _conversion(graph, program, statement, "recompute", half, cause, times)
-    for message in program.sends:
-        yield from _message(communicated, message, micro_batches)
-    if program.loss is not None:
-        yield from _loss(graph, program)
+                repeated = _conversion(graph, program, statement, "recompute", half, cause, times)
+                yield from _sites("recompute", i, repeated)
+    for i, message in enumerate(program.sends):
+        yield from _sites("message", i, _message(communicated, message, micro_batches))
+    yield from loss_calls(graph, program)
+
+
+def loss_calls(graph: Graph, program: StageProgram) -> Iterator[CallSite]:
+    """Yield the sums of the loss, on the stage that computes it."""
+    for i, found in enumerate(_loss(graph, program) if program.loss is not None else ()):
+        yield from _sites("loss", i, [found])
+
+
+def _sites(part: Part, at: int, found: Iterable[Calls]) -> Iterator[CallSite]:
+    return (CallSite(call, times, part, (at,), order) for call, times, order in found)
 
 
 def _conversion(
@@ -155,7 +195,7 @@ def _conversion(
     phase: str,
     cause: Operation | None,
     times: int,
-) -> Iterator[tuple[CallClass, int]]:
+) -> Iterator[Calls]:
     move, stage = statement.move, program.stage
     kind = move.row.backward if direction == "backward" else move.row.forward
     if kind is None or stage.sizes[move.axis] == 1:
@@ -172,7 +212,7 @@ def _conversion(
         call = CallClass(
             kind, direction, phase, stage.index, name, tensor.dtype, size, members, module, where, reduction=reduction
         )
-        yield call, times
+        yield call, times, ()
 
 
 def _causes(statements: Sequence[Statement]) -> Mapping[int, Operation | None]:
@@ -219,7 +259,7 @@ def layer_pattern(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
-def _message(communicated: CommunicatedGraph, message: Message, times: int) -> Iterator[tuple[CallClass, int]]:
+def _message(communicated: CommunicatedGraph, message: Message, times: int) -> Iterator[Calls]:
     graph = communicated.partitioned.graph
     producer, consumer = communicated.stages[message.source_stage], communicated.stages[message.target_stage]
     source, target = producer.stage, consumer.stage
@@ -231,8 +271,8 @@ def _message(communicated: CommunicatedGraph, message: Message, times: int) -> I
         first = [(pair[0],) for pair in pairs_there]
         sizes = by_bytes(first, source, message.source.layout, tensor.shape, tensor.dtype)
         to = dict(pairs_there)
-        forward = {size: tuple((rank, to[rank]) for (rank,) in ranks) for size, ranks in sizes.items()}
-        backward = {size: tuple((b, a) for a, b in found) for size, found in forward.items()}
+        forward = {size: tuple((rank, to[rank], 0) for (rank,) in ranks) for size, ranks in sizes.items()}
+        backward = {size: tuple((b, a, 0) for a, b, _ in found) for size, found in forward.items()}
     else:
         (shape, there), (_, here) = (
             in_micro_batch(tensor.shape, version.layout, stage)
@@ -244,29 +284,29 @@ def _message(communicated: CommunicatedGraph, message: Message, times: int) -> I
     if message.needs_grad:
         ways.append(("backward", "I", target.index, source.index, backward))
     for direction, phase, sender, receiver, found in ways:
-        for size, pairs in found.items():
-            far = tuple(pair for pair in pairs if pair[0] != pair[1])  # a rank keeps what it sends to itself
+        for size, messages in found.items():
+            far = tuple(m for m in messages if m[0] != m[1])  # a rank keeps what it sends to itself
             if far:
-                yield (
-                    CallClass(
-                        "send/recv", direction, phase, sender, "pp", tensor.dtype, size, far, module, where, receiver
-                    ),
-                    times,
+                pairs = tuple((a, b) for a, b, _ in far)
+                call = CallClass(
+                    "send/recv", direction, phase, sender, "pp", tensor.dtype, size, pairs, module, where, receiver
                 )
+                yield call, times, tuple(number for _, _, number in far)
 
 
 def _computes(program: StageProgram) -> Iterator[Compute]:
     return (s for s in program.forward if isinstance(s, Compute))
 
 
-def _by_size(messages: Sequence[Block], dtype: str) -> dict[int, tuple[tuple[int, int], ...]]:
-    found: dict[int, list[tuple[int, int]]] = {}
-    for m in messages:
-        found.setdefault(m.elements * element_bytes(dtype), []).append((m.source, m.target))
-    return {size: tuple(pairs) for size, pairs in found.items()}
+def _by_size(messages: Sequence[Block], dtype: str) -> dict[int, tuple[tuple[int, int, int], ...]]:
+    """Return (source, target, number among all) of messages by their bytes."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for number, m in enumerate(messages):
+        found.setdefault(m.elements * element_bytes(dtype), []).append((m.source, m.target, number))
+    return {size: tuple(numbered) for size, numbered in found.items()}
 
 
-def _loss(graph: Graph, program: StageProgram) -> Iterator[tuple[CallClass, int]]:
+def _loss(graph: Graph, program: StageProgram) -> Iterator[Calls]:
     stage, loss = program.stage, program.loss
     assert loss is not None
     producer = graph.producers[graph.loss]
@@ -280,4 +320,4 @@ def _loss(graph: Graph, program: StageProgram) -> Iterator[tuple[CallClass, int]
                 "all_reduce", "loss", "loss", stage.index, axis.name, tensor.dtype, size, groups, module, where,
                 reduction=state.reduction,
             )  # fmt: skip
-            yield call, 1
+            yield call, 1, ()

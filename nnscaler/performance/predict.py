@@ -6,19 +6,19 @@ the two can be compared, and any plan can be given a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from nnscaler.communication.backward_halves import statement_halves
+from nnscaler.communication.backward_halves import StatementHalves, statement_halves
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
     Convert,
     Message,
     StageProgram,
-    Stored,
+    Statement,
     repeated_in_backward,
     runs_again,
     times_of,
@@ -28,10 +28,11 @@ from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph, element_bytes
-from nnscaler.ir.layout import MICRO, Partial, full_along, local_shape
+from nnscaler.ir.layout import full_along, local_shape
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.cost.collectives import seconds_per_byte, summed_seconds
+from nnscaler.performance.calls_around import PricedCall, calls_around, ranks_of, taken
+from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.scheduling.dependencies import check_acyclic, dependencies
@@ -51,18 +52,22 @@ def simulate_crowded(
     costs: PassCosts,
     ranks: Sequence[int],
     relief: Callable[[int], float],
+    before: Sequence[float] | None = None,
 ) -> Timeline:
     """Simulate as `timeline.simulate`, with costs per stage that hold while every rank computes.
 
     `ranks`: of each device; `relief(n)`: the share of its cost that an instruction takes while n ranks compute. A
-    device that waits computes nothing.
+    device that waits computes nothing. `before`: cost of what each device does before its first instruction.
     """
     check_acyclic(schedule, edges)
     waits = dependencies(schedule, edges)
     position = [0] * len(schedule.orders)
     rows: list[list[Span]] = [[] for _ in schedule.orders]
     finished: set[Instruction] = set()
-    running: dict[int, tuple[Instruction, float, float]] = {}  # device: what, since when, cost that is left
+    # device: what, since when, cost that is left
+    running: dict[int, tuple[Instruction | None, float, float]] = {
+        device: (None, 0.0, cost) for device, cost in enumerate(before or ()) if cost
+    }
     now = 0.0
     while True:
         for device, order in enumerate(schedule.orders):
@@ -75,14 +80,55 @@ def simulate_crowded(
         share = relief(sum(ranks[device] for device in running))
         passed = min(left for _, _, left in running.values())
         now += passed * share
-        for device, (instruction, start, left) in list(running.items()):
+        for device, (run, start, left) in list(running.items()):
             if left <= passed:
-                rows[device].append(Span(instruction, start, now))
-                finished.add(instruction)
-                position[device] += 1
+                if run is not None:
+                    rows[device].append(Span(run, start, now))
+                    finished.add(run)
+                    position[device] += 1
                 del running[device]
             else:
-                running[device] = instruction, start, left - passed
+                running[device] = run, start, left - passed
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrices:
+    """Seconds of what one stage does, piece by piece: of one micro-batch, but for `prepare`.
+
+    prepare   by statement, once a step
+    forward   by statement
+    backward  by statement
+    again     by statement, what of it is computed again in backward
+    halves    by statement, what of both is for W
+    arriving  by message that the stage receives
+    back      by message that it sends: the gradient that comes back
+    divided   gradients that are divided after each backward
+    """
+
+    prepare: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    again: tuple[float, ...]
+    halves: tuple[StatementHalves, ...]
+    arriving: tuple[float, ...]
+    back: tuple[float, ...]
+    divided: float
+
+    @property
+    def ahead(self) -> float:
+        """Seconds of F."""
+        return sum(self.forward) + sum(self.arriving)
+
+    @property
+    def behind(self) -> float:
+        """Seconds of B."""
+        return sum(self.backward) + sum(self.again) + sum(self.back) + self.divided
+
+    @property
+    def weights(self) -> float:
+        """Seconds of W, of those of B."""
+        pieces = zip(self.halves, self.backward, self.again, strict=True)
+        return self.divided + sum(h.gradients * behind + h.again * again for h, behind, again in pieces)
 
 
 @dataclass(frozen=True)
@@ -95,9 +141,14 @@ class Prediction:
     weights    per stage, of one micro-batch: the part of `backward` that its second half, W, takes
     once       per stage, gathers of parameters and sums of gradients at the rate of full buckets, and work that all
                micro-batches share
-    beside     per stage, time that the planner's tables leave out: the buckets' own latency, sums of the loss, and
-               overheads of every step
+    beside     per stage, its part of the time that the planner's tables leave out on its device: the buckets' own
+               latency, sums of the loss, and overheads of every step
     timeline   when each pass runs
+    prices     per stage
+    around     the calls of parameters at rest and of the loss, by device
+    before     per device, seconds until its first pass may start
+    after      per device, seconds from the end of its last pass to the end of its step
+    share      of the seconds in `prices` and `around` that they take while all ranks compute
     """
 
     seconds: float
@@ -107,26 +158,53 @@ class Prediction:
     once: tuple[float, ...]
     beside: tuple[float, ...]
     timeline: Timeline
+    prices: tuple[StagePrices, ...]
+    around: tuple[tuple[PricedCall, ...], ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    share: float
 
 
 def predict(
     communicated: CommunicatedGraph, order: Schedule, signatures: Mapping[str, Signature], cost: CostModel
 ) -> Prediction:
-    """Predict one step of a program. A message takes its time where it is received: senders do not wait."""
-    graph = communicated.partitioned.graph
-    found = [_stage(graph, program, signatures, cost) for program in communicated.stages]
-    forward, backward, weights, once, beside = (tuple(values) for values in zip(*found, strict=True))
-    edges, overheads = communicated.edges, cost.overheads
+    """Predict one step of a program. A message takes its time where it is received: senders do not wait.
+
+    Each device gathers parameters and prepares, runs its order, and sums gradients when it is done with that.
+    """
+    graph, programs, overheads = communicated.partitioned.graph, communicated.stages, cost.overheads
+    ranks = ranks_of(communicated)
+    around = calls_around(communicated, ranks, cost)
+    prices = tuple(_prices(graph, p, signatures, cost, around[p.stage.device]) for p in programs)
+    forward, backward, weights = (tuple(getattr(p, n) for p in prices) for n in ("ahead", "behind", "weights"))
+    before, after = [0.0] * len(ranks), [overheads.step] * len(ranks)
+    for price, program in zip(prices, programs, strict=True):
+        before[program.stage.device] += sum(price.prepare)
+    for device, calls in enumerate(around):
+        before[device] += taken(calls, ranks[device], "gather")
+        after[device] += taken(calls, ranks[device], "gradient") + taken(calls, ranks[device], "loss")
     costs = PassCosts(forward, backward, weights)
     if overheads.crowding:
-        ranks = {p.stage.device: len(p.stage.mesh.ranks) for p in communicated.stages}
-        counts = [ranks[device] for device in range(len(order.orders))]
-        timeline = simulate_crowded(order, edges, costs, counts, overheads.relief)
-        all_ranks = overheads.relief(sum(counts))
+        counts = [len(own) for own in ranks]
+        timeline = simulate_crowded(order, communicated.edges, costs, counts, overheads.relief, before)
+        share = overheads.relief(sum(counts))
     else:
-        timeline, all_ranks = simulate(order, edges, costs), 1.0
-    last = max(a + b for a, b in zip(once, beside, strict=True))
-    return Prediction(timeline.makespan + last * all_ranks, forward, backward, weights, once, beside, timeline)
+        timeline, share = simulate(order, communicated.edges, costs, before), 1.0
+    once = tuple(_once(graph, p, price, cost) for p, price in zip(programs, prices, strict=True))
+    beside = [0.0] * len(programs)
+    for device, own in enumerate([p for p in programs if p.stage.device == d] for d in range(len(ranks))):
+        left = before[device] + after[device]
+        for p in own:
+            left += p.stage.micro_batches * (prices[p.stage.index].divided - _moved(graph, p, cost, {"B"}))
+            left -= once[p.stage.index]
+        for p in own:
+            beside[p.stage.index] = left / len(own)
+    ends = [(row[-1].stop if row else 0.0) + share * left for row, left in zip(timeline.rows, after, strict=True)]
+    before, after = [share * seconds for seconds in before], [share * seconds for seconds in after]
+    return Prediction(
+        max(ends), forward, backward, weights, once, tuple(beside), timeline, prices, around, tuple(before),
+        tuple(after), share,
+    )  # fmt: skip
 
 
 def place_of(stage: Stage, axis: str) -> AxisPlace:
@@ -137,52 +215,58 @@ def place_of(stage: Stage, axis: str) -> AxisPlace:
     return AxisPlace(stage.mesh.axes[position].size, inner)
 
 
-def _stage(
-    graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], cost: CostModel
-) -> tuple[float, float, float, float, float]:
+def _prices(
+    graph: Graph,
+    program: StageProgram,
+    signatures: Mapping[str, Signature],
+    cost: CostModel,
+    around: Iterable[PricedCall],
+) -> StagePrices:
     stage = program.stage
-    forward = backward = 0.0
-    again = repeated_in_backward(graph, program.forward)
-    weights = divided = _moved(graph, program, cost, {"B"})
-    halves = statement_halves(graph, program)
+    pairs, again = [], []
+    repeated = repeated_in_backward(graph, program.forward)
     for i, statement in enumerate(program.forward):
         times = times_of(statement, stage)
+        ahead, behind = _statement(graph, stage, statement, signatures, cost)
+        pairs.append((ahead * times, behind * times if program.gradient else 0.0))
         if isinstance(statement, Compute):
-            ahead, behind = _compute(graph, stage, statement, signatures, cost)
-            repeated = ahead + cost.overheads.again if runs_again(statement) else 0.0
-        elif isinstance(statement, Convert):
-            ahead, behind = _convert(graph, stage, statement, cost)
-            repeated = ahead if i in again else 0.0
+            again.append((ahead + cost.overheads.again) * times if runs_again(statement) else 0.0)
         else:
-            forward += cost.overheads.statement * len(statement.targets)
-            continue
-        forward += ahead * times
-        backward += (behind + repeated) * times
-        weights += (halves[i].gradients * behind + halves[i].again * repeated) * times
-    backward += divided
-    for message in program.receives:
-        forward += _sent(graph, stage, message, cost)
-    for message in program.sends:
-        backward += _sent(graph, stage, message, cost) if message.needs_grad else 0.0
-    if not program.gradient:
-        backward = weights = 0.0
-    return forward, backward, weights, _once(graph, program, signatures, cost), _beside(graph, program, cost)
+            again.append(ahead * times if i in repeated else 0.0)
+    return StagePrices(
+        tuple(_statement(graph, stage, statement, signatures, cost)[0] for statement in program.prepare),
+        tuple(ahead for ahead, _ in pairs),
+        tuple(behind for _, behind in pairs),
+        tuple(again) if program.gradient else (0.0,) * len(again),
+        statement_halves(graph, program),
+        tuple(_sent(graph, stage, message, cost) for message in program.receives),
+        tuple(_sent(graph, stage, m, cost) if m.needs_grad else 0.0 for m in program.sends),
+        taken(around, stage.mesh.ranks, "scatter", stage.index),
+    )
+
+
+def _statement(
+    graph: Graph, stage: Stage, statement: Statement, signatures: Mapping[str, Signature], cost: CostModel
+) -> tuple[float, float]:
+    """Return the seconds of a statement, once, forward and backward."""
+    if isinstance(statement, Compute):
+        return _compute(graph, stage, statement, signatures, cost)
+    if isinstance(statement, Convert):
+        return _convert(graph, stage, statement, cost)
+    return cost.overheads.statement * len(statement.targets), 0.0
 
 
 def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> float:
-    tensor = graph.tensors[message.tensor]
-    size = prod(local_shape(message.target.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
+    """Return the seconds in which a message arrives at a stage: the tensor, or its gradient where it was made."""
+    tensor, version = graph.tensors[message.tensor], message.target
+    if stage.index == message.source_stage:
+        version = message.source
+    size = prod(local_shape(version.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
     return cost.collective("send", size, AxisPlace(2, len(stage.mesh.ranks)))
 
 
-def _once(graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], cost: CostModel) -> float:
-    stage, once = program.stage, 0.0
-    for statement in program.prepare:
-        if isinstance(statement, Compute):
-            once += _compute(graph, stage, statement, signatures, cost)[0]
-        elif isinstance(statement, Convert):
-            once += _convert(graph, stage, statement, cost)[0]
-    return once + _moved(graph, program, cost, {"gather", "gradient"})
+def _once(graph: Graph, program: StageProgram, price: StagePrices, cost: CostModel) -> float:
+    return sum(price.prepare) + _moved(graph, program, cost, {"gather", "gradient"})
 
 
 def _moved(graph: Graph, program: StageProgram, cost: CostModel, phases: Collection[RestPhase]) -> float:
@@ -198,36 +282,6 @@ def _moved(graph: Graph, program: StageProgram, cost: CostModel, phases: Collect
 
 def _rate(stage: Stage, move: RestMove, cost: CostModel) -> float:
     return sum(seconds_per_byte(cost, place_of(stage, axis), move.kind) for axis in move.axes)
-
-
-def _beside(graph: Graph, program: StageProgram, cost: CostModel) -> float:
-    """Return the seconds that the runtime's buckets take above those of their bytes at full rate, and those of the sum
-    of the loss."""
-    stage, beside = program.stage, cost.overheads.step
-    buckets: dict[tuple[RestPhase, Collective, int, str, AxisPlace], int] = {}
-    for stored, move in moves_of(graph, program):
-        place, size = _holders(stage, stored, move), move.bytes(stage, graph.tensors[stored.tensor].shape)
-        if place.size > 1:
-            key = move.phase, move.kind, move.times(stage), move.dtype, place
-            buckets[key] = buckets.get(key, 0) + size
-        beside -= _rate(stage, move, cost) * size * move.times(stage)
-    for (_, kind, times, _, place), size in buckets.items():
-        beside += times * summed_seconds(cost, place, size, kind)
-    if program.loss is not None:
-        size = element_bytes(graph.tensors[program.loss.tensor].dtype)
-        for axis, state in zip(stage.names, program.loss.layout, strict=True):
-            if isinstance(state, Partial) and axis != MICRO:
-                beside += cost.collective("all_reduce", size, place_of(stage, axis))
-    return beside
-
-
-def _holders(stage: Stage, stored: Stored, move: RestMove) -> AxisPlace:
-    """Return the ranks that make a move in one group: over axes, and, for sums, over stages that share the
-    parameter."""
-    axes = [place_of(stage, axis) for axis in move.axes]
-    inner = min((place.inner for place in axes), default=len(stage.mesh.ranks))
-    copies = max(1, len(stored.copies)) if move.kind == "all_reduce" else 1
-    return AxisPlace(prod(place.size for place in axes) * copies, inner)
 
 
 def _compute(

@@ -24,6 +24,7 @@ import torch
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase, ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, leave, torchrun_place
+from nnscaler.runtime.communication.recording import RecordedEvent, RecordingCommunicator, write_records
 from nnscaler.runtime.program.program_directory import (
     ProgramDirectory,
     groups_of,
@@ -109,6 +110,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--load", metavar="DIR", help="start from a checkpoint, of this program or of another plan's")
     parser.add_argument("--save", metavar="DIR", help="write a checkpoint after the last step (with sgd)")
+    parser.add_argument(
+        "--record",
+        metavar="DIR",
+        type=Path,
+        help="write when each rank computed and communicated in the last step, for `nnscaler timeline --records DIR`",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto: GPUs if any")
     return parser.parse_args(arguments)
 
@@ -150,13 +157,18 @@ def _train(
         communicator = torch_communicator(
             backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
         )
-    executor = _executor(program, start, place, communicator, device, options)
+    recorder = None if options.record is None else RecordingCommunicator(communicator)
+    executor = _executor(program, start, place, recorder or communicator, device, options)
     optimizer = _optimizer(options, executor)
     source = rank_with_loss(stages)
     broken = False
+    recorded: tuple[RecordedEvent, ...] = ()
     for _ in range(options.steps):
         executor.zero_grad()
+        if recorder is not None:
+            recorder.begin()
         loss = executor.step(batch)
+        recorded = () if recorder is None else tuple(recorder.events)
         number = executor.context.step
         value = _loss_at_rank_0(loss, source, communicator, executor.context.passes)
         broken = options.stop_on_nan and _anywhere(loss is not None and not bool(loss.isfinite()), communicator, device)
@@ -173,10 +185,20 @@ def _train(
         _report(value, number, _told(norm, skipped), options)
     if options.save is not None:
         save_checkpoint(executor, options.save)
+    if options.record is not None:
+        _write_records(options.record, place.rank, recorded)
     if place.world_size > 1:
         communicator.barrier(range(place.world_size))  # a rank that leaves early cuts connections of others
         leave()
     return not broken
+
+
+def _write_records(folder: Path, rank: int, events: Sequence[RecordedEvent]) -> None:
+    """Raises CannotWrite."""
+    try:
+        write_records(folder, rank, events)
+    except OSError as error:
+        raise CannotWrite(f"--record {folder} cannot be written: {error.strerror}") from None
 
 
 def _report(value: float | None, number: int, more: str, options: argparse.Namespace) -> None:

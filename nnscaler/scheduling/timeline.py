@@ -78,12 +78,15 @@ class PassCosts:
 
 
 def simulate(
-    schedule: Schedule, edges: Collection[StageEdge] | None = None, costs: PassCosts | None = None
+    schedule: Schedule,
+    edges: Collection[StageEdge] | None = None,
+    costs: PassCosts | None = None,
+    starts: Sequence[float] | None = None,
 ) -> Timeline:
     """Run each device's order as early as dependencies allow; communication takes no time.
 
     `costs`: 1 forward, 2 backward, half of it for the weights, unless given; `edges` says which stages feed which (each
-    the next one unless given). Raises what `check_acyclic` raises.
+    the next one unless given); `starts`: when each device begins, 0 unless given. Raises what `check_acyclic` raises.
     """
     edges = chain(schedule.stages) if edges is None else edges
     costs = PassCosts.alike(schedule.stages) if costs is None else costs
@@ -91,9 +94,10 @@ def simulate(
     rows: list[list[Span]] = [[] for _ in schedule.orders]
     finished: dict[Instruction, float] = {}
     for instruction in check_acyclic(schedule, edges):
-        row = rows[schedule.devices[instruction.stage]]
+        device = schedule.devices[instruction.stage]
+        row = rows[device]
         ready = [finished[d] for d in waits[instruction]]
-        start = max([row[-1].stop if row else 0.0, *ready])
+        start = max([row[-1].stop if row else starts[device] if starts else 0.0, *ready])
         finished[instruction] = start + costs.of(instruction)
         row.append(Span(instruction, start, finished[instruction]))
     return timeline_of(schedule, rows)

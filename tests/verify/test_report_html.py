@@ -13,13 +13,15 @@ import pytest
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.events import DeviceRanks, Event, StepEvents
 from nnscaler.manifest import Bar, CommunicationProfile, CommunicationTotal, StageMemory, TimelineRow, TimelineRows
 from nnscaler.records import RecordError, decode, encode
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
+from verify.report_formats.html.call_lane import pictured
 from verify.report_formats.html.errors_plot import axis_of
 from verify.report_formats.html.text import size
-from verify.report_formats.html.timeline import lanes_of
+from verify.report_formats.html.timeline import lanes_of, timeline_panel
 from verify.results.attachments import Attachments, Certificate, ComparedTensor, LemmaRow
 
 VOID = {"meta", "br"}
@@ -340,3 +342,48 @@ def test_several_reports_worst_first() -> None:
     assert links == ["1", "2", "0"]
     assert re.findall(r'<details class="report"( open)?>', text) == [" open", " open", ""]
     assert "1 refuted, 1 inconclusive, 1 verified" in text and "7.0 s" in text
+
+
+def call(kind: str, start: float, end: float, instruction: str = "F0.0") -> Event:
+    return Event(
+        "communication", kind, 0, (0, 1), start, end, instruction, 0, ((0, 1),), 500,
+        axis="tp", module="<mlp>", where="m.py:3",
+    )  # fmt: skip
+
+
+def stepped(*events: Event, seconds: float = 0.01) -> StepEvents:
+    ran = Event("compute", "F", 0, (0, 1), 0.0, 0.008, "F0.0", 0)
+    return StepEvents(1, "simulated", "seconds", seconds, (DeviceRanks(0, (0, 1), (0,)),), (ran, *events))
+
+
+def test_calls_are_drawn_below_the_passes() -> None:
+    picture = pictured(stepped(call("all_reduce", 0.002, 0.004), call("send", 0.008, 0.008)))
+    assert picture.timeline.unit == "milliseconds" and picture.timeline.makespan == 10
+    (marks,) = picture.marks.values()
+    assert [(mark.kind, mark.start, mark.end) for mark in marks] == [("all_reduce", 2, 4), ("send", 8, 8)]
+    text = timeline_panel(picture.timeline, picture.marks)
+    boxes = re.findall(r'<rect class="call" x="([\d.]+)%"[^>]*width:max\(1px,([\d.]+)%\)[^>]*><title>([^<]*)', text)
+    assert boxes == [
+        ("25", "25", "all_reduce over tp in F0.0, 1 kB, &lt;mlp&gt; m.py:3, 2 to 4"),
+        ("100", "0", "send over tp in F0.0, 500 B, &lt;mlp&gt; m.py:3, 8 to 8"),
+    ]
+    assert "<title>communication of ranks 0-1</title>" in text and "reduce_scatter" not in text
+    colors = set(re.findall(r'class="call"[^>]*fill="(#[0-9a-f]{6})"', text))
+    assert len(colors) == 2 and all(f"background:{color}" in text for color in colors)
+
+
+def test_calls_that_are_closer_than_a_pixel_share_a_mark_and_others_do_not() -> None:
+    near = [call("all_reduce", i * 2e-6, i * 2e-6 + 1e-6, f"F0.{i // 50}") for i in range(100)]
+    (marks,) = pictured(stepped(*near, call("all_gather", 2e-4, 3e-4), call("all_reduce", 3e-4, 4e-4))).marks.values()
+    assert [mark.kind for mark in marks] == ["all_reduce", "all_gather", "all_reduce"]
+    assert marks[0].title.startswith("100 times all_reduce over tp in F0.0 and 1 more, 100 kB, <mlp> m.py:3, ")
+
+
+def test_a_part_of_a_step_is_drawn_and_said_to_be_one() -> None:
+    late = call("all_reduce", 0.009, 0.01, "gradient")
+    picture = pictured(stepped(late), 0.0085)
+    assert picture.marks == {0: ()} and picture.timeline.unit == "milliseconds: the first 8 of 10"
+    assert 'class="call"' not in timeline_panel(picture.timeline, picture.marks)
+    whole = pictured(stepped(late))
+    assert whole.timeline.unit == "milliseconds"
+    assert 'x="90%"' in timeline_panel(whole.timeline, whole.marks), "the axis ends with the last call"

@@ -75,10 +75,10 @@ def known_profile(profile: CommunicationProfile | None) -> CommunicationProfile:
 
 def total_lines(profile: CommunicationProfile) -> list[str]:
     """Return a line per axis, kind and direction, largest first."""
-    rows = [(t.axis, t.kind, t.direction, f"{t.calls:,}", _bytes(t.bytes)) for t in profile.totals]
+    rows = [(t.axis, t.kind, t.direction, f"{t.calls:,}", bytes_text(t.bytes)) for t in profile.totals]
     if not rows:
         return ["communication: none"]
-    return _table(("axis", "collective", "direction", "calls a step", "bytes a step"), rows, right=(3, 4))
+    return text_table(("axis", "collective", "direction", "calls a step", "bytes a step"), rows, right=(3, 4))
 
 
 def memory_lines(memory: Sequence[StageMemory]) -> list[str]:
@@ -88,11 +88,11 @@ def memory_lines(memory: Sequence[StageMemory]) -> list[str]:
     for e in memory:
         merged.setdefault((e.parameters, e.gradients, e.optimizer, e.activations, e.total), []).append(e)
     rows = [
-        (_stages(e.stage for e in found), *map(_bytes, key))  # type: ignore[call-overload]
+        (_stages(e.stage for e in found), *map(bytes_text, key))  # type: ignore[call-overload]
         for key, found in merged.items()
     ]
     heads = ("stages", "parameters", "gradients", "optimizer", "activations", "at most on a rank")
-    return _table(heads, rows, right=(1, 2, 3, 4, 5)) if rows else []
+    return text_table(heads, rows, right=(1, 2, 3, 4, 5)) if rows else []
 
 
 def class_lines(profile: CommunicationProfile) -> list[str]:
@@ -112,9 +112,9 @@ def class_lines(profile: CommunicationProfile) -> list[str]:
                 _stages(e.stage for e in found),
                 f"{first.group_size} ({first.group})",
                 str(sum(e.groups for e in found)),
-                f"{_bytes(first.bytes)} {first.dtype}",
+                f"{bytes_text(first.bytes)} {first.dtype}",
                 str(first.calls),
-                _bytes(sum(e.total_bytes for e in found)),
+                bytes_text(sum(e.total_bytes for e in found)),
                 _when(first, len(found)),
                 f"{first.module} {first.where}".rstrip(),
             )
@@ -123,7 +123,7 @@ def class_lines(profile: CommunicationProfile) -> list[str]:
         "collective", "direction", "axis", "stages", "ranks", "groups", "bytes a call", "calls", "bytes a step", "when",
         "cause",
     )  # fmt: skip
-    return _table(heads, rows, right=(5, 7, 8)) if rows else ["communication: none"]
+    return text_table(heads, rows, right=(5, 7, 8)) if rows else ["communication: none"]
 
 
 def _when(entry: CommunicationClass, stages: int) -> str:
@@ -141,7 +141,7 @@ def _stages(numbers: Iterable[int]) -> str:
     return ",".join(map(str, listed))
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
     """`1.5 GiB`."""
     size = float(count)
     for unit in _UNITS[:-1]:
@@ -151,7 +151,8 @@ def _bytes(count: float) -> str:
     return f"{size:.3g} {_UNITS[-1]}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+    """Return a line per row, below the heads. `right`: columns that are set to the right."""
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
     return [
         "  ".join(cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)).rstrip()

@@ -10,7 +10,7 @@ from nnscaler.cli.options import OutputFormat
 from nnscaler.files import check_folder, check_writable
 
 # Options that name a file to write to, besides --output-format; and those that name the folder of a program.
-DESTINATIONS = ("out", "html", "emit_test", "comm_profile", "certificate", "emit_script", "csv")
+DESTINATIONS = ("out", "html", "emit_test", "comm_profile", "certificate", "emit_script", "csv", "events", "trace")
 FOLDERS = ("out_folder",)
 
 

@@ -112,13 +112,6 @@ def seconds_per_byte(cost: CostModel, ranks: AxisPlace, kind: Collective = "all_
     return cost.collective(kind, BUCKET_BYTES, ranks) / BUCKET_BYTES
 
 
-def summed_seconds(cost: CostModel, ranks: AxisPlace, size: float, kind: Collective = "all_reduce") -> float:
-    """Return the seconds of moving `size` bytes of one dtype over one group, in full buckets and a last one."""
-    full, rest = divmod(size, BUCKET_BYTES)
-    last = cost.collective(kind, rest, ranks) if rest else 0.0
-    return full * cost.collective(kind, BUCKET_BYTES, ranks) + last
-
-
 # Seconds of collectives by size, through measured points: algorithms change with the size, so that no line fits.
 
 

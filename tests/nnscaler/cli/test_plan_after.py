@@ -95,7 +95,7 @@ def test_a_pipeline_is_replayed_and_drawn(model: str, tmp_path: Path, capsys: py
     text, found = page.read_text(), Page()
     found.feed(text)
     assert not found.open and "script" not in found.seen and not found.fetched
-    assert text.count("<rect") == 2 * 2 * 3, "a bar per device, direction and micro-batch"
+    assert text.count("<rect x=") == 2 * 2 * 3, "a bar per device, direction and micro-batch"
     for title in ("Stages", "Schedule", "Communication", "Memory per rank", "Explanation", "Certificate"):
         assert f"<h2>{title}" in text
     assert "pp=2, 3 micro-batches" in text and "prefers-color-scheme:dark" in text.replace(" ", "")
@@ -111,7 +111,7 @@ def test_only_the_first_passes_of_very_many_are_drawn(
     kept, page = sizes(tmp_path / "kept.toml", pp=2, micro_batches=12), tmp_path / "plan.html"
     words = ["plan", model, "--ranks", "2", "--cluster", "a100x8", "--constraints", str(kept)]
     assert main([*words, "--html", str(page)]) == 0
-    assert 5 <= page.read_text().count("<rect") <= 10 and "the first" in page.read_text()
+    assert 5 <= page.read_text().count("<rect x=") <= 10 and "the first" in page.read_text()
 
 
 def test_what_takes_long_is_replayed_when_asked(

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.communication.profile_memory import stage_memory
-from nnscaler.manifest import TimelineRows
 from nnscaler.performance.predict import Replay
+from nnscaler.performance.step_events import step_events
 from nnscaler.planning.cluster.description import show_bytes, show_seconds
 from nnscaler.planning.planner.find_plan import Found
-from nnscaler.scheduling.timeline import timeline_rows
 from verify.report_formats.html.bars import communication_panel, memory_panel
+from verify.report_formats.html.call_lane import Pictured, pictured
 from verify.report_formats.html.text import escape, facts, page, panel, table
 from verify.report_formats.html.timeline import timeline_panel
 
 BARS = 4000  # of the timeline that are drawn
-_UNITS = (("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
 
 
 def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str, Sequence[str]]) -> str:
     """HTML. `sections`: more text, by its heading."""
-    order, communicated = replayed.order, replayed.communicated
+    order, communicated, picture = replayed.order, replayed.communicated, picture_of(replayed)
     body = [
         _banner(model, found, replayed),
         _stages(found, replayed),
-        timeline_panel(timeline_of(replayed)),
+        timeline_panel(picture.timeline, picture.marks),
         communication_panel(replayed.profile.record),
         memory_panel(stage_memory(communicated, order, found.subject.optimizer)),
         _runners_up(found),
@@ -36,19 +34,14 @@ def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str,
     return page(f"{found.certificate.configuration}: {model}", "".join(body))
 
 
-def timeline_of(replayed: Replay) -> TimelineRows:
-    """The simulated schedule as data for the picture, as far as it is drawn."""
-    timeline = replayed.prediction.timeline
-    ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in replayed.communicated.stages}
-    shortest = min((s.stop - s.start for row in timeline.rows for s in row if s.stop > s.start), default=1.0)
-    name, unit = next(((n, u) for n, u in _UNITS if shortest >= u / 10), _UNITS[-1])
-    whole = timeline_rows(timeline, [ranks[d] for d in range(len(timeline.rows))], unit, name)
-    most = max(1, BARS // max(len(whole.rows), 1))
-    if all(len(row.bars) <= most for row in whole.rows):
-        return whole
-    end = min(row.bars[min(most, len(row.bars)) - 1].end for row in whole.rows)
-    rows = tuple(replace(row, bars=tuple(bar for bar in row.bars if bar.end <= end)) for row in whole.rows)
-    return replace(whole, unit=f"{name}: the first {end:.4g} of {whole.makespan:.4g}", rows=rows)
+def picture_of(replayed: Replay) -> Pictured:
+    """Return the simulated step as data for the picture, as far as it is drawn."""
+    rows = replayed.prediction.timeline.rows
+    most = max(1, BARS // max(len(rows), 1))
+    until = None
+    if any(len(row) > most for row in rows):
+        until = min(row[min(most, len(row)) - 1].stop for row in rows)
+    return pictured(step_events(replayed.communicated, replayed.prediction, until), until)
 
 
 def _banner(model: str, found: Found, replayed: Replay) -> str:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from nnscaler.manifest import Bar, TimelineRows
+from verify.report_formats.html.call_lane import CallMark, call_lane, call_legend
 from verify.report_formats.html.text import escape, panel, percent
 
 HUES = (212, 28, 145, 340, 265, 180, 50, 0)
 LEGEND = 24  # stages that are named; beyond, each bar says its own
 COLUMN, WIDEST = 900, 2400  # pixels: what a desktop shows without scrolling, and beyond which bars get narrower
 _PIXELS = 11  # of the narrowest bar
+Calls = Mapping[int, tuple[CallMark, ...]]  # by role
+NO_CALLS: Calls = MappingProxyType({})
 _COLORS = {"F": "65% 70%", "B": "55% 40%", "I": "65% 28%", "W": "28% 82%"}  # saturation and lightness, by kind
 _OTHER = "20% 50%"
 _LIGHT = ("F", "W")  # with dark numbers
@@ -23,14 +27,16 @@ class Lane:
 
     name: str
     bars: tuple[Bar, ...]
+    calls: tuple[CallMark, ...] = ()
 
 
-def timeline_panel(timeline: TimelineRows | None) -> str:
-    """Return the lanes; nothing where there are no bars."""
+def timeline_panel(timeline: TimelineRows | None, calls: Calls = NO_CALLS) -> str:
+    """Return the lanes, with what is communicated below them; nothing where there are no bars."""
     if timeline is None:
         return ""
-    lanes = lanes_of(timeline)
-    end = max((bar.end for lane in lanes for bar in lane.bars), default=0.0)
+    lanes = lanes_of(timeline, calls)
+    ends = (bar.end for lane in lanes for bar in lane.bars)
+    end = max((*ends, *(mark.end for lane in lanes for mark in lane.calls)), default=0.0)
     if not end:
         return ""
     stages = sorted({bar.stage for lane in lanes for bar in lane.bars})
@@ -40,13 +46,15 @@ def timeline_panel(timeline: TimelineRows | None) -> str:
     wanted = round(end / narrowest * (_PIXELS if height >= 14 else _PIXELS / 4))
     width = min(wanted, WIDEST) if wanted > 1.3 * COLUMN else min(wanted, COLUMN)
     names = min(16, max(4.5, 2 + max(len(lane.name) for lane in lanes) * 0.62))
-    body = "".join(_lane(lane, end, hues, height, max(width, 300)) for lane in lanes) + _times(end, timeline.unit)
+    rows = (_lane(lane, end, hues, height, max(width, 300)) + call_lane(lane.calls, lane.name, end) for lane in lanes)
+    body = "".join(rows) + _times(end, timeline.unit)
     inside = f'<div style="min-width:{width + 90}px;--names:{names:.1f}em">{body}</div>'
     busy = sum(bar.end - bar.start for lane in lanes for bar in lane.bars) / (end * len(lanes))
     drawn = {bar.kind for lane in lanes for bar in lane.bars}
     kinds = [kind for kind in _COLORS if kind in drawn] if "W" in drawn else ["F", "B"]
     remark = f"{_remark(kinds)}; the number is the micro-batch. Idle: {1 - busy:.0%}."
-    return panel("Schedule", f'{_legend(hues, kinds)}<div class="scroll">{inside}</div>', remark)
+    legends = _legend(hues, kinds) + call_legend(mark for lane in lanes for mark in lane.calls)
+    return panel("Schedule", f'{legends}<div class="scroll">{inside}</div>', remark)
 
 
 def hue(index: int) -> int:
@@ -54,13 +62,13 @@ def hue(index: int) -> int:
     return HUES[index] if index < len(HUES) else round(index * 137.508) % 360
 
 
-def lanes_of(timeline: TimelineRows) -> list[Lane]:
-    """Return the rows of the timeline; those with the same bars are one lane."""
-    lanes: dict[tuple[Bar, ...], list[str]] = {}
+def lanes_of(timeline: TimelineRows, calls: Calls = NO_CALLS) -> list[Lane]:
+    """Return the rows of the timeline; those with the same bars and calls are one lane. `calls`: by role."""
+    lanes: dict[tuple[tuple[Bar, ...], tuple[CallMark, ...]], list[str]] = {}
     for row in timeline.rows:
         if row.bars:
-            lanes.setdefault(row.bars, []).append(row.ranks)
-    return [Lane(", ".join(names), bars) for bars, names in lanes.items()]
+            lanes.setdefault((row.bars, calls.get(row.role, ())), []).append(row.ranks)
+    return [Lane(", ".join(names), *drawn) for drawn, names in lanes.items()]
 
 
 def _lane(lane: Lane, end: float, hues: Mapping[int, int], height: int, width: int) -> str:

@@ -1,0 +1,60 @@
+"""The calls of a step outside of its passes' lines, priced: of parameters at rest, and of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import cast
+
+from nnscaler.communication.communicated_graph import CommunicatedGraph
+from nnscaler.communication.profile_at_rest import rest_calls
+from nnscaler.communication.profile_calls import CallClass, CallSite, Part, loss_calls
+from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
+
+PricedCall = tuple[CallSite, float]  # with the seconds of one call
+_PARTS: tuple[Part, ...] = ("gather", "scatter", "gradient", "loss")  # in the order of a step
+
+
+def ranks_of(communicated: CommunicatedGraph) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each pipeline device."""
+    found = {program.stage.device: program.stage.mesh.ranks for program in communicated.stages}
+    return tuple(found[device] for device in range(len(found)))
+
+
+def in_turn(calls: Iterable[PricedCall], ranks: Collection[int]) -> Iterator[tuple[CallSite, float, float]]:
+    """Yield when each call starts and ends, from 0: calls that have no rank in common run at one time."""
+    clocks = dict.fromkeys(ranks, 0.0)
+    for site, seconds in calls:
+        own = [rank for group in site.call.members for rank in group if rank in clocks]
+        start = max(clocks[rank] for rank in own)
+        clocks.update(dict.fromkeys(own, start + seconds))
+        yield site, start, start + seconds
+
+
+def taken(calls: Iterable[PricedCall], ranks: Collection[int], part: Part, stage: int | None = None) -> float:
+    """Return the seconds of the calls of one part of a program."""
+    own = (c for c in calls if c[0].part == part and stage in (None, c[0].call.stage))
+    return max((end for _, _, end in in_turn(own, ranks)), default=0.0)
+
+
+def calls_around(
+    communicated: CommunicatedGraph, ranks: Sequence[Sequence[int]], cost: CostModel
+) -> tuple[tuple[PricedCall, ...], ...]:
+    """Return by device its calls of parameters at rest and of the loss, in the order in which it makes them."""
+    device_of = {rank: device for device, own in enumerate(ranks) for rank in own}
+    sites = list(rest_calls(communicated))
+    for program in communicated.stages:
+        sites += loss_calls(communicated.partitioned.graph, program)
+    found: list[list[PricedCall]] = [[] for _ in ranks]
+    for site in sorted(sites, key=lambda s: (_PARTS.index(s.part), s.at)):
+        priced = (site, _call_seconds(site.call, cost))
+        for device in sorted({device_of[rank] for rank in site.call.members[0]}):
+            found[device].append(priced)
+    return tuple(map(tuple, found))
+
+
+def _call_seconds(call: CallClass, cost: CostModel) -> float:
+    ranks = sorted(call.members[0])
+    place = AxisPlace(len(ranks), min((b - a for a, b in pairwise(ranks)), default=1))
+    size = call.bytes * (len(ranks) if call.kind == "all_gather" else 1)
+    return cost.collective(cast(Collective, call.kind), size, place)
