@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.precision import Precision
 from nnscaler.ir.signature import signatures
+from nnscaler.planning.policies import make_plan
 from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
@@ -33,7 +35,7 @@ from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
+from nnscaler.transform.plan import ChunkStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from tests import traced_examples
 from verify.programs.random_plans import random_plan
 
@@ -354,3 +356,24 @@ def test_bytes_of_elements() -> None:
 def test_ranks_as_text() -> None:
     texts = [ranks_text(r) for r in ((0, 1, 2, 3), (0, 8, 16), (4, 5), (0, 8), (3, 1), (0, 1, 5), (7,))]
     assert texts == ["0-3", "0-16 by 8", "4-5", "0, 8", "3, 1", "0, 1, 5", "7"]
+
+
+@pytest.mark.parametrize("spec", [{"tp": 2}, {"dp": 2, "tp": 2, "zero": 3}, {"tp": 2, "pp": 2}])
+def test_the_calls_in_pieces_are_counted(gpt: Traced, spec: dict[str, int], tmp_path: Path) -> None:
+    """What a region communicates itself is made in each piece, and in backward again; what it reads is made once."""
+    micro_batches = 2 if "pp" in spec else 1
+    plan = make_plan(gpt.graph, signatures(gpt.graph), spec, micro_batches=micro_batches)
+    steps = (
+        ChunkStep(("blocks.0.mlp", "blocks.2.mlp"), "co", "n", 2),
+        ChunkStep(("blocks.1.attn",), "co", "a", 2, recompute=False),
+        ChunkStep(("blocks.3",), "four", "a", 4),
+        ChunkStep(("head", "flatten*", "cross_entropy_loss_*"), "tokens", "flatten:b", 4, recompute=False),
+    )
+    made = check(gpt, replace(plan, steps=(*plan.steps, *steps)), plan.ranks, tmp_path, micro_batches=None)
+    assert max(made.values()) >= 4 * micro_batches
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_regions_in_pieces(gpt: Traced, seed: int, tmp_path: Path) -> None:
+    plan = random_plan(gpt.graph, signatures(gpt.graph), [("a", 2), ("b", 2)], seed, regions=3)
+    check(gpt, plan, 4, tmp_path, micro_batches=None)
