@@ -3,131 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.codegen.program import Program
 from nnscaler.communication import profile_at_rest
-from nnscaler.communication.materialise import materialise
-from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.precision import Precision
 from nnscaler.ir.signature import signatures
 from nnscaler.records import encode
-from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
-from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.load_python import load_role, load_user_module
+from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.training import at_rest as runtime_at_rest
 from nnscaler.runtime.training import gradients as runtime_gradients
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
-from nnscaler.scheduling.registry import schedule_of
 from nnscaler.tracing import Traced, trace
-from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from tests import halves, traced_examples
+from tests.calls import Made, check, profile_of, said
 from verify.programs.random_plans import random_plan
-from verify.self_test.programs.tiny_models import Recycled
-
-Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
-
-
-def profile_of(traced: Traced, plan: Plan) -> StepCommunication:
-    known = dict(signatures(traced.graph))
-    communicated = materialise(apply_plan(traced.graph, known, plan), known)
-    order = schedule_of(plan, communicated.without_gradient)
-    return step_communication(communicated, order)
-
-
-def said(profile: StepCommunication) -> Counter[Made]:
-    """Every call of every rank in one step, by the profile."""
-    found: Counter[Made] = Counter()
-    for entry in profile.classes:
-        call = entry.call
-        for group in entry.members:
-            if call.kind == "send/recv":
-                source, target = group
-                sends = f"{call.phase}{call.stage}"
-                found[source, "send", group, call.bytes, call.dtype, sends] += entry.calls
-                found[target, "recv", group, call.bytes, call.dtype, f"{call.phase}{call.to_stage}"] += entry.calls
-                continue
-            for rank in group:
-                phase = f"{call.phase}{call.stage}" if call.phase in ("F", "B", "I", "W", "prepare") else call.phase
-                found[rank, call.kind, group, call.bytes, call.dtype, phase] += entry.calls
-    return found
-
-
-def counted(program: Program, folder: Path) -> Counter[Made]:
-    """Every call of every rank in one step, on the simulator."""
-    path = program.save(folder / "program")
-    roles = {r: load_role(path / role.file) for role in program.manifest.roles for r in role.ranks}
-
-    def run(communicator: Communicator) -> list[CommunicationCall]:
-        executor = RankExecutor(
-            roles[communicator.rank], communicator.rank, communicator, program.state, ExecutorSettings(dropout=False)
-        )
-        made: list[CommunicationCall] = []
-        communicator.listener = made.append
-        executor.step(program.inputs)
-        return made
-
-    found: Counter[Made] = Counter()
-    for rank, calls in enumerate(Simulator(program.manifest.ranks).run(run)):
-        for call in calls:
-            assert call.dtype is not None
-            elements = handed_over(call)
-            key = (rank, call.kind, call.ranks, elements * call.dtype.itemsize, str(call.dtype)[6:], phase_of(call))
-            found[key] += 1
-    return found
-
-
-def handed_over(call: CommunicationCall) -> int:
-    """Elements of what a rank gives; of the rank that gives most, where the call lists those of the whole group."""
-    elements, ranks = [torch.Size(shape).numel() for shape in call.shapes], len(call.ranks)
-    if call.kind == "all_gather" and len(elements) == ranks:
-        return max(elements)
-    if call.kind == "all_to_all" and len(elements) == ranks * ranks:
-        return max(sum(elements[i * ranks : (i + 1) * ranks]) for i in range(ranks))
-    return sum(elements)
-
-
-def phase_of(call: CommunicationCall) -> str:
-    if call.context.startswith("prepare of stage "):
-        return "prepare" + call.context.rpartition(" ")[2]
-    if call.context.startswith("the gradient sum"):
-        return "gradient"
-    if call.context == "the gathering of parameters":
-        return "gather"
-    return "loss" if call.context == "the sum of the loss" else call.context.partition(".")[0]
-
-
-def check(traced: Traced, plan: Plan | str, ranks: int, folder: Path, **options: Any) -> Counter[Made]:
-    program = compile_traced(traced, WantedPlan(ranks, plan, **options), model={"name": "model"})
-    profile = profile_of(traced, program.plan)
-    assert program.manifest.communication_profile == profile.record
-    jsonschema.validate(json.loads(json.dumps(encode(profile.record))), schema())
-    right, found = counted(program, folder), said(profile)
-    assert right, "this plan communicates nothing, so nothing is tested"
-    assert found == right, (
-        f"only in the profile: {list((found - right).items())[:5]}, missing: {list((right - found).items())[:5]}"
-    )
-    return right
-
-
-def schema() -> dict[str, Any]:
-    file = Path(__file__).resolve().parents[3] / "docs" / "reports" / "comm-profile.schema.json"
-    loaded: dict[str, Any] = json.loads(file.read_text())
-    return loaded
 
 
 def example(name: str) -> ModuleType:
@@ -397,23 +297,3 @@ def test_bytes_of_elements() -> None:
 def test_ranks_as_text() -> None:
     texts = [ranks_text(r) for r in ((0, 1, 2, 3), (0, 8, 16), (4, 5), (0, 8), (3, 1), (0, 1, 5), (7,))]
     assert texts == ["0-3", "0-16 by 8", "4-5", "0, 8", "3, 1", "0, 1, 5", "7"]
-
-
-@pytest.mark.parametrize(
-    ("plan", "ranks", "schedule"),
-    [
-        ("pp=2", 2, "3f1b"),
-        ("dp=2,pp=2,zero=2", 4, "3f1b"),
-        pytest.param("dp=2,pp=2,zero=1", 4, "3f1b", marks=pytest.mark.long),
-        pytest.param("dp=2,pp=2,zero=3", 4, "3f1b", marks=pytest.mark.long),
-        pytest.param("tp=2,pp=2", 4, "interleaved", marks=pytest.mark.long),
-        pytest.param("dp=2,pp=2,zero=2", 4, "1f1b", marks=pytest.mark.long),
-    ],
-)
-def test_layers_that_run_several_times(tmp_path: Path, plan: str, ranks: int, schedule: str) -> None:
-    """Gradients go back within the last run alone, and what they are divided into is divided once."""
-    traced = trace(Recycled(), {name: torch.randn(12, 4) for name in "xy"}, self_check=False)
-    made = check(traced, plan, ranks, tmp_path, schedule=schedule, micro_batches=3)
-    sends = {phase for _, kind, _, _, _, phase in made if kind == "send"}
-    last = {"B5"} if schedule != "1f1b" else {"B1"}
-    assert {phase for phase in sends if phase.startswith("B")} == last
