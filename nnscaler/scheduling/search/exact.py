@@ -1,0 +1,283 @@
+"""The best schedule of a small problem, and a bound for a larger one, by search over the states of a step (A*).
+
+Since the micro-batches are alike and pass each block in order, a step's state is how often each block has started, and
+how long those that run still need. There are few states where memory is tight or devices run blocks together, which is
+where rules fail. The search takes the states in the order of the least makespan that they may still lead to (Hart,
+Nilsson and Raphael 1968): the first complete one is optimal, and until then what it is at is a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import ceil, inf
+from typing import NamedTuple
+
+from nnscaler.scheduling.search.bound import SLACK, holdings, usable_limit
+from nnscaler.scheduling.search.shop import Shop, Starts
+
+
+class StepState(NamedTuple):
+    """A moment of a step at which something ends or arrives.
+
+    counts   by block: how often it has started
+    left     by block: time until the one that runs ends; 0: none runs
+    coming   (time until it arrives, block that waits, block that sent it), of messages under way
+    """
+
+    counts: tuple[int, ...]
+    left: tuple[int, ...]
+    coming: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSearch:
+    """The result.
+
+    bound      no schedule is shorter
+    starts     the best schedule, if it is better than what the search began with
+    complete   whether all was searched: `starts`, or what it began with, is optimal
+    states     number of states taken up
+    """
+
+    bound: float
+    starts: Starts | None
+    complete: bool
+    states: int
+
+
+def search_states(shop: Shop, known: float, limit: int) -> StateSearch:
+    """Search a shop whose times are whole numbers for a schedule shorter than `known`, through at most `limit` states."""
+    space = _Space(shop)
+    first = StepState((0,) * len(shop.order), (0,) * len(shop.order), ())
+    goal = (shop.problem.micro_batches,) * len(shop.order)
+    reached: dict[StepState, int] = {first: 0}
+    parents: dict[StepState, tuple[StepState, tuple[int, ...]]] = {}
+    least = space.least(first)
+    heap = [(least, 0, first)]
+    taken = 0
+    while heap:
+        least, early, state = heappop(heap)
+        now = -early
+        if least >= known * (1 - SLACK):
+            break
+        if reached[state] < now:
+            continue
+        if state.counts == goal:  # the last ones still run: `least` says how long
+            return StateSearch(least, _starts(shop, state, parents, reached), True, taken)
+        if taken == limit:
+            return StateSearch(least, None, False, taken)
+        taken += 1
+        for time, following, started in space.successors(state):
+            at = now + time
+            if reached.get(following, inf) <= at:
+                continue
+            whole = max(least, at + space.least(following))
+            if whole < known * (1 - SLACK):
+                reached[following] = at
+                parents[following] = (state, started)
+                heappush(heap, (whole, -at, following))
+    return StateSearch(known, None, True, taken)
+
+
+def _starts(
+    shop: Shop,
+    last: StepState,
+    parents: dict[StepState, tuple[StepState, tuple[int, ...]]],
+    reached: dict[StepState, int],
+) -> Starts:
+    """Follow the states back and return when everything started."""
+    starts: list[list[float]] = [[] for _ in shop.order]
+    state = last
+    while state in parents:
+        state, started = parents[state]
+        for block in started:
+            starts[block].append(reached[state])
+    return tuple(tuple(reversed(row)) for row in starts)
+
+
+class _Space:
+    """The states of a problem: what follows a state, and how long it takes at least from there."""
+
+    def __init__(self, shop: Shop) -> None:
+        blocks = shop.problem.blocks
+        self.shop = shop
+        self.count = shop.problem.micro_batches
+        self.duration = [int(b.duration) for b in blocks]
+        self.tails = [int(t) for t in shop.tails]
+        self.machines = [sum(1 << m for m in machines) for machines in shop.machines]
+        self.sources = [[(s, int(lag)) for s, lag in sources] for sources in shop.sources]
+        self.lagged = [[(r, int(lag)) for r, lag in readers if lag] for readers in shop.readers]
+        self.loads = [[(b, self.duration[b], self.tails[b]) for b in own] for own in shop.own]
+        self.memory = [  # by device with a limit: the limit, and (block, bytes taken, bytes given) of its blocks
+            (
+                shop.limits[d] * (1 + SLACK),
+                [
+                    (b, blocks[b].allocates, blocks[b].frees)
+                    for b in shop.own[d]
+                    if blocks[b].allocates or blocks[b].frees
+                ],
+            )
+            for d in range(shop.problem.devices)
+            if shop.limits[d] < inf
+        ]
+        limited = [d for d in range(shop.problem.devices) if shop.limits[d] < inf]
+        self.guards = [[limited.index(d) for d in b.devices if d in limited and b.allocates] for b in blocks]
+        self.holdings = [(usable_limit(shop, d), holdings(shop, d)) for d in limited]
+        self.takes = [b.allocates for b in blocks]
+        takers = [sum(1 for _, taken, _ in changes if taken) for _, changes in self.memory]
+        self.movable = [all(takers[guard] == 1 for guard in guards) for guards in self.guards]
+
+    def least(self, state: StepState) -> int:
+        """Return the least time in which a step can be finished from a state: by paths, work and memory."""
+        counts, left, coming = state
+        count, duration, tails = self.count, self.duration, self.tails
+        best = 0
+        ready = [0] * len(counts)  # by block: when its next micro-batch can start
+        free = self._free(left)
+        arrives = {(reader, source): time for time, reader, source in reversed(coming)}
+        for block in self.shop.order:
+            if left[block]:
+                best = max(best, left[block] + tails[block])
+            number = counts[block]
+            if number == count:
+                continue
+            start = 0
+            for machine in self.shop.machines[block]:
+                if free[machine] > start:
+                    start = free[machine]
+            for source, lag in self.sources[block]:
+                ahead = counts[source] - number
+                if ahead == 0:
+                    start = max(start, ready[source] + duration[source] + lag)
+                elif ahead == 1 and left[source]:
+                    start = max(start, left[source] + lag)
+                elif lag and coming:
+                    start = max(start, self._arrival(state, arrives, source, block))
+            ready[block] = start
+            whole = start + (count - number) * duration[block] + tails[block]
+            if whole > best:
+                best = whole
+        for own in self.loads:
+            work, head, tail = 0, 1 << 60, 1 << 60
+            for block, time, after in own:
+                times = count - counts[block]
+                if times:
+                    work += times * time
+                    if ready[block] < head:
+                        head = ready[block]
+                    if after < tail:
+                        tail = after
+            if work and head + work + tail > best:
+                best = head + work + tail
+        for usable, pairs in self.holdings:
+            best = max(best, self._least_by_memory(state, usable, pairs, ready))
+        return best
+
+    def _least_by_memory(
+        self, state: StepState, usable: float, pairs: list[tuple[int, int, float, float]], ready: list[int]
+    ) -> int:
+        counts, left, _ = state
+        held, tail = 0.0, 1 << 60
+        for taker, giver, amount, span in pairs:
+            waiting = counts[taker] - counts[giver]
+            time = self.duration[giver]
+            held += amount * (
+                (self.count - counts[taker]) * span
+                + left[giver]
+                + waiting * ready[giver]
+                + time * waiting * (waiting + 1) // 2
+            )
+            if counts[giver] < self.count or left[giver]:
+                tail = min(tail, self.tails[giver])
+        return ceil(held / usable - 1e-6) + tail if held else 0
+
+    def _arrival(self, state: StepState, arrives: dict[tuple[int, int], int], source: int, block: int) -> int:
+        """Return when the message that a block needs next arrives."""
+        under_way = sum(1 for _, r, s in state.coming if (r, s) == (block, source))
+        here = state.counts[source] - (state.left[source] > 0) - under_way
+        return arrives[block, source] if under_way and here == state.counts[block] else 0
+
+    def _free(self, left: tuple[int, ...]) -> list[int]:
+        """Return by machine the time until it is free."""
+        free = [0] * len(self.shop.own)
+        for block, time in enumerate(left):
+            if time:
+                for machine in self.shop.machines[block]:
+                    free[machine] = time
+        return free
+
+    def _startable(self, state: StepState) -> tuple[int, list[int]]:
+        """Return the machines that are busy, as bits, and the blocks that may start."""
+        counts, left, coming = state
+        busy = 0
+        for block, time in enumerate(left):
+            if time:
+                busy |= self.machines[block]
+        live: dict[int, float] = {}
+        found = []
+        for block in self.shop.order:
+            number = counts[block]
+            if number == self.count or self.machines[block] & busy:
+                continue
+            for source, lag in self.sources[block]:
+                here = counts[source] - (left[source] > 0)
+                if lag and coming:
+                    here -= sum(1 for _, r, s in coming if (r, s) == (block, source))
+                if here <= number:
+                    break
+            else:
+                for guard in self.guards[block]:
+                    limit, changes = self.memory[guard]
+                    if guard not in live:
+                        live[guard] = sum(
+                            taken * counts[b] - given * (counts[b] - (left[b] > 0)) for b, taken, given in changes
+                        )
+                    if live[guard] + self.takes[block] > limit:
+                        break
+                else:
+                    found.append(block)
+        return busy, found
+
+    def successors(self, state: StepState) -> Iterator[tuple[int, StepState, tuple[int, ...]]]:
+        """Yield the time to the next event, the state then, and the blocks that start now, for every choice of them.
+
+        A choice is left out if a block could run in the idle time before the next event and nothing is lost by it: it
+        takes no memory, or it alone takes memory on its devices, so that no other one could take it in between.
+        """
+        counts, left, coming = state
+        _, startable = self._startable(state)
+        running = [time for time in left if time]
+        running += [time for time, _, _ in coming]
+        soonest = min(running, default=1 << 60)
+        choices: list[tuple[tuple[int, ...], int, int]] = [((), 0, soonest)]
+        for block in startable:
+            machines, time = self.machines[block], self.duration[block]
+            choices += [
+                ((*chosen, block), used | machines, min(until, time))
+                for chosen, used, until in choices
+                if not used & machines
+            ]
+        moved = [(self.machines[b], self.duration[b]) for b in startable if self.movable[b]]
+        for chosen, used, until in choices:
+            if until == 1 << 60 or any(not used & machines and time <= until for machines, time in moved):
+                continue
+            yield self._advance(state, chosen, until)
+
+    def _advance(self, state: StepState, chosen: tuple[int, ...], until: int) -> tuple[int, StepState, tuple[int, ...]]:
+        """Start blocks and go on to the next event."""
+        counts, left, coming = list(state.counts), list(state.left), list(state.coming)
+        for block in chosen:
+            counts[block] += 1
+            left[block] = self.duration[block]
+        ended = [block for block in chosen if not self.duration[block]]
+        for block, time in enumerate(left):
+            if time:
+                left[block] = time - until
+                if time == until:
+                    ended.append(block)
+        sent = [(lag, reader, block) for block in ended for reader, lag in self.lagged[block]]
+        if coming or sent:
+            coming = sorted([(t - until, r, s) for t, r, s in coming if t > until] + sent)
+        return until, StepState(tuple(counts), tuple(left), tuple(coming)), chosen

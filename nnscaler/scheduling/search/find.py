@@ -1,0 +1,213 @@
+"""The search for a schedule: rules, then all states of a small problem, then repetends, each only if a gap is left.
+
+All limits count work, so that the same problem has the same answer on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import highspy
+
+from nnscaler.errors import NnscalerError
+from nnscaler.instructions import Instruction
+from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
+from nnscaler.scheduling.search.communicators import check_communicators, routes_of
+from nnscaler.scheduling.search.exact import search_states
+from nnscaler.scheduling.search.found import FoundSchedule, PeriodProof, ScheduleCertificate, limits_of
+from nnscaler.scheduling.search.legal import violations
+from nnscaler.scheduling.search.portfolio import Portfolio, settled
+from nnscaler.scheduling.search.problem import ScheduleProblem
+from nnscaler.scheduling.search.repetend import SEED, search_repetend
+from nnscaler.scheduling.search.segments import segments_of
+from nnscaler.scheduling.search.shop import Shop, Starts, peaks_of, sequences, shop_of
+from nnscaler.scheduling.search.units import UnitShop, in_units
+
+
+@dataclass(frozen=True, slots=True)
+class SearchBudget:
+    """The most work that a search may do.
+
+    rounds     of justification, for every rule
+    states     of the exact search; 0: none
+    nodes      of one integer program; 0: no repetends
+    variables  of one integer program; larger ones are not begun
+    units      of time in the work of the busiest machine, where times are rounded for the two
+    short      micro-batches of the short step whose best schedule is repeated where a step has more; 0: none
+    """
+
+    rounds: int = 2
+    states: int = 60_000
+    nodes: int = 2_000
+    variables: int = 4_000
+    units: int = 50
+    short: int = 8
+
+
+def find_schedule(
+    problem: ScheduleProblem, budget: SearchBudget | None = None, *, serial: bool = False, repetends: bool = False
+) -> FoundSchedule:
+    """Return the shortest schedule found, with its certificate.
+
+    `serial`: only schedules that pass `check_communicators`. `repetends`: search them also where the step is proved to be
+    optimal without.
+
+    Raises NnscalerError("schedule_memory") where no schedule fits, and "communicator_deadlock" where none of those found
+    passes.
+    """
+    shop = shop_of(problem)
+    check_memory(shop)
+    search = _Search(shop, budget or SearchBudget(), serial and bool(routes_of(problem)))
+    search.by_rules()
+    search.by_states()
+    search.by_segments()
+    search.by_repetends(repetends)
+    return search.result()
+
+
+class _Search:
+    """A search under way. Changes as it goes on."""
+
+    def __init__(self, shop: Shop, budget: SearchBudget, serial: bool) -> None:
+        self.shop, self.budget, self.serial = shop, budget, serial
+        self.bound: ScheduleBound = bound_of(shop)
+        self.portfolio = Portfolio(shop, serial)
+        self.units: UnitShop = in_units(shop, budget.units)
+        self.repetend: PeriodProof | None = None
+        self.searched: list[str] = []
+        self.not_searched: list[str] = []
+
+    @property
+    def makespan(self) -> float:
+        best = self.portfolio.best
+        return best.makespan if best is not None else sum(self.shop.loads) * self.shop.problem.micro_batches * 2
+
+    def closed(self) -> bool:
+        """Return whether the best schedule is proved to be optimal."""
+        return self.portfolio.best is not None and self.makespan <= self.bound.makespan * (1 + SLACK)
+
+    def by_rules(self) -> None:
+        self.portfolio.run(self.bound.makespan, self.budget.rounds)
+        self.searched.append(f"rules and their justification: {self.portfolio.passes} passes")
+
+    def by_states(self) -> None:
+        """Search all schedules of the step."""
+        if self.closed():
+            return
+        if self.serial or not self.budget.states:
+            why = "communicators are not part of a state" if self.serial else "no states allowed"
+            self.not_searched.append(f"all schedules: {why}")
+            return
+        known = self.makespan / self.units.unit
+        # with rounded times a schedule that looks as good as the known one may be better or worse: find it
+        found = search_states(self.units.shop, known if self.units.exact else known * (1 + 1e-6), self.budget.states)
+        proved = found.bound * self.units.unit
+        rounded = "" if self.units.exact else ", times rounded down"
+        self.searched.append(
+            f"all schedules: {found.states} states{'' if found.complete else ', not finished'}{rounded}"
+        )
+        if not found.complete:
+            self.not_searched.append(f"all schedules beyond {self.budget.states} states")
+        if found.starts is not None:
+            self._offer(found.starts, "search of all schedules")
+        if proved > self.bound.makespan * (1 + SLACK):
+            self.bound = replace(self.bound, makespan=proved, reason=f"search of all schedules{rounded}")
+
+    def by_segments(self) -> None:
+        """Repeat a part of the best schedule of a short step."""
+        count, short = self.shop.problem.micro_batches, self.budget.short
+        if self.closed() or self.serial or not short or count <= short or not self.budget.states:
+            return
+        for few in range(short, max(short // 2, 1), -1):
+            small = shop_of(replace(self.units.shop.problem, micro_batches=few))
+            found = search_states(small, float("inf"), self.budget.states)
+            self.searched.append(f"all schedules of {few} micro-batches: {found.states} states")
+            if found.starts is None:
+                continue
+            fitting = [s for s in segments_of(small, found.starts) if (count - few) % s.count == 0]
+            for segment in fitting[:1]:
+                times = (count - few) // segment.count
+                self._offer(segment.repeat(found.starts, times), f"a repeated segment of {segment.count} micro-batches")
+            if fitting:
+                return
+
+    def by_repetends(self, always: bool) -> None:
+        """Search the shortest period, and fill a step with it."""
+        if self.closed() and not always:
+            return
+        bound = bound_of(self.units.shop)
+        variables = len(self.shop.order) * (int(bound.period) + 1)
+        if not self.budget.nodes or variables > self.budget.variables:
+            self.not_searched.append(f"repetends: an integer program has {variables} variables or more")
+            return
+        most = int(sum(b.duration for b in self.units.shop.problem.blocks))
+        found = search_repetend(self.units.shop, bound, most, self.budget.nodes)
+        self.searched.append(f"repetends of one micro-batch, in whole units: {found.nodes} nodes")
+        if found.repetend is None:
+            self.not_searched.append("repetends: no integer program was solved within its nodes")
+            return
+        unit = self.units.unit
+        self.repetend = PeriodProof(found.repetend.period * unit, found.refuted * unit, unit)
+        if not self.closed():
+            starts = found.repetend.expand(self.shop.problem.micro_batches)
+            self._offer(starts, f"a repetend with period {found.repetend.period * unit:g}")
+
+    def _offer(self, starts: Starts, source: str) -> None:
+        """Take a schedule in units: with the real times, and justified."""
+        real = settled(self.shop, starts) if self.units.exact else self._in_order(starts)
+        if self._passes(real):
+            self.portfolio.take(real, source)
+        if not self.closed():
+            self.portfolio.justify(real, source, self.bound.makespan, 2)
+
+    def _in_order(self, starts: Starts) -> Starts:
+        scaled = tuple(tuple(start * self.units.unit for start in row) for row in starts)
+        return settled(self.shop, scaled)
+
+    def _passes(self, starts: Starts) -> bool:
+        if not self.serial:
+            return True
+        try:
+            check_communicators(self.shop.problem, _orders(self.shop, starts))
+        except NnscalerError:
+            return False
+        return True
+
+    def result(self) -> FoundSchedule:
+        """Return the best schedule."""
+        best = self.portfolio.best
+        problem = self.shop.problem
+        if best is None:
+            raise NnscalerError(
+                "communicator_deadlock",
+                "every order that was tried comes to a halt on a communicator",
+                help="give each direction of a pair of devices a communicator of its own (`name_messages`)",
+            )
+        orders = _orders(self.shop, best.starts)
+        wrong = violations(problem, best.starts, orders)
+        assert not wrong, wrong
+        if self.serial:
+            check_communicators(problem, orders)
+        bound = min(self.bound.makespan, best.makespan)
+        certificate = ScheduleCertificate(
+            makespan=best.makespan,
+            bound=bound,
+            gap=(best.makespan - bound) / best.makespan if best.makespan and not self.closed() else 0.0,
+            proof=self.bound.reason,
+            source=best.source,
+            period_bound=self.bound.period,
+            repetend=self.repetend,
+            peaks=peaks_of(self.shop, sequences(self.shop, best.starts)),
+            limits=limits_of(problem),
+            searched=tuple(self.searched),
+            not_searched=tuple(self.not_searched),
+            solver=f"HiGHS {highspy.Highs().version()}" if self.repetend is not None else "",
+            seed=SEED,
+        )
+        return FoundSchedule(problem, best.starts, orders, certificate)
+
+
+def _orders(shop: Shop, starts: Starts) -> tuple[tuple[Instruction, ...], ...]:
+    blocks = shop.problem.blocks
+    each = sequences(shop, starts)[: shop.problem.devices]
+    return tuple(tuple(blocks[block].at(micro) for block, micro in order) for order in each)

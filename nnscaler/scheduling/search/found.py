@@ -1,0 +1,111 @@
+"""What a search returns: a schedule with its certificate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import isfinite
+
+from nnscaler.errors import NnscalerError
+from nnscaler.instructions import Instruction
+from nnscaler.records import encode
+from nnscaler.scheduling.dependencies import check_acyclic
+from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.search.problem import ScheduleProblem
+from nnscaler.scheduling.search.shop import Starts
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodProof:
+    """What is known of repetends: of each block once in a period, in whole units.
+
+    period     unit of the durations: of the shortest one found
+    refuted    unit of the durations: no repetend has this period or a shorter one, in whole units
+    unit       the unit, in that of the durations
+    """
+
+    period: float
+    refuted: float
+    unit: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleCertificate:
+    """What is proved of a schedule, and what was tried.
+
+    makespan       unit of the durations: of the step
+    bound          unit of the durations: no schedule of the problem is shorter
+    gap            (makespan - bound) / makespan; 0: the schedule is optimal
+    proof          what proves the bound
+    source         what found the schedule
+    period_bound   unit of the durations: no steady schedule, of any form, has less time between micro-batches
+    repetend       what is known of repetends; None: they were not searched
+    peaks          by device: the most bytes at any time
+    limits         by device: the most that there may be; None: no limit
+    searched       what was tried, in that order, with the work that it took
+    not_searched   what was left out, with the reason
+    solver         of the integer programs; empty: none was solved
+    seed           of the solver; nothing else draws by chance
+    """
+
+    makespan: float
+    bound: float
+    gap: float
+    proof: str
+    source: str
+    period_bound: float
+    repetend: PeriodProof | None
+    peaks: tuple[float, ...]
+    limits: tuple[float | None, ...]
+    searched: tuple[str, ...]
+    not_searched: tuple[str, ...]
+    solver: str
+    seed: int
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(encode(self), indent=2)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSchedule:
+    """A schedule of a problem.
+
+    problem       what was asked
+    starts        by block and micro-batch: when it starts
+    orders        by device: its instructions
+    certificate   what is proved of it
+    """
+
+    problem: ScheduleProblem
+    starts: Starts
+    orders: tuple[tuple[Instruction, ...], ...]
+    certificate: ScheduleCertificate
+
+    def schedule(self, name: str = "search") -> Schedule:
+        """Return it as a schedule of the compiler, checked for completeness and deadlocks.
+
+        Raises NnscalerError("plan_illegal") where a stage is on several devices, and what `check_acyclic` raises where
+        a stage has no backward in a step that trains.
+        """
+        blocks = self.problem.blocks
+        devices = {}
+        for block in blocks:
+            if len(block.devices) > 1:
+                raise NnscalerError(
+                    "plan_illegal",
+                    f"stage {block.stage} is on the devices {list(block.devices)}, and a schedule has one for each stage",
+                    help="use the orders of the found schedule: an instruction in several of them is run together",
+                )
+            devices[block.stage] = block.devices[0]
+        stages = tuple(devices[stage] for stage in sorted(devices))
+        trains = any(block.kind != "F" for block in blocks)
+        schedule = Schedule(name, stages, self.problem.micro_batches, self.orders, trains)
+        forward = [(blocks[e.before], blocks[e.after]) for e in self.problem.dependencies]
+        check_acyclic(schedule, {(a.stage, b.stage) for a, b in forward if a.kind == b.kind == "F"})
+        return schedule
+
+
+def limits_of(problem: ScheduleProblem) -> tuple[float | None, ...]:
+    """Return the limits as the certificate has them."""
+    return tuple(limit if isfinite(limit) else None for limit in problem.limits)

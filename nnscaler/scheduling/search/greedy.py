@@ -1,0 +1,179 @@
+"""List scheduling by a rule: whenever machines are free, start the most urgent block that may run (Graham 1966).
+
+A block may run when what it waits for has ended, its machines are free, its bytes fit, and every micro-batch that is
+under way can still be finished, the oldest first (the banker's algorithm, Dijkstra 1965): so memory never deadlocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from nnscaler.scheduling.search.bound import SLACK
+from nnscaler.scheduling.search.communicators import MessageQueues
+from nnscaler.scheduling.search.shop import Shop, Starts
+
+Keys = Sequence[Sequence[float]]  # by block and micro-batch: the less, the more urgent
+
+
+class MemoryGuard:
+    """What is held on one device, and whether more may be.
+
+    Changes as blocks start and end.
+    """
+
+    def __init__(self, shop: Shop, device: int) -> None:
+        blocks = shop.problem.blocks
+        self.own = [b for b in shop.own[device] if blocks[b].allocates or blocks[b].frees]
+        self.bit = {b: 1 << i for i, b in enumerate(self.own)}
+        self.change = [(blocks[b].allocates, blocks[b].frees) for b in self.own]
+        self.limit = shop.limits[device] * (1 + SLACK)
+        self.live = 0.0
+        self.begun = [0] * shop.problem.micro_batches  # by micro-batch: its blocks that have started, as bits
+        self.first, self.last = 0, -1  # of those under way
+        self.full = (1 << len(self.own)) - 1
+        self._known: dict[int, tuple[float, float]] = {}
+
+    def state(self, begun: int) -> tuple[float, float]:
+        """Return what a micro-batch holds after these blocks, and how much more it needs at most to finish."""
+        if begun not in self._known:
+            held = more = level = 0.0
+            for i, (taken, given) in enumerate(self.change):
+                if begun >> i & 1:
+                    held += taken - given
+                else:
+                    more = max(more, level + taken)
+                    level += taken - given
+            self._known[begun] = (held, more)
+        return self._known[begun]
+
+    def may_start(self, block: int, micro: int) -> bool:
+        """Return whether the block's bytes fit and all that is under way can still finish."""
+        bit = self.bit.get(block)
+        if bit is None or not self.change[bit.bit_length() - 1][0]:
+            return True
+        taken = self.change[bit.bit_length() - 1][0]
+        if self.live + taken > self.limit:
+            return False
+        after = self.begun[micro] | bit
+        total = self.live + taken - self.change[bit.bit_length() - 1][1]
+        if total + self.state(0)[1] <= self.limit:
+            return True
+        for other in range(self.first, max(self.last, micro) + 1):
+            begun = after if other == micro else self.begun[other]
+            if begun and begun != self.full:
+                held, more = self.state(begun)
+                if total + more > self.limit:
+                    return False
+                total -= held
+        return True
+
+    def start(self, block: int, micro: int) -> None:
+        """Take the block's bytes."""
+        bit = self.bit.get(block)
+        if bit is not None:
+            self.live += self.change[bit.bit_length() - 1][0]
+            self.begun[micro] |= bit
+            self.last = max(self.last, micro)
+
+    def end(self, block: int) -> None:
+        """Give the block's bytes back."""
+        bit = self.bit.get(block)
+        if bit is not None:
+            self.live -= self.change[bit.bit_length() - 1][1]
+            while self.first < len(self.begun) and self.begun[self.first] == self.full:
+                self.first += 1
+
+
+def list_schedule(shop: Shop, keys: Keys, reserve: bool = True, serial: bool = False) -> Starts | None:
+    """Return a schedule by a rule; None where it comes to a halt.
+
+    `reserve`: a block that waits for some of its machines keeps the others from less urgent blocks. `serial`: messages
+    on one communicator are received in the order in which all that take part issue them.
+    """
+    return _Simulation(shop, keys, reserve, MessageQueues(shop.problem) if serial else None).run()
+
+
+class _Simulation:
+    """A step as it runs. Changes from event to event."""
+
+    def __init__(self, shop: Shop, keys: Keys, reserve: bool, queues: MessageQueues | None) -> None:
+        self.shop, self.keys, self.reserve, self.queues = shop, keys, reserve, queues
+        self.blocks = shop.problem.blocks
+        self.count = shop.problem.micro_batches
+        self.guards = [MemoryGuard(shop, device) for device in range(shop.problem.devices)]
+        self.next = [0] * len(self.blocks)  # by block: the micro-batch that it runs next
+        self.arrived = [dict.fromkeys((s for s, _ in sources), 0) for sources in shop.sources]
+        self.candidates = {b for b in shop.order if not shop.sources[b]}
+        self.busy = [False] * len(shop.own)
+        self.starts: list[list[float]] = [[] for _ in self.blocks]
+        self.events: list[tuple[float, int, int]] = []  # time, block, its reader; -1: the block itself ends
+        self.now = 0.0
+
+    def run(self) -> Starts | None:
+        """Run until nothing can start any more."""
+        self._start_all()
+        while self.events:
+            self.now = self.events[0][0]
+            while self.events and self.events[0][0] <= self.now * (1 + SLACK):
+                _, block, reader = heappop(self.events)
+                if reader < 0:
+                    self._end(block)
+                else:
+                    self._arrive(block, reader)
+            self._start_all()
+        if any(n < self.count for n in self.next):
+            return None
+        return tuple(map(tuple, self.starts))
+
+    def _start_all(self) -> None:
+        """Start what may start, the most urgent first."""
+        busy = self.busy
+        held: set[int] = set()
+        for block in sorted(self.candidates, key=lambda b: (self.keys[b][self.next[b]], b)):
+            machines = self.shop.machines[block]
+            blocked = any(busy[m] or m in held for m in machines)
+            if blocked and (not self.reserve or len(machines) == 1):
+                continue
+            micro = self.next[block]
+            if not all(self.guards[d].may_start(block, micro) for d in self.blocks[block].devices):
+                continue
+            if self.queues is not None and not self.queues.may_start(block, micro):
+                continue
+            if blocked:
+                held.update(machines)
+                continue
+            self._start(block, micro)
+
+    def _start(self, block: int, micro: int) -> None:
+        self.starts[block].append(self.now)
+        self.next[block] += 1
+        for machine in self.shop.machines[block]:
+            self.busy[machine] = True
+        for device in self.blocks[block].devices:
+            self.guards[device].start(block, micro)
+        if self.queues is not None:
+            self.queues.start(block, micro)
+        if not self._ready(block):
+            self.candidates.discard(block)
+        heappush(self.events, (self.now + self.blocks[block].duration, block, -1))
+
+    def _end(self, block: int) -> None:
+        for machine in self.shop.machines[block]:
+            self.busy[machine] = False
+        for device in self.blocks[block].devices:
+            self.guards[device].end(block)
+        for reader, lag in self.shop.readers[block]:
+            if lag:
+                heappush(self.events, (self.now + lag, block, reader))
+            else:
+                self._arrive(block, reader)
+
+    def _arrive(self, block: int, reader: int) -> None:
+        self.arrived[reader][block] += 1
+        if self._ready(reader):
+            self.candidates.add(reader)
+
+    def _ready(self, block: int) -> bool:
+        micro = self.next[block]
+        return micro < self.count and all(n > micro for n in self.arrived[block].values())

@@ -1,0 +1,171 @@
+"""A schedule problem as a job shop with machines, and the longest paths in it: what every part of the search reads.
+
+Devices are machines, and so are communicators of collectives: both serve one block at a time. A device has memory.
+All micro-batches are alike. So those that pass a block may be renamed in the order in which they do, and every schedule
+has an equal one in which each block runs the micro-batches in their order; the search looks at no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import TopologicalSorter
+from math import inf
+
+from nnscaler.scheduling.search.problem import ScheduleProblem
+
+Starts = tuple[tuple[float, ...], ...]  # by block and micro-batch: when it starts
+
+
+@dataclass(frozen=True)
+class Shop:
+    """The problem, indexed.
+
+    problem     the problem itself
+    machines    by block: its devices, then its communicators, as indices
+    own         by machine: its blocks, before each what it waits for
+    limits      by machine: bytes; inf for a communicator
+    sources     by block: (block that it waits for, lag)
+    readers     by block: (block that waits for it, lag)
+    order       all blocks, each after what it waits for
+    """
+
+    problem: ScheduleProblem
+    machines: tuple[tuple[int, ...], ...]
+    own: tuple[tuple[int, ...], ...]
+    limits: tuple[float, ...]
+    sources: tuple[tuple[tuple[int, float], ...], ...]
+    readers: tuple[tuple[tuple[int, float], ...], ...]
+    order: tuple[int, ...]
+
+    @cached_property
+    def heads(self) -> tuple[float, ...]:
+        """By block: the time that must pass before it starts."""
+        heads = [0.0] * len(self.order)
+        for block in self.order:
+            for source, lag in self.sources[block]:
+                heads[block] = max(heads[block], heads[source] + self.problem.blocks[source].duration + lag)
+        return tuple(heads)
+
+    @cached_property
+    def tails(self) -> tuple[float, ...]:
+        """By block: the time that must pass after it ends."""
+        tails = [0.0] * len(self.order)
+        for block in reversed(self.order):
+            for reader, lag in self.readers[block]:
+                tails[block] = max(tails[block], lag + self.problem.blocks[reader].duration + tails[reader])
+        return tuple(tails)
+
+    @cached_property
+    def loads(self) -> tuple[float, ...]:
+        """By machine: its work for one micro-batch."""
+        return tuple(sum(self.problem.blocks[b].duration for b in own) for own in self.own)
+
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """By block: the blocks that end before it starts, as bits."""
+        found = [0] * len(self.order)
+        for block in self.order:
+            for source, _ in self.sources[block]:
+                found[block] |= found[source] | 1 << source
+        return tuple(found)
+
+    def span_from(self, first: int) -> list[float]:
+        """Return by block the least time from the start of `first` to its end; -inf where it does not wait for it."""
+        spans = [-inf] * len(self.order)
+        spans[first] = self.problem.blocks[first].duration
+        for block in self.order:
+            for source, lag in self.sources[block]:
+                spans[block] = max(spans[block], spans[source] + lag + self.problem.blocks[block].duration)
+        return spans
+
+
+def shop_of(problem: ScheduleProblem) -> Shop:
+    """Return the problem with its machines and its order."""
+    names = list(dict.fromkeys(name for block in problem.blocks for name in block.communicators))
+    machine_of = {name: problem.devices + i for i, name in enumerate(names)}
+    machines = tuple((*b.devices, *dict.fromkeys(machine_of[name] for name in b.communicators)) for b in problem.blocks)
+    count = len(problem.blocks)
+    sources: list[dict[int, float]] = [{} for _ in range(count)]
+    readers: list[dict[int, float]] = [{} for _ in range(count)]
+    for edge in problem.dependencies:
+        lag = max(edge.lag, sources[edge.after].get(edge.before, 0.0))
+        sources[edge.after][edge.before] = readers[edge.before][edge.after] = lag
+    order = tuple(TopologicalSorter({b: sources[b] for b in range(count)}).static_order())
+    own = tuple(tuple(b for b in order if m in machines[b]) for m in range(problem.devices + len(names)))
+    return Shop(
+        problem,
+        machines,
+        own,
+        (*problem.limits, *[inf] * len(names)),
+        tuple(tuple(s.items()) for s in sources),
+        tuple(tuple(r.items()) for r in readers),
+        order,
+    )
+
+
+def sequences(shop: Shop, starts: Starts) -> list[list[tuple[int, int]]]:
+    """Return by machine its (block, micro-batch) in the order of their starts."""
+    place = {block: i for i, block in enumerate(shop.order)}
+    return [
+        sorted(
+            ((block, micro) for block in own for micro in range(len(starts[block]))),
+            key=lambda pair: (starts[pair[0]][pair[1]], pair[1], place[pair[0]]),
+        )
+        for own in shop.own
+    ]
+
+
+def replay(shop: Shop, orders: Sequence[Sequence[tuple[int, int]]]) -> Starts | None:
+    """Start everything as early as these orders of the machines allow; None where they wait for each other for ever."""
+    blocks, count = shop.problem.blocks, shop.problem.micro_batches
+    starts = [[-1.0] * count for _ in blocks]
+    position, free = [0] * len(orders), [0.0] * len(orders)
+    unmet = [[len(s)] * count for s in shop.sources]
+    ready = [[0.0] * count for _ in blocks]
+    left = sum(len(order) for order in orders)
+    waiting = list(range(len(orders)))
+    while waiting:
+        machine = waiting.pop()
+        if position[machine] == len(orders[machine]):
+            continue
+        block, micro = orders[machine][position[machine]]
+        together = shop.machines[block]
+        if unmet[block][micro] or any(
+            position[m] == len(orders[m]) or orders[m][position[m]] != (block, micro) for m in together
+        ):
+            continue
+        start = max(ready[block][micro], *(free[m] for m in together))
+        starts[block][micro] = start
+        end = start + blocks[block].duration
+        for m in together:
+            free[m] = end
+            position[m] += 1
+        left -= len(together)
+        for reader, lag in shop.readers[block]:
+            unmet[reader][micro] -= 1
+            ready[reader][micro] = max(ready[reader][micro], end + lag)
+            if not unmet[reader][micro]:
+                waiting.append(shop.machines[reader][0])
+        waiting += together
+    return None if left else tuple(map(tuple, starts))
+
+
+def makespan_of(shop: Shop, starts: Starts) -> float:
+    """Return the time at which the last block ends."""
+    return max(row[-1] + block.duration for row, block in zip(starts, shop.problem.blocks, strict=True))
+
+
+def peaks_of(shop: Shop, orders: Sequence[Sequence[tuple[int, int]]]) -> tuple[float, ...]:
+    """Return by device the most bytes at any time. They depend on nothing but the order of its blocks."""
+    blocks = shop.problem.blocks
+    peaks = []
+    for order in orders[: shop.problem.devices]:
+        live = most = 0.0
+        for block, _ in order:
+            live += blocks[block].allocates
+            most = max(most, live)
+            live -= blocks[block].frees
+        peaks.append(most)
+    return tuple(peaks)
