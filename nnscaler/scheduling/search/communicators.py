@@ -2,8 +2,8 @@
 
 Operations on one communicator run one after another on each rank, in the order in which its program issues them, above
 all when a captured graph is replayed. A message then moves when it is the next operation of all that take part. Sends
-and receives of two ranks in orders that differ wait for each other for ever, although no pass does (PyTorch keeps looped
-pipelines from this with a communicator for each direction: pytorch/torchtitan#4591, pytorch/pytorch#186173).
+and receives of two ranks in orders that differ wait for each other for ever, although no pass does (PyTorch keeps
+looped pipelines from this with a communicator for each direction: pytorch/torchtitan#4591, pytorch/pytorch#186173).
 
 A device receives what a block needs directly before the block, and sends what it makes directly after it.
 """

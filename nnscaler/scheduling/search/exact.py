@@ -17,17 +17,19 @@ from typing import NamedTuple
 from nnscaler.scheduling.search.bound import SLACK, holdings, usable_limit
 from nnscaler.scheduling.search.shop import Shop, Starts
 
+NEVER = 1 << 60
+
 
 class StepState(NamedTuple):
     """A moment of a step at which something ends or arrives.
 
-    counts   by block: how often it has started
-    left     by block: time until the one that runs ends; 0: none runs
-    coming   (time until it arrives, block that waits, block that sent it), of messages under way
+    counts    by block: how often it has started
+    running   (block, time until it ends), by block
+    coming    (time until it arrives, block that waits, block that sent it), of messages under way, the earliest first
     """
 
     counts: tuple[int, ...]
-    left: tuple[int, ...]
+    running: tuple[tuple[int, int], ...]
     coming: tuple[tuple[int, int, int], ...]
 
 
@@ -48,9 +50,9 @@ class StateSearch:
 
 
 def search_states(shop: Shop, known: float, limit: int) -> StateSearch:
-    """Search a shop whose times are whole numbers for a schedule shorter than `known`, through at most `limit` states."""
+    """Search a shop whose times are whole numbers for a schedule shorter than `known`, in at most `limit` states."""
     space = _Space(shop)
-    first = StepState((0,) * len(shop.order), (0,) * len(shop.order), ())
+    first = StepState((0,) * len(shop.order), (), ())
     goal = (shop.problem.micro_batches,) * len(shop.order)
     reached: dict[StepState, int] = {first: 0}
     parents: dict[StepState, tuple[StepState, tuple[int, ...]]] = {}
@@ -109,20 +111,13 @@ class _Space:
         self.machines = [sum(1 << m for m in machines) for machines in shop.machines]
         self.sources = [[(s, int(lag)) for s, lag in sources] for sources in shop.sources]
         self.lagged = [[(r, int(lag)) for r, lag in readers if lag] for readers in shop.readers]
-        self.loads = [[(b, self.duration[b], self.tails[b]) for b in own] for own in shop.own]
-        self.memory = [  # by device with a limit: the limit, and (block, bytes taken, bytes given) of its blocks
-            (
-                shop.limits[d] * (1 + SLACK),
-                [
-                    (b, blocks[b].allocates, blocks[b].frees)
-                    for b in shop.own[d]
-                    if blocks[b].allocates or blocks[b].frees
-                ],
-            )
-            for d in range(shop.problem.devices)
-            if shop.limits[d] < inf
-        ]
+        self.loads = [[(b, self.duration[b], self.tails[b]) for b in own] for own in shop.own if own]
         limited = [d for d in range(shop.problem.devices) if shop.limits[d] < inf]
+        # by device with a limit: the limit, and (block, bytes taken, bytes given) of its blocks
+        self.memory = [
+            (shop.limits[d] * (1 + SLACK), [(b, blocks[b].allocates, blocks[b].frees) for b in shop.own[d]])
+            for d in limited
+        ]
         self.guards = [[limited.index(d) for d in b.devices if d in limited and b.allocates] for b in blocks]
         self.holdings = [(usable_limit(shop, d), holdings(shop, d)) for d in limited]
         self.takes = [b.allocates for b in blocks]
@@ -131,36 +126,10 @@ class _Space:
 
     def least(self, state: StepState) -> int:
         """Return the least time in which a step can be finished from a state: by paths, work and memory."""
-        counts, left, coming = state
-        count, duration, tails = self.count, self.duration, self.tails
-        best = 0
-        ready = [0] * len(counts)  # by block: when its next micro-batch can start
-        free = self._free(left)
-        arrives = {(reader, source): time for time, reader, source in reversed(coming)}
-        for block in self.shop.order:
-            if left[block]:
-                best = max(best, left[block] + tails[block])
-            number = counts[block]
-            if number == count:
-                continue
-            start = 0
-            for machine in self.shop.machines[block]:
-                if free[machine] > start:
-                    start = free[machine]
-            for source, lag in self.sources[block]:
-                ahead = counts[source] - number
-                if ahead == 0:
-                    start = max(start, ready[source] + duration[source] + lag)
-                elif ahead == 1 and left[source]:
-                    start = max(start, left[source] + lag)
-                elif lag and coming:
-                    start = max(start, self._arrival(state, arrives, source, block))
-            ready[block] = start
-            whole = start + (count - number) * duration[block] + tails[block]
-            if whole > best:
-                best = whole
+        best, ready = self._paths(state)
+        counts, count = state.counts, self.count
         for own in self.loads:
-            work, head, tail = 0, 1 << 60, 1 << 60
+            work, head, tail = 0, NEVER, NEVER
             for block, time, after in own:
                 times = count - counts[block]
                 if times:
@@ -175,46 +144,72 @@ class _Space:
             best = max(best, self._least_by_memory(state, usable, pairs, ready))
         return best
 
+    def _paths(self, state: StepState) -> tuple[int, list[int]]:
+        """Return the longest path to the end of the step, and by block when its next micro-batch can start."""
+        counts, running, coming = state
+        count, duration, tails = self.count, self.duration, self.tails
+        free = [0] * len(self.shop.own)
+        left = dict(running)
+        best = 0
+        for block, time in running:
+            if time + tails[block] > best:
+                best = time + tails[block]
+            for machine in self.shop.machines[block]:
+                free[machine] = time
+        ready = [0] * len(counts)
+        for block in self.shop.order:
+            number = counts[block]
+            if number == count:
+                continue
+            start = 0
+            for machine in self.shop.machines[block]:
+                if free[machine] > start:
+                    start = free[machine]
+            for source, lag in self.sources[block]:
+                ahead = counts[source] - number
+                if ahead == 0:
+                    here = ready[source] + duration[source] + lag
+                elif ahead == 1 and source in left:
+                    here = left[source] + lag
+                else:
+                    here = self._arrival(state, source, block) if coming else 0
+                if here > start:
+                    start = here
+            ready[block] = start
+            whole = start + (count - number) * duration[block] + tails[block]
+            if whole > best:
+                best = whole
+        return best, ready
+
     def _least_by_memory(
         self, state: StepState, usable: float, pairs: list[tuple[int, int, float, float]], ready: list[int]
     ) -> int:
-        counts, left, _ = state
-        held, tail = 0.0, 1 << 60
+        """Return the least time in which a device can hold what it still must, and what comes after."""
+        counts = state.counts
+        left = dict(state.running)
+        held, tail = 0.0, NEVER
         for taker, giver, amount, span in pairs:
             waiting = counts[taker] - counts[giver]
             time = self.duration[giver]
-            held += amount * (
-                (self.count - counts[taker]) * span
-                + left[giver]
-                + waiting * ready[giver]
-                + time * waiting * (waiting + 1) // 2
-            )
-            if counts[giver] < self.count or left[giver]:
+            each = (self.count - counts[taker]) * span + waiting * ready[giver] + time * waiting * (waiting + 1) // 2
+            held += amount * (each + left.get(giver, 0))
+            if counts[giver] < self.count or giver in left:
                 tail = min(tail, self.tails[giver])
         return ceil(held / usable - 1e-6) + tail if held else 0
 
-    def _arrival(self, state: StepState, arrives: dict[tuple[int, int], int], source: int, block: int) -> int:
+    def _arrival(self, state: StepState, source: int, block: int) -> int:
         """Return when the message that a block needs next arrives."""
-        under_way = sum(1 for _, r, s in state.coming if (r, s) == (block, source))
-        here = state.counts[source] - (state.left[source] > 0) - under_way
-        return arrives[block, source] if under_way and here == state.counts[block] else 0
+        under_way = [time for time, r, s in state.coming if (r, s) == (block, source)]
+        here = state.counts[source] - (source in dict(state.running)) - len(under_way)
+        return under_way[0] if under_way and here == state.counts[block] else 0
 
-    def _free(self, left: tuple[int, ...]) -> list[int]:
-        """Return by machine the time until it is free."""
-        free = [0] * len(self.shop.own)
-        for block, time in enumerate(left):
-            if time:
-                for machine in self.shop.machines[block]:
-                    free[machine] = time
-        return free
-
-    def _startable(self, state: StepState) -> tuple[int, list[int]]:
-        """Return the machines that are busy, as bits, and the blocks that may start."""
-        counts, left, coming = state
+    def _startable(self, state: StepState) -> list[int]:
+        """Return the blocks that may start."""
+        counts, running, coming = state
         busy = 0
-        for block, time in enumerate(left):
-            if time:
-                busy |= self.machines[block]
+        for block, _ in running:
+            busy |= self.machines[block]
+        active = {block for block, _ in running}
         live: dict[int, float] = {}
         found = []
         for block in self.shop.order:
@@ -222,23 +217,23 @@ class _Space:
             if number == self.count or self.machines[block] & busy:
                 continue
             for source, lag in self.sources[block]:
-                here = counts[source] - (left[source] > 0)
+                here = counts[source] - (source in active)
                 if lag and coming:
                     here -= sum(1 for _, r, s in coming if (r, s) == (block, source))
                 if here <= number:
                     break
             else:
-                for guard in self.guards[block]:
-                    limit, changes = self.memory[guard]
-                    if guard not in live:
-                        live[guard] = sum(
-                            taken * counts[b] - given * (counts[b] - (left[b] > 0)) for b, taken, given in changes
-                        )
-                    if live[guard] + self.takes[block] > limit:
-                        break
-                else:
+                if all(self._fits(state, active, guard, block, live) for guard in self.guards[block]):
                     found.append(block)
-        return busy, found
+        return found
+
+    def _fits(self, state: StepState, active: set[int], guard: int, block: int, live: dict[int, float]) -> bool:
+        """Return whether a device has the bytes of a block. `live`: what is known of devices, which this adds to."""
+        limit, changes = self.memory[guard]
+        if guard not in live:
+            counts = state.counts
+            live[guard] = sum(taken * counts[b] - given * (counts[b] - (b in active)) for b, taken, given in changes)
+        return live[guard] + self.takes[block] <= limit
 
     def successors(self, state: StepState) -> Iterator[tuple[int, StepState, tuple[int, ...]]]:
         """Yield the time to the next event, the state then, and the blocks that start now, for every choice of them.
@@ -246,11 +241,11 @@ class _Space:
         A choice is left out if a block could run in the idle time before the next event and nothing is lost by it: it
         takes no memory, or it alone takes memory on its devices, so that no other one could take it in between.
         """
-        counts, left, coming = state
-        _, startable = self._startable(state)
-        running = [time for time in left if time]
-        running += [time for time, _, _ in coming]
-        soonest = min(running, default=1 << 60)
+        _, running, coming = state
+        startable = self._startable(state)
+        soonest = min([time for _, time in running], default=NEVER)
+        if coming:
+            soonest = min(soonest, coming[0][0])
         choices: list[tuple[tuple[int, ...], int, int]] = [((), 0, soonest)]
         for block in startable:
             machines, time = self.machines[block], self.duration[block]
@@ -261,23 +256,25 @@ class _Space:
             ]
         moved = [(self.machines[b], self.duration[b]) for b in startable if self.movable[b]]
         for chosen, used, until in choices:
-            if until == 1 << 60 or any(not used & machines and time <= until for machines, time in moved):
-                continue
-            yield self._advance(state, chosen, until)
+            for machines, time in moved:
+                if time <= until and not used & machines:
+                    break
+            else:
+                if until < NEVER:
+                    yield until, self._advance(state, chosen, until), chosen
 
-    def _advance(self, state: StepState, chosen: tuple[int, ...], until: int) -> tuple[int, StepState, tuple[int, ...]]:
+    def _advance(self, state: StepState, chosen: tuple[int, ...], until: int) -> StepState:
         """Start blocks and go on to the next event."""
-        counts, left, coming = list(state.counts), list(state.left), list(state.coming)
-        for block in chosen:
-            counts[block] += 1
-            left[block] = self.duration[block]
-        ended = [block for block in chosen if not self.duration[block]]
-        for block, time in enumerate(left):
-            if time:
-                left[block] = time - until
-                if time == until:
-                    ended.append(block)
-        sent = [(lag, reader, block) for block in ended for reader, lag in self.lagged[block]]
+        counts, running, coming = state
+        active = list(running)
+        if chosen:
+            following = list(counts)
+            for block in chosen:
+                following[block] += 1
+                active.append((block, self.duration[block]))
+            counts = tuple(following)
+            active.sort()
+        sent = [(lag, r, block) for block, time in active if time == until for r, lag in self.lagged[block]]
         if coming or sent:
-            coming = sorted([(t - until, r, s) for t, r, s in coming if t > until] + sent)
-        return until, StepState(tuple(counts), tuple(left), tuple(coming)), chosen
+            coming = tuple(sorted([(t - until, r, s) for t, r, s in coming if t > until] + sent))
+        return StepState(counts, tuple([(b, t - until) for b, t in active if t > until]), coming)

@@ -37,7 +37,7 @@ class SearchBudget:
     """
 
     rounds: int = 2
-    states: int = 60_000
+    states: int = 100_000
     nodes: int = 2_000
     variables: int = 4_000
     units: int = 50
@@ -49,11 +49,11 @@ def find_schedule(
 ) -> FoundSchedule:
     """Return the shortest schedule found, with its certificate.
 
-    `serial`: only schedules that pass `check_communicators`. `repetends`: search them also where the step is proved to be
-    optimal without.
+    `serial`: only schedules that pass `check_communicators`. `repetends`: search them also where the step is proved to
+    be optimal without.
 
-    Raises NnscalerError("schedule_memory") where no schedule fits, and "communicator_deadlock" where none of those found
-    passes.
+    Raises NnscalerError("schedule_memory") where no schedule fits, and "communicator_deadlock" where every order that
+    was tried comes to a halt on a communicator.
     """
     shop = shop_of(problem)
     check_memory(shop)
@@ -116,11 +116,17 @@ class _Search:
     def by_segments(self) -> None:
         """Repeat a part of the best schedule of a short step."""
         count, short = self.shop.problem.micro_batches, self.budget.short
-        if self.closed() or self.serial or not short or count <= short or not self.budget.states:
+        if self.closed() or not short or count <= short or not self.budget.states:
+            return
+        if self.serial:
+            self.not_searched.append("repeated segments: communicators are not part of a state")
             return
         for few in range(short, max(short // 2, 1), -1):
             small = shop_of(replace(self.units.shop.problem, micro_batches=few))
-            found = search_states(small, float("inf"), self.budget.states)
+            rules = Portfolio(small, False)
+            rules.run(bound_of(small).makespan, self.budget.rounds)
+            assert rules.best is not None, "one micro-batch fits"
+            found = search_states(small, rules.best.makespan * (1 + 1e-6), self.budget.states)
             self.searched.append(f"all schedules of {few} micro-batches: {found.states} states")
             if found.starts is None:
                 continue

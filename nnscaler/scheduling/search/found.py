@@ -94,7 +94,7 @@ class FoundSchedule:
             if len(block.devices) > 1:
                 raise NnscalerError(
                     "plan_illegal",
-                    f"stage {block.stage} is on the devices {list(block.devices)}, and a schedule has one for each stage",
+                    f"stage {block.stage} is on the devices {list(block.devices)}; a schedule has one for each stage",
                     help="use the orders of the found schedule: an instruction in several of them is run together",
                 )
             devices[block.stage] = block.devices[0]

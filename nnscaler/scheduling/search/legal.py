@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
-from nnscaler.instructions import Instruction, total_order
+from nnscaler.instructions import Instruction, Kind, total_order
 from nnscaler.scheduling.search.bound import SLACK
 from nnscaler.scheduling.search.problem import ScheduleProblem
 from nnscaler.scheduling.search.shop import Starts
@@ -63,9 +64,9 @@ def _orders(
         own = {i for block in problem.blocks if device in block.devices for i in map(block.at, range(len(starts[0])))}
         if set(order) != own or len(order) != len(own):
             wrong.append(f"the order of device {device} is not that of its blocks")
-        elif any(begin[b] < begin[a] - slack for a, b in zip(order, order[1:], strict=False)):
+        elif any(begin[b] < begin[a] - slack for a, b in pairwise(order)):
             wrong.append(f"the order of device {device} is not that of its times")
-    waits: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    waits: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
     for edge in problem.dependencies:
         before, after = problem.blocks[edge.before], problem.blocks[edge.after]
         waits.setdefault((after.kind, after.stage), []).append((before.kind, before.stage))

@@ -124,8 +124,8 @@ def with_shared(
 ) -> StagePlan:
     """Return a pipeline over all devices with stages in between that all of them run together, such as an embedding.
 
-    `after`: how many stages of the pipeline come before each shared one; `costs` and `shared`: of F and B. Shared stages
-    hold nothing. M shape: `after=(0,)`; NN shape: `(0, devices // 2)`; embedding and head: `(0, devices)`.
+    `after`: how many stages of the pipeline come before each shared one; `costs` and `shared`: of F and B. Shared
+    stages hold nothing. M shape: `after=(0,)`; NN shape: `(0, devices // 2)`; embedding and head: `(0, devices)`.
     """
     stages: list[tuple[int, ...]] = []
     for device in range(devices + 1):

@@ -1,9 +1,9 @@
 """Rules for list scheduling, and their improvement by running a schedule backwards and forwards.
 
 A schedule of the mirrored problem (time runs backwards, what is taken is given back) is one of the problem. Scheduling
-the mirror in the order of a schedule's ends, and the problem in the order of the starts that result, moves everything as
-late and then as early as it can be (double justification, Valls, Ballestin and Quintanilla 2005). It closes nearly all of
-what a rule leaves open.
+the mirror in the order of a schedule's ends, and the problem in the order of the starts that result, moves everything
+as late and then as early as it can be (double justification, Valls, Ballestin and Quintanilla 2005). It closes nearly
+all of what a rule leaves open.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Block b of micro-batch i starts at `offset[b] + period * (lap[b] + i)`: modulo scheduling (Rau 1994). For a period the
 question is an integer program, with one variable for each block and offset. Dependencies are rows as Eichenberger and
-Davidson (1997) write them, one for each offset, which makes the relaxation tight. What a device holds at a moment of the
-period is linear in the same variables. HiGHS answers; a period that it refutes refutes all shorter ones, because a
-schedule of a shorter period can be stretched at any moment.
+Davidson (1997) write them, one for each offset, which makes the relaxation tight. What a device holds at a moment
+of the period is linear in the same variables. HiGHS answers; a period that it refutes refutes all shorter ones, because
+a schedule of a shorter period can be stretched at any moment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Repetend:
     def expand(self, count: int) -> Starts:
         """Return the schedule of so many micro-batches: warm-up and cool-down are the periods that are not full.
 
-        It fits into memory if the steady part does: a device then holds a part of what it would hold there, pair by pair.
+        It fits into memory if the steady part does: a device holds a part of what it would hold there, pair by pair.
         """
         at = [offset + self.period * lap for offset, lap in zip(self.offsets, self.laps, strict=True)]
         first = min(at)

@@ -1,7 +1,7 @@
 """Times in whole units, for the parts of the search that count.
 
-Where all times are multiples of one unit, and not too many of it, nothing changes. Elsewhere they are rounded down: what
-is then proved to be impossible is impossible with the real times too, and an order is replayed with those.
+Where all times are multiples of one unit, and not too many of it, nothing changes. Elsewhere they are rounded down:
+what is then proved to be impossible is impossible with the real times too, and an order is replayed with those.
 """
 
 from __future__ import annotations
