@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -75,10 +75,14 @@ def _value(kind: Any, data: object, at: str) -> Any:
         return None if data is None else _value(present, data, at)
     if origin is tuple:
         return _tuple(arguments, data, at)
-    if origin is not None and issubclass(origin, Mapping):
+    if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(arguments, data, at)
     if is_dataclass(kind):
         return _record(kind, data, at)
+    if origin is Literal:
+        if data not in arguments:
+            raise _wrong(at, data, f"one of {', '.join(map(repr, arguments))}")
+        return data
     if issubclass(kind, Enum):
         return _member(kind, data, at)
     accepted = (int, float) if kind is float else kind

@@ -56,7 +56,7 @@ def bound_of(shop: Shop) -> ScheduleBound:
     for device in range(shop.problem.devices):
         held = sum(amount * span for _, _, amount, span in holdings(shop, device))
         usable = usable_limit(shop, device)
-        if held and usable < inf:
+        if held and 0 < usable < inf:
             period = max(period, held / usable)
             ends = [b for b in shop.own[device] if shop.problem.blocks[b].frees]
             head = min(shop.heads[b] for b in shop.own[device] if shop.problem.blocks[b].allocates)

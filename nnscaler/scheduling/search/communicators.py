@@ -75,6 +75,10 @@ def check_communicators(problem: ScheduleProblem, orders: Sequence[Sequence[Inst
         for device in route.senders:
             leaving.setdefault((device, edge.before), []).append(route)
     sorter: TopologicalSorter[Instruction | tuple[int, Instruction]] = TopologicalSorter()
+    for instruction in {i for order in orders for i in order}:
+        for edge in problem.dependencies:
+            if edge.after == blocks[instruction.kind, instruction.stage]:
+                sorter.add(instruction, problem.blocks[edge.before].at(instruction.micro))
     for device, order in enumerate(orders):
         queues: dict[str, list[tuple[int, Instruction]]] = {}
         for instruction in order:
@@ -124,10 +128,12 @@ class MessageQueues:
     """The messages that are sent and not received, by device and communicator, in a step as it runs.
 
     A message is received when it is the first of its senders' queues and the receivers wait for nobody. So the order of
-    receiving is one in which all queues advance, and nothing waits for ever. Changes as blocks start.
+    receiving is one in which all queues advance, and nothing waits for ever. `ahead`: the most messages of a queue that
+    may wait, so that what nobody can take yet does not stand before what is needed. Changes as blocks start.
     """
 
-    def __init__(self, problem: ScheduleProblem) -> None:
+    def __init__(self, problem: ScheduleProblem, ahead: int) -> None:
+        self.ahead = ahead
         self.arriving: dict[int, list[tuple[Route, str]]] = {}
         self.leaving: dict[int, list[tuple[Route, str]]] = {}
         for route in routes_of(problem):
@@ -148,6 +154,8 @@ class MessageQueues:
                 return False
             received.add((route.index, micro))
         for route, name in self.leaving.get(block, ()):
+            if any(len(self.queues.get((device, name), ())) >= self.ahead for device in route.senders):
+                return False
             for (_, other), queue in self.queues.items():
                 if other == name and any(
                     not set(route.senders).isdisjoint(sent.receivers)

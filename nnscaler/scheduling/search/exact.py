@@ -76,7 +76,7 @@ def search_states(shop: Shop, known: float, limit: int) -> StateSearch:
             if reached.get(following, inf) <= at:
                 continue
             whole = max(least, at + space.least(following))
-            if whole < known * (1 - SLACK):
+            if whole < min(known * (1 - SLACK), NEVER):
                 reached[following] = at
                 parents[following] = (state, started)
                 heappush(heap, (whole, -at, following))
@@ -195,7 +195,9 @@ class _Space:
             held += amount * (each + left.get(giver, 0))
             if counts[giver] < self.count or giver in left:
                 tail = min(tail, self.tails[giver])
-        return ceil(held / usable - 1e-6) + tail if held else 0
+        if not held:
+            return 0
+        return ceil(held / usable - 1e-6) + tail if usable else NEVER
 
     def _arrival(self, state: StepState, source: int, block: int) -> int:
         """Return when the message that a block needs next arrives."""

@@ -11,7 +11,7 @@ import highspy
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
+from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory, solo_order
 from nnscaler.scheduling.search.communicators import check_communicators, routes_of
 from nnscaler.scheduling.search.exact import search_states
 from nnscaler.scheduling.search.found import FoundSchedule, PeriodProof, ScheduleCertificate, limits_of
@@ -19,7 +19,7 @@ from nnscaler.scheduling.search.legal import violations
 from nnscaler.scheduling.search.portfolio import Portfolio, settled
 from nnscaler.scheduling.search.problem import ScheduleProblem
 from nnscaler.scheduling.search.repetend import SEED, search_repetend
-from nnscaler.scheduling.search.segments import segments_of
+from nnscaler.scheduling.search.segments import longer_step
 from nnscaler.scheduling.search.shop import Shop, Starts, peaks_of, sequences, shop_of
 from nnscaler.scheduling.search.units import UnitShop, in_units
 
@@ -33,7 +33,8 @@ class SearchBudget:
     nodes      of one integer program; 0: no repetends
     variables  of one integer program; larger ones are not begun
     units      of time in the work of the busiest machine, where times are rounded for the two
-    short      micro-batches of the short step whose best schedule is repeated where a step has more; 0: none
+    short      micro-batches of the short steps whose best schedules are repeated where a step has more; 0: none
+    segments   of a short step to be repeated, of each length
     """
 
     rounds: int = 2
@@ -42,6 +43,7 @@ class SearchBudget:
     variables: int = 4_000
     units: int = 50
     short: int = 8
+    segments: int = 100
 
 
 def find_schedule(
@@ -88,6 +90,11 @@ class _Search:
 
     def by_rules(self) -> None:
         self.portfolio.run(self.bound.makespan, self.budget.rounds)
+        if self.portfolio.best is None:
+            place = {block: i for i, block in enumerate(solo_order(self.shop))}
+            micros = range(self.shop.problem.micro_batches)
+            turns = tuple(tuple(float(i * len(place) + place[b]) for i in micros) for b in range(len(place)))
+            self._offer(turns, "one micro-batch after another")
         self.searched.append(f"rules and their justification: {self.portfolio.passes} passes")
 
     def by_states(self) -> None:
@@ -121,21 +128,18 @@ class _Search:
         if self.serial:
             self.not_searched.append("repeated segments: communicators are not part of a state")
             return
-        for few in range(short, max(short // 2, 1), -1):
-            small = shop_of(replace(self.units.shop.problem, micro_batches=few))
+        unit = self.units.shop
+        for few in (short, short - 1):  # one of them leaves an even number
+            small = shop_of(replace(unit.problem, micro_batches=few))
             rules = Portfolio(small, False)
             rules.run(bound_of(small).makespan, self.budget.rounds)
             assert rules.best is not None, "one micro-batch fits"
             found = search_states(small, rules.best.makespan * (1 + 1e-6), self.budget.states)
-            self.searched.append(f"all schedules of {few} micro-batches: {found.states} states")
-            if found.starts is None:
-                continue
-            fitting = [s for s in segments_of(small, found.starts) if (count - few) % s.count == 0]
-            for segment in fitting[:1]:
-                times = (count - few) // segment.count
-                self._offer(segment.repeat(found.starts, times), f"a repeated segment of {segment.count} micro-batches")
-            if fitting:
-                return
+            ended = "" if found.complete else ", not finished"
+            self.searched.append(f"all schedules of {few} micro-batches: {found.states} states{ended}")
+            longer = longer_step(unit, found.starts or rules.best.starts, self.budget.segments)
+            if longer is not None:
+                self._offer(longer[0], f"a repeated segment of {longer[1]} micro-batches")
 
     def by_repetends(self, always: bool) -> None:
         """Search the shortest period, and fill a step with it."""

@@ -85,13 +85,14 @@ class MemoryGuard:
                 self.first += 1
 
 
-def list_schedule(shop: Shop, keys: Keys, reserve: bool = True, serial: bool = False) -> Starts | None:
+def list_schedule(shop: Shop, keys: Keys, reserve: bool = True, ahead: int = 0) -> Starts | None:
     """Return a schedule by a rule; None where it comes to a halt.
 
-    `reserve`: a block that waits for some of its machines keeps the others from less urgent blocks. `serial`: messages
-    on one communicator are received in the order in which all that take part issue them.
+    `reserve`: a block that waits for some of its machines keeps the others from less urgent blocks. `ahead`: messages
+    on one communicator are received in the order in which all that take part issue them, and so many may wait in a
+    queue; 0: every message has a communicator of its own.
     """
-    return _Simulation(shop, keys, reserve, MessageQueues(shop.problem) if serial else None).run()
+    return _Simulation(shop, keys, reserve, MessageQueues(shop.problem, ahead) if ahead else None).run()
 
 
 class _Simulation:

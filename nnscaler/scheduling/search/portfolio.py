@@ -16,6 +16,7 @@ from nnscaler.scheduling.search.greedy import Keys, list_schedule
 from nnscaler.scheduling.search.shop import Shop, Starts, makespan_of, replay, sequences, shop_of
 
 FIRST_PASSES = 3  # of each rule before the next one is tried
+MANY = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,11 @@ class Portfolio:
     def run(self, goal: float, rounds: int) -> None:
         """Try every rule, then improve each `rounds` times, until a schedule meets the goal."""
         joint = any(len(machines) > 1 for machines in self.shop.machines)
+        variants = [(r, a) for r in ((True, False) if joint else (True,)) for a in ((MANY, 1) if self.serial else (0,))]
         current: list[tuple[str, Starts]] = []
         for name, keys in rules_of(self.shop):
-            for reserve in (True, False) if joint else (True,):
-                starts = self._pass(keys, reserve)
+            for reserve, ahead in variants:
+                starts = self._pass(keys, reserve, ahead)
                 if starts is not None:
                     source = f"rule: {name}{'' if reserve else ', nothing kept free'}"
                     self.take(starts, source)
@@ -121,7 +123,7 @@ class Portfolio:
             shop = self.mirror if backwards else self.shop
             keys = turned(self.shop, starts) if backwards else starts
             self.passes += 1
-            found = list_schedule(shop, keys, True, self.serial and not backwards)
+            found = list_schedule(shop, keys, True, MANY if self.serial and not backwards else 0)
             if found is None:
                 return starts
             starts = turned(self.mirror, found) if backwards else found
@@ -131,9 +133,9 @@ class Portfolio:
                 break
         return starts
 
-    def _pass(self, keys: Keys, reserve: bool) -> Starts | None:
+    def _pass(self, keys: Keys, reserve: bool, ahead: int) -> Starts | None:
         self.passes += 1
-        return list_schedule(self.shop, keys, reserve, self.serial)
+        return list_schedule(self.shop, keys, reserve, ahead)
 
     def _met(self, goal: float) -> bool:
         return self.best is not None and self.best.makespan <= goal * (1 + SLACK)
