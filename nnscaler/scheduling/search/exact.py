@@ -33,6 +33,9 @@ class StepState(NamedTuple):
     coming: tuple[tuple[int, int, int], ...]
 
 
+_Reached = dict[StepState, tuple[int, StepState, tuple[int, ...]]]  # when, from which state, by starting what
+
+
 @dataclass(frozen=True, slots=True)
 class StateSearch:
     """The result.
@@ -54,8 +57,7 @@ def search_states(shop: Shop, known: float, limit: int) -> StateSearch:
     space = _Space(shop)
     first = StepState((0,) * len(shop.order), (), ())
     goal = (shop.problem.micro_batches,) * len(shop.order)
-    reached: dict[StepState, int] = {first: 0}
-    parents: dict[StepState, tuple[StepState, tuple[int, ...]]] = {}
+    reached: _Reached = {first: (0, first, ())}
     least = space.least(first)
     heap = [(least, 0, first)]
     taken = 0
@@ -64,38 +66,33 @@ def search_states(shop: Shop, known: float, limit: int) -> StateSearch:
         now = -early
         if least >= known * (1 - SLACK):
             break
-        if reached[state] < now:
+        if reached[state][0] < now:
             continue
         if state.counts == goal:  # the last ones still run: `least` says how long
-            return StateSearch(least, _starts(shop, state, parents, reached), True, taken)
+            return StateSearch(least, _starts(shop, state, reached), True, taken)
         if taken == limit:
             return StateSearch(least, None, False, taken)
         taken += 1
         for time, following, started in space.successors(state):
             at = now + time
-            if reached.get(following, inf) <= at:
+            earlier = reached.get(following)
+            if earlier is not None and earlier[0] <= at:
                 continue
             whole = max(least, at + space.least(following))
             if whole < min(known * (1 - SLACK), NEVER):
-                reached[following] = at
-                parents[following] = (state, started)
+                reached[following] = (at, state, started)
                 heappush(heap, (whole, -at, following))
     return StateSearch(known, None, True, taken)
 
 
-def _starts(
-    shop: Shop,
-    last: StepState,
-    parents: dict[StepState, tuple[StepState, tuple[int, ...]]],
-    reached: dict[StepState, int],
-) -> Starts:
+def _starts(shop: Shop, state: StepState, reached: _Reached) -> Starts:
     """Follow the states back and return when everything started."""
     starts: list[list[float]] = [[] for _ in shop.order]
-    state = last
-    while state in parents:
-        state, started = parents[state]
+    while any(state.counts):
+        _, before, started = reached[state]
         for block in started:
-            starts[block].append(reached[state])
+            starts[block].append(reached[before][0])
+        state = before
     return tuple(tuple(reversed(row)) for row in starts)
 
 
@@ -126,7 +123,8 @@ class _Space:
 
     def least(self, state: StepState) -> int:
         """Return the least time in which a step can be finished from a state: by paths, work and memory."""
-        best, ready = self._paths(state)
+        left = dict(state.running)
+        best, ready = self._paths(state, left)
         counts, count = state.counts, self.count
         for own in self.loads:
             work, head, tail = 0, NEVER, NEVER
@@ -141,15 +139,16 @@ class _Space:
             if work and head + work + tail > best:
                 best = head + work + tail
         for usable, pairs in self.holdings:
-            best = max(best, self._least_by_memory(state, usable, pairs, ready))
+            whole = self._least_by_memory(counts, left, usable, pairs, ready)
+            if whole > best:
+                best = whole
         return best
 
-    def _paths(self, state: StepState) -> tuple[int, list[int]]:
+    def _paths(self, state: StepState, left: dict[int, int]) -> tuple[int, list[int]]:
         """Return the longest path to the end of the step, and by block when its next micro-batch can start."""
         counts, running, coming = state
         count, duration, tails = self.count, self.duration, self.tails
         free = [0] * len(self.shop.own)
-        left = dict(running)
         best = 0
         for block, time in running:
             if time + tails[block] > best:
@@ -182,11 +181,14 @@ class _Space:
         return best, ready
 
     def _least_by_memory(
-        self, state: StepState, usable: float, pairs: list[tuple[int, int, float, float]], ready: list[int]
+        self,
+        counts: tuple[int, ...],
+        left: dict[int, int],
+        usable: float,
+        pairs: list[tuple[int, int, float, float]],
+        ready: list[int],
     ) -> int:
         """Return the least time in which a device can hold what it still must, and what comes after."""
-        counts = state.counts
-        left = dict(state.running)
         held, tail = 0.0, NEVER
         for taker, giver, amount, span in pairs:
             waiting = counts[taker] - counts[giver]

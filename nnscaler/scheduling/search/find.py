@@ -6,8 +6,7 @@ All limits count work, so that the same problem has the same answer on every mac
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-import highspy
+from importlib.metadata import version
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
@@ -43,7 +42,7 @@ class SearchBudget:
     variables: int = 4_000
     units: int = 50
     short: int = 8
-    segments: int = 100
+    segments: int = 300
 
 
 def find_schedule(
@@ -211,7 +210,7 @@ class _Search:
             limits=limits_of(problem),
             searched=tuple(self.searched),
             not_searched=tuple(self.not_searched),
-            solver=f"HiGHS {highspy.Highs().version()}" if self.repetend is not None else "",
+            solver=f"highspy {version('highspy')}" if self.repetend is not None else "",
             seed=SEED,
         )
         return FoundSchedule(problem, best.starts, orders, certificate)

@@ -10,12 +10,14 @@ of `repetend.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nnscaler.scheduling.search.bound import SLACK
-from nnscaler.scheduling.search.shop import Shop, Starts, makespan_of, peaks_of, replay, sequences
+from nnscaler.scheduling.search.shop import Shop, Starts, makespan_of, peaks_of, replay, sequences, shop_of
 
 LONGEST = 4  # micro-batches in a segment
+TRIED = 4  # times that every segment is repeated
+KEPT = 5  # segments that are repeated as often as the step asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +59,36 @@ def segments_of(starts: Starts, count: int) -> Iterator[Segment]:
 
 def longer_step(shop: Shop, starts: Starts, tries: int) -> tuple[Starts, int] | None:
     """Return the best schedule for the shop that repeats a segment of a shorter step's schedule, and the segment's
-    micro-batches; None if there is none. At most `tries` segments of each number of micro-batches are tried."""
-    more = shop.problem.micro_batches - len(starts[0])
-    best: tuple[float, int, Starts] | None = None
+    micro-batches; None if there is none.
+
+    At most `tries` segments of each number of micro-batches are repeated a few times; the best of those, as often as
+    the step asks for.
+    """
+    few = len(starts[0])
+    more = shop.problem.micro_batches - few
+    promising: list[tuple[float, Segment]] = []
     for count in range(1, LONGEST + 1):
         if more % count:
             continue
+        times = min(TRIED, more // count)
+        trial = shop_of(replace(shop.problem, micro_batches=few + times * count))
         for _, segment in zip(range(tries), segments_of(starts, count), strict=False):
-            orders = sequences(shop, segment.repeat(starts, more // count))
-            limits = zip(peaks_of(shop, orders), shop.limits, strict=False)
-            if any(peak > limit * (1 + SLACK) for peak, limit in limits):
-                continue
-            found = replay(shop, orders)
-            if found is not None and (best is None or makespan_of(shop, found) < best[0] * (1 - SLACK)):
-                best = (makespan_of(shop, found), count, found)
+            found = _repeated(trial, starts, segment, times)
+            if found is not None:
+                each = (makespan_of(trial, found) - makespan_of(trial, starts)) / (times * count)
+                promising.append((each, segment))
+    best: tuple[float, int, Starts] | None = None
+    for _, segment in sorted(promising, key=lambda p: (p[0], p[1].count))[:KEPT]:
+        found = _repeated(shop, starts, segment, more // segment.count)
+        if found is not None and (best is None or makespan_of(shop, found) < best[0] * (1 - SLACK)):
+            best = (makespan_of(shop, found), segment.count, found)
     return best and (best[2], best[1])
+
+
+def _repeated(shop: Shop, starts: Starts, segment: Segment, times: int) -> Starts | None:
+    """Return the schedule with a segment repeated; None where its order waits for ever or does not fit."""
+    orders = sequences(shop, segment.repeat(starts, times))
+    limits = zip(peaks_of(shop, orders), shop.limits, strict=False)
+    if any(peak > limit * (1 + SLACK) for peak, limit in limits):
+        return None
+    return replay(shop, orders)
