@@ -29,7 +29,7 @@ class SearchBudget:
 
     rounds     of justification, for every rule
     states     of the exact search; 0: none
-    nodes      of one integer program; 0: no repetends
+    nodes      of all integer programs together; 0: no repetends
     variables  of one integer program; larger ones are not begun
     units      of time in the work of the busiest machine, where times are rounded for the two
     short      micro-batches of the short steps whose best schedules are repeated where a step has more; 0: none
@@ -38,8 +38,8 @@ class SearchBudget:
 
     rounds: int = 2
     states: int = 100_000
-    nodes: int = 2_000
-    variables: int = 4_000
+    nodes: int = 4_000
+    variables: int = 1_000
     units: int = 50
     short: int = 8
     segments: int = 300

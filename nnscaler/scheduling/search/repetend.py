@@ -62,13 +62,15 @@ class RepetendSearch:
 def search_repetend(shop: Shop, bound: ScheduleBound, most: int, nodes: int) -> RepetendSearch:
     """Search the shortest period, from the bound upwards, for a shop whose times are whole numbers.
 
-    `most`: the longest period to try; `nodes`: the most nodes of one integer program.
+    `most`: the longest period to try; `nodes`: the most nodes of all integer programs together.
     """
     shortest = max(1, ceil(bound.period * (1 - SLACK)), *(int(b.duration) for b in shop.problem.blocks))
     refuted, proved, used = shortest - 1, True, 0
     for period in range(shortest, most + 1):
-        status, values, spent = _solve(shop, period, nodes)
-        used += spent
+        if used >= nodes:
+            break
+        status, values, spent = _solve(shop, period, nodes - used)
+        used += max(1, spent)
         if status == highspy.HighsModelStatus.kInfeasible:
             refuted = period if proved else refuted
         elif values is not None:
