@@ -22,15 +22,17 @@ from nnscaler.scheduling.search.segments import longer_step
 from nnscaler.scheduling.search.shop import Shop, Starts, peaks_of, sequences, shop_of
 from nnscaler.scheduling.search.units import UnitShop, in_units
 
+COARSEST = 4  # units in the work of the busiest machine: with fewer, times say nothing
+
 
 @dataclass(frozen=True, slots=True)
 class SearchBudget:
     """The most work that a search may do.
 
     rounds     of justification, for every rule
-    states     of the exact search; 0: none
+    states     of the exact search; a quarter of them where times are rounded, or for a short step; 0: none
     nodes      of all integer programs together; 0: no repetends
-    variables  of one integer program; larger ones are not begun
+    variables  of an integer program of the shortest period that may be; times are rounded until they suffice
     units      of time in the work of the busiest machine, where times are rounded for the two
     short      micro-batches of the short steps whose best schedules are repeated where a step has more; 0: none
     segments   of a short step to be repeated, of each length
@@ -38,8 +40,8 @@ class SearchBudget:
 
     rounds: int = 2
     states: int = 100_000
-    nodes: int = 4_000
-    variables: int = 1_000
+    nodes: int = 2_000
+    variables: int = 400
     units: int = 50
     short: int = 8
     segments: int = 300
@@ -106,14 +108,16 @@ class _Search:
             return
         known = self.makespan / self.units.unit
         # with rounded times a schedule that looks as good as the known one may be better or worse: find it
-        found = search_states(self.units.shop, known if self.units.exact else known * (1 + 1e-6), self.budget.states)
+        exact = self.units.exact
+        limit = self.budget.states if exact else self.budget.states // 4  # what rounding hides, no search finds
+        found = search_states(self.units.shop, known if exact else known * (1 + 1e-6), limit)
         proved = found.bound * self.units.unit
         rounded = "" if self.units.exact else ", times rounded down"
         self.searched.append(
             f"all schedules: {found.states} states{'' if found.complete else ', not finished'}{rounded}"
         )
         if not found.complete:
-            self.not_searched.append(f"all schedules beyond {self.budget.states} states")
+            self.not_searched.append(f"all schedules beyond {limit} states")
         if found.starts is not None:
             self._offer(found.starts, "search of all schedules")
         if proved > self.bound.makespan * (1 + SLACK):
@@ -133,7 +137,7 @@ class _Search:
             rules = Portfolio(small, False)
             rules.run(bound_of(small).makespan, self.budget.rounds)
             assert rules.best is not None, "one micro-batch fits"
-            found = search_states(small, rules.best.makespan * (1 + 1e-6), self.budget.states)
+            found = search_states(small, rules.best.makespan * (1 + 1e-6), self.budget.states // 4)
             ended = "" if found.complete else ", not finished"
             self.searched.append(f"all schedules of {few} micro-batches: {found.states} states{ended}")
             longer = longer_step(unit, found.starts or rules.best.starts, self.budget.segments)
@@ -144,14 +148,16 @@ class _Search:
         """Search the shortest period, and fill a step with it."""
         if self.closed() and not always:
             return
-        bound = bound_of(self.units.shop)
-        variables = len(self.shop.order) * (int(bound.period) + 1)
-        if not self.budget.nodes or variables > self.budget.variables:
-            self.not_searched.append(f"repetends: an integer program has {variables} variables or more")
+        moments = self.budget.variables // len(self.shop.order)
+        if not self.budget.nodes or moments < COARSEST:
+            self.not_searched.append(f"repetends: {len(self.shop.order)} blocks are too many for an integer program")
             return
-        most = int(sum(b.duration for b in self.units.shop.problem.blocks))
+        self.units = in_units(self.shop, min(self.budget.units, moments))
+        bound = bound_of(self.units.shop)
+        most = int(sum(b.duration for b in self.units.shop.problem.blocks)) + len(self.shop.order)
         found = search_repetend(self.units.shop, bound, most, self.budget.nodes)
-        self.searched.append(f"repetends of one micro-batch, in whole units: {found.nodes} nodes")
+        rounded = "" if self.units.exact else ", times rounded down"
+        self.searched.append(f"repetends of one micro-batch, in whole units: {found.nodes} nodes{rounded}")
         if found.repetend is None:
             self.not_searched.append("repetends: no integer program was solved within its nodes")
             return
