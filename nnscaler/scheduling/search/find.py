@@ -150,7 +150,8 @@ class _Search:
             return
         moments = self.budget.variables // len(self.shop.order)
         if not self.budget.nodes or moments < COARSEST:
-            self.not_searched.append(f"repetends: {len(self.shop.order)} blocks are too many for an integer program")
+            many = f"{len(self.shop.order)} blocks are too many for the variables of an integer program"
+            self.not_searched.append(f"repetends: {many if self.budget.nodes else 'no nodes allowed'}")
             return
         self.units = in_units(self.shop, min(self.budget.units, moments))
         bound = bound_of(self.units.shop)

@@ -104,7 +104,7 @@ def test_several_micro_batches_in_a_repetend_beat_one() -> None:
 def test_a_short_step_is_repeated_in_a_long_one() -> None:
     problem = pipeline_problem(with_shared(4, (0,)), 41, 3.0)
     alone = find_schedule(problem, SearchBudget(states=100, nodes=0, short=0)).certificate
-    found = find_schedule(problem, SearchBudget(states=4_000, nodes=0, short=6, segments=60)).certificate
+    found = find_schedule(problem, SearchBudget(states=16_000, nodes=0, short=6, segments=60)).certificate
     assert found.source.startswith("a repeated segment")
     assert found.makespan < alone.makespan
     assert found.gap == pytest.approx(1 - found.bound / found.makespan)
