@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from nnscaler.scheduling.search.bound import SLACK, solo_order
+from nnscaler.scheduling.search.bound import SLACK
 from nnscaler.scheduling.search.communicators import MessageQueues
 from nnscaler.scheduling.search.shop import Shop, Starts
 
@@ -17,14 +17,12 @@ Keys = Sequence[Sequence[float]]  # by block and micro-batch: the less, the more
 
 
 class MemoryGuard:
-    """What is held on one device, and whether more may be. `order`: of all blocks, in which a micro-batch could be
-    finished alone. Changes as blocks start and end.
-    """
+    """What is held on one device, and whether more may be. Changes as blocks start and end."""
 
-    def __init__(self, shop: Shop, device: int, order: Sequence[int]) -> None:
+    def __init__(self, shop: Shop, device: int) -> None:
         blocks = shop.problem.blocks
         changing = [b for b in shop.own[device] if blocks[b].allocates or blocks[b].frees]
-        self.own = [b for b in order if b in changing]
+        self.own = [b for b in shop.alone if b in changing]
         self.bit = {b: 1 << i for i, b in enumerate(self.own)}
         self.change = [(blocks[b].allocates, blocks[b].frees) for b in self.own]
         self.limit = shop.limits[device] * (1 + SLACK)
@@ -102,8 +100,7 @@ class _Simulation:
         self.shop, self.keys, self.reserve, self.queues = shop, keys, reserve, queues
         self.blocks = shop.problem.blocks
         self.count = shop.problem.micro_batches
-        alone = solo_order(shop)
-        self.guards = [MemoryGuard(shop, device, alone) for device in range(shop.problem.devices)]
+        self.guards = [MemoryGuard(shop, device) for device in range(shop.problem.devices)]
         self.next = [0] * len(self.blocks)  # by block: the micro-batch that it runs next
         self.arrived = [dict.fromkeys((s for s, _ in sources), 0) for sources in shop.sources]
         self.candidates = {b for b in shop.order if not shop.sources[b]}

@@ -234,6 +234,17 @@ def test_faults_in_a_schedule_are_seen() -> None:
     assert violations(problem, found.starts[:-1], found.orders) == ["not every block runs once for every micro-batch"]
 
 
+def test_blocks_that_take_no_time_come_before_what_starts_with_them() -> None:
+    blocks = [
+        PassBlock("F", 0, (0,), 0.0, communicators=("all",)),
+        PassBlock("B", 0, (1,), 1.0, communicators=("all",)),
+        PassBlock("I", 1, (0, 1), 0.0, communicators=("all",)),
+        PassBlock("W", 1, (0,), 1.0),
+    ]
+    found = find_schedule(make_problem(blocks, [(2, 3)], 1))
+    assert (found.certificate.makespan, found.certificate.gap) == (1, 0)
+
+
 def test_blocks_on_one_collective_communicator_do_not_overlap() -> None:
     blocks = [PassBlock("F", s, (s,), 2.0, communicators=("tp",)) for s in range(3)]
     found = find_schedule(make_problem(blocks, [], 2))
