@@ -132,31 +132,12 @@ def memory_needed(shop: Shop, device: int) -> tuple[float, float]:
         given = sum(blocks[b].frees for b in own if b not in after)
         needed = max(needed, blocks[block].allocates, taken - given)
     live = enough = 0.0
-    for block in solo_order(shop):
+    for block in shop.alone:
         if block in own:
             live += blocks[block].allocates
             enough = max(enough, live)
             live -= blocks[block].frees
     return needed, enough
-
-
-def solo_order(shop: Shop) -> tuple[int, ...]:
-    """Return all blocks in an order in which one micro-batch alone runs with little memory: of those that wait for
-    nothing, that which adds the least, then that which takes the least."""
-    blocks = shop.problem.blocks
-    unmet = [len(s) for s in shop.sources]
-    ready = [b for b in shop.order if not unmet[b]]
-    place = {b: i for i, b in enumerate(shop.order)}
-    order = []
-    while ready:
-        block = min(ready, key=lambda b: (blocks[b].allocates - blocks[b].frees, blocks[b].allocates, place[b]))
-        ready.remove(block)
-        order.append(block)
-        for reader, _ in shop.readers[block]:
-            unmet[reader] -= 1
-            if not unmet[reader]:
-                ready.append(reader)
-    return tuple(order)
 
 
 def check_memory(shop: Shop) -> None:

@@ -75,7 +75,7 @@ def check_communicators(problem: ScheduleProblem, orders: Sequence[Sequence[Inst
         for device in route.senders:
             leaving.setdefault((device, edge.before), []).append(route)
     sorter: TopologicalSorter[Instruction | tuple[int, Instruction]] = TopologicalSorter()
-    for instruction in {i for order in orders for i in order}:
+    for instruction in dict.fromkeys(i for order in orders for i in order):
         for edge in problem.dependencies:
             if edge.after == blocks[instruction.kind, instruction.stage]:
                 sorter.add(instruction, problem.blocks[edge.before].at(instruction.micro))

@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory, solo_order
+from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
 from nnscaler.scheduling.search.communicators import check_communicators, routes_of
 from nnscaler.scheduling.search.exact import search_states
 from nnscaler.scheduling.search.found import FoundSchedule, PeriodProof, ScheduleCertificate, limits_of
@@ -92,7 +92,7 @@ class _Search:
     def by_rules(self) -> None:
         self.portfolio.run(self.bound.makespan, self.budget.rounds)
         if self.portfolio.best is None:
-            place = {block: i for i, block in enumerate(solo_order(self.shop))}
+            place = {block: i for i, block in enumerate(self.shop.alone)}
             micros = range(self.shop.problem.micro_batches)
             turns = tuple(tuple(float(i * len(place) + place[b]) for i in micros) for b in range(len(place)))
             self._offer(turns, "one micro-batch after another")
@@ -150,7 +150,8 @@ class _Search:
             return
         moments = self.budget.variables // len(self.shop.order)
         if not self.budget.nodes or moments < COARSEST:
-            self.not_searched.append(f"repetends: {len(self.shop.order)} blocks are too many for an integer program")
+            many = f"{len(self.shop.order)} blocks are too many for the variables of an integer program"
+            self.not_searched.append(f"repetends: {many if self.budget.nodes else 'no nodes allowed'}")
             return
         self.units = in_units(self.shop, min(self.budget.units, moments))
         bound = bound_of(self.units.shop)

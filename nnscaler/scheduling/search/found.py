@@ -85,7 +85,8 @@ class FoundSchedule:
     def schedule(self, name: str = "search") -> Schedule:
         """Return it as a schedule of the compiler, checked for completeness and deadlocks.
 
-        Raises NnscalerError("plan_illegal") where a stage is on several devices.
+        Raises NnscalerError("plan_illegal") where a stage is on several devices, and what `check_acyclic` raises where
+        a stage has no backward in a step that trains.
         """
         blocks = self.problem.blocks
         devices = {}

@@ -17,14 +17,12 @@ Keys = Sequence[Sequence[float]]  # by block and micro-batch: the less, the more
 
 
 class MemoryGuard:
-    """What is held on one device, and whether more may be.
-
-    Changes as blocks start and end.
-    """
+    """What is held on one device, and whether more may be. Changes as blocks start and end."""
 
     def __init__(self, shop: Shop, device: int) -> None:
         blocks = shop.problem.blocks
-        self.own = [b for b in shop.own[device] if blocks[b].allocates or blocks[b].frees]
+        changing = [b for b in shop.own[device] if blocks[b].allocates or blocks[b].frees]
+        self.own = [b for b in shop.alone if b in changing]
         self.bit = {b: 1 << i for i, b in enumerate(self.own)}
         self.change = [(blocks[b].allocates, blocks[b].frees) for b in self.own]
         self.limit = shop.limits[device] * (1 + SLACK)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.scheduling.search.bound import SLACK
 from nnscaler.scheduling.search.greedy import Keys, list_schedule
-from nnscaler.scheduling.search.shop import Shop, Starts, makespan_of, replay, sequences, shop_of
+from nnscaler.scheduling.search.shop import Shop, Starts, makespan_of, peaks_of, replay, sequences, shop_of
 
 FIRST_PASSES = 3  # of each rule before the next one is tried
 MANY = 1 << 30
@@ -89,10 +89,13 @@ class Portfolio:
         self.mirror = mirrored(shop)
         self.best: FoundCandidate | None = None
         self.passes = 0
+        self.instant = any(not block.duration for block in shop.problem.blocks)
 
     def take(self, starts: Starts, source: str) -> None:
         """Remember a schedule if it is the best one."""
         makespan = makespan_of(self.shop, starts)
+        if self.instant and not self._fits(starts):
+            return
         if self.best is None or makespan < self.best.makespan * (1 - SLACK):
             self.best = FoundCandidate(starts, makespan, source)
 
@@ -132,6 +135,12 @@ class Portfolio:
             if self._met(goal):
                 break
         return starts
+
+    def _fits(self, starts: Starts) -> bool:
+        """Return whether a schedule fits into memory in the order of its times: several blocks at one time can differ
+        in it from the order in which they were found."""
+        peaks = peaks_of(self.shop, sequences(self.shop, starts))
+        return all(peak <= limit * (1 + SLACK) for peak, limit in zip(peaks, self.shop.limits, strict=False))
 
     def _pass(self, keys: Keys, reserve: bool, ahead: int) -> Starts | None:
         self.passes += 1

@@ -71,6 +71,25 @@ class Shop:
                 found[block] |= found[source] | 1 << source
         return tuple(found)
 
+    @cached_property
+    def alone(self) -> tuple[int, ...]:
+        """All blocks in an order in which one micro-batch alone runs with little memory: of those that wait for
+        nothing, that which adds the least, then that which takes the least."""
+        blocks = self.problem.blocks
+        unmet = [len(s) for s in self.sources]
+        ready = [b for b in self.order if not unmet[b]]
+        place = {b: i for i, b in enumerate(self.order)}
+        order = []
+        while ready:
+            block = min(ready, key=lambda b: (blocks[b].allocates - blocks[b].frees, blocks[b].allocates, place[b]))
+            ready.remove(block)
+            order.append(block)
+            for reader, _ in self.readers[block]:
+                unmet[reader] -= 1
+                if not unmet[reader]:
+                    ready.append(reader)
+        return tuple(order)
+
     def span_from(self, first: int) -> list[float]:
         """Return by block the least time from the start of `first` to its end; -inf where it does not wait for it."""
         spans = [-inf] * len(self.order)
@@ -106,12 +125,14 @@ def shop_of(problem: ScheduleProblem) -> Shop:
 
 
 def sequences(shop: Shop, starts: Starts) -> list[list[tuple[int, int]]]:
-    """Return by machine its (block, micro-batch) in the order of their starts."""
-    place = {block: i for i, block in enumerate(shop.order)}
+    """Return by machine its (block, micro-batch) in the order of their starts; of those at one time, first what ends at
+    once."""
+    place = {block: i for i, block in enumerate(shop.alone)}
+    lasts = [block.duration > 0 for block in shop.problem.blocks]
     return [
         sorted(
             ((block, micro) for block in own for micro in range(len(starts[block]))),
-            key=lambda pair: (starts[pair[0]][pair[1]], pair[1], place[pair[0]]),
+            key=lambda pair: (starts[pair[0]][pair[1]], lasts[pair[0]], pair[1], place[pair[0]]),
         )
         for own in shop.own
     ]

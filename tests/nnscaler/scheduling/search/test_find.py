@@ -104,7 +104,7 @@ def test_several_micro_batches_in_a_repetend_beat_one() -> None:
 def test_a_short_step_is_repeated_in_a_long_one() -> None:
     problem = pipeline_problem(with_shared(4, (0,)), 41, 3.0)
     alone = find_schedule(problem, SearchBudget(states=100, nodes=0, short=0)).certificate
-    found = find_schedule(problem, SearchBudget(states=4_000, nodes=0, short=6, segments=60)).certificate
+    found = find_schedule(problem, SearchBudget(states=16_000, nodes=0, short=6, segments=60)).certificate
     assert found.source.startswith("a repeated segment")
     assert found.makespan < alone.makespan
     assert found.gap == pytest.approx(1 - found.bound / found.makespan)
@@ -232,6 +232,17 @@ def test_faults_in_a_schedule_are_seen() -> None:
     flat = (*found.starts[:2], found.starts[0], found.starts[3])
     assert any("while it runs" in wrong for wrong in violations(problem, flat, found.orders))
     assert violations(problem, found.starts[:-1], found.orders) == ["not every block runs once for every micro-batch"]
+
+
+def test_blocks_that_take_no_time_come_before_what_starts_with_them() -> None:
+    blocks = [
+        PassBlock("F", 0, (0,), 0.0, communicators=("all",)),
+        PassBlock("B", 0, (1,), 1.0, communicators=("all",)),
+        PassBlock("I", 1, (0, 1), 0.0, communicators=("all",)),
+        PassBlock("W", 1, (0,), 1.0),
+    ]
+    found = find_schedule(make_problem(blocks, [(2, 3)], 1))
+    assert (found.certificate.makespan, found.certificate.gap) == (1, 0)
 
 
 def test_blocks_on_one_collective_communicator_do_not_overlap() -> None:
