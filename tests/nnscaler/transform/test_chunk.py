@@ -71,7 +71,9 @@ def test_each_module_that_a_pattern_names_is_a_region() -> None:
     graph = traced("gpt").graph
     stages = {op.name: (0,) for op in graph.operations}
     plan = Plan((), (ChunkStep(("blocks.*.mlp",), "co", "n", 2), ChunkStep(("blocks.0", "blocks.1"), "two", "a", 2)))
-    found = [(r.chunk.name, {op.module.split(".")[1] for op in r.operations}) for r in regions_of(graph, plan, stages)[1]]
+    found = [
+        (r.chunk.name, {op.module.split(".")[1] for op in r.operations}) for r in regions_of(graph, plan, stages)[1]
+    ]
     assert found == [("two_0", {"0", "1"}), ("co_0", {"2"}), ("co_1", {"3"})]
     whole = Plan((), (ChunkStep(("blocks.*",), "co", "a", 2),))
     assert len(regions_of(graph, whole, stages)[1]) == 4
