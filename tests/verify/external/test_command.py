@@ -87,7 +87,7 @@ def test_mistakes_in_examples_are_found(
     right = (EXAMPLES / name).read_text(encoding="utf-8")
     assert right.count(text) == 1
     (tmp_path / name).write_text(right.replace(text, instead), encoding="utf-8")
-    exit_code, report = run(capsys, str(tmp_path / name), "--ranks", "2")
+    exit_code, report = run(capsys, str(tmp_path / name), "--ranks", "2", "--steps", "1")
     assert (exit_code, report["verdict"]) == (1, "REFUTED")
     found = {finding["code"]: finding for finding in report["findings"]}
     assert code in found, found

@@ -73,6 +73,7 @@ def test_the_rank_that_failed_first_is_named() -> None:
     assert _result([1, 1], logs) == ScriptResult((), frozenset(), 0.0, "ValueError: no such plan")
 
 
+@pytest.mark.long
 def test_a_script_runs_with_a_process_per_rank() -> None:
     text = (
         "import os, torch, torch.distributed as dist\n"

@@ -16,6 +16,7 @@ from verify.external.case import Settings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 
+QUICK = Settings(steps=1, isolate=False)
 RIGHT = {
     "tp": program(programs.tensor_parallel, tp=2),
     "fsdp": program(programs.fully_sharded, dp=3),
@@ -36,7 +37,7 @@ def test_right_programs_are_verified_in_two_dtypes(name: str) -> None:
 
 
 def test_a_missing_reduction_is_named_with_its_axis_and_a_repair() -> None:
-    report = verify_program(program(programs.unreduced, dp=2))
+    report = verify_program(program(programs.unreduced, dp=2), QUICK)
     (finding,) = report.findings
     assert (report.verdict, finding.code) == (Verdict.REFUTED, "gradient_differs")
     assert finding.counter_example["cause"] == "missing_reduction"
@@ -48,7 +49,7 @@ def test_a_missing_reduction_is_named_with_its_axis_and_a_repair() -> None:
 
 
 def test_a_sum_for_a_mean_is_named_with_its_factor() -> None:
-    report = verify_program(program(programs.summed, dp=3))
+    report = verify_program(program(programs.summed, dp=3), QUICK)
     (finding,) = report.findings
     assert finding.code == "gradient_differs"
     assert (finding.counter_example["cause"], finding.counter_example["factor"]) == ("scaled", "3")
@@ -56,10 +57,10 @@ def test_a_sum_for_a_mean_is_named_with_its_factor() -> None:
 
 
 def test_the_first_module_that_differs_is_named() -> None:
-    forward = verify_program(program(programs.doubled_down, tp=2)).findings
+    forward = verify_program(program(programs.doubled_down, tp=2), QUICK).findings
     assert {f.counter_example["first difference"] for f in forward} == {"the output of down (Linear) on rank 0"}
     assert {f.code for f in forward} == {"loss_differs", "gradient_differs"}
-    backward = verify_program(program(programs.doubled_backward, tp=2)).findings
+    backward = verify_program(program(programs.doubled_backward, tp=2), QUICK).findings
     (finding,) = backward
     assert finding.code == "gradient_differs"
     assert finding.counter_example["tensors"] == "norm.bias, norm.weight, up.bias, up.weight"
@@ -68,34 +69,34 @@ def test_the_first_module_that_differs_is_named() -> None:
 
 def test_copies_that_drop_other_elements_are_refuted() -> None:
     model = partial(Net, 0.2)
-    assert verify_program(program(programs.tensor_parallel, model=model, tp=2)).verdict is Verdict.TESTED_EXACT
-    report = verify_program(program(programs.seeded_by_rank, model=model, tp=2))
+    assert verify_program(program(programs.tensor_parallel, model=model, tp=2), QUICK).verdict is Verdict.TESTED_EXACT
+    report = verify_program(program(programs.seeded_by_rank, model=model, tp=2), QUICK)
     assert [finding.code for finding in report.findings] == ["random_numbers_differ"]
 
 
 def test_what_differs_in_float64_alone_is_undecided() -> None:
-    report = verify_program(program(programs.halved_in_float64, dp=2))
+    report = verify_program(program(programs.halved_in_float64, dp=2), QUICK)
     assert (report.verdict, [f.code for f in report.findings]) == (Verdict.INCONCLUSIVE, ["float64_alone"])
 
 
 def test_values_that_ranks_draw_for_themselves_are_seen() -> None:
-    found = verify_program(program(programs.made_anew, dp=2)).findings
+    found = verify_program(program(programs.made_anew, dp=2), QUICK).findings
     assert [(f.code, f.counter_example["cause"]) for f in found] == [("replicas_differ", "not_synchronised")]
     assert found[0].help is not None
     assert "broadcast up.weight from rank 0" in found[0].help
-    shuffled = verify_program(program(programs.shuffled, tp=2)).findings
+    shuffled = verify_program(program(programs.shuffled, tp=2), QUICK).findings
     assert {f.code for f in shuffled} == {"loss_differs", "gradient_differs"}
 
 
 def test_ranks_that_call_different_collectives_are_named() -> None:
-    report = verify_program(program(programs.crossed, dp=2))
+    report = verify_program(program(programs.crossed, dp=2), QUICK)
     (finding,) = report.findings
     assert (report.verdict, finding.code) == (Verdict.REFUTED, "communication_mismatch")
     assert finding.message.count("programs.py:") == 2
 
 
 def test_a_checkpoint_is_loaded_elsewhere() -> None:
-    report = verify_program(RIGHT["both"], Settings(checkpoint=True))
+    report = verify_program(RIGHT["both"], Settings(steps=1, isolate=False, checkpoint=True))
     checks = {check.name: check for check in report.checks}
     assert checks["checkpoint"].verdict is Verdict.TESTED_EXACT
     assert checks["checkpoint"].count == 3 * 8  # the plain model, and two ranks of another mesh
@@ -107,9 +108,9 @@ def test_unequal_parts_are_told_from_a_missing_reduction() -> None:
         return x, torch.where(torch.arange(12) < 4, -100, y)
 
     wrong = replace(RIGHT["ddp"], batch=uneven)
-    report = verify_program(wrong)
+    report = verify_program(wrong, QUICK)
     assert {f.counter_example["cause"] for f in report.findings} == {"mean_of_means"}
-    assert verify_program(replace(wrong, reference="parts")).verdict.passes
+    assert verify_program(replace(wrong, reference="parts"), QUICK).verdict.passes
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:

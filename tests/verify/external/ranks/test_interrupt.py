@@ -30,7 +30,8 @@ run(work, 2, sys.argv[2])
 
 
 @pytest.mark.parametrize(
-    ("executor", "how", "ranks"), [("simulator", "here", 1), ("simulator", "isolated", 1), ("gloo", "here", 2)]
+    ("executor", "how", "ranks"),
+    [pytest.param("simulator", "here", 1, marks=pytest.mark.long), ("simulator", "isolated", 1), ("gloo", "here", 2)],
 )
 def test_no_process_is_left(executor: str, how: str, ranks: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PROGRAM, str(tmp_path), executor, how]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from verify.external.torchrun.verify import verify_script
@@ -10,8 +11,9 @@ from verify.results.report import Report
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
+@cache
 def verified(command: str, ranks: int, **options: float | str) -> Report:
-    """Verify one of the scripts of this folder: "by_hand.py --loss sum"."""
+    """Verify one of the scripts of this folder, once in a process: "by_hand.py --loss sum"."""
     script, *rest = command.split()
     return verify_script([str(SCRIPTS / script), *rest], ranks=ranks, **options)  # type: ignore[arg-type]
 
