@@ -85,8 +85,7 @@ class FoundSchedule:
     def schedule(self, name: str = "search") -> Schedule:
         """Return it as a schedule of the compiler, checked for completeness and deadlocks.
 
-        Raises NnscalerError("plan_illegal") where a stage is on several devices, and what `check_acyclic` raises where
-        a stage has no backward in a step that trains.
+        Raises NnscalerError("plan_illegal") where a stage is on several devices.
         """
         blocks = self.problem.blocks
         devices = {}
