@@ -11,7 +11,7 @@ from types import MappingProxyType
 import pytest
 
 from nnscaler.scheduling import registry
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind, parse_order
+from nnscaler.scheduling.schedule import Schedule, parse_order
 
 NAME = "halves"  # of the schedule that `registered` adds
 Order = list[str]
@@ -108,6 +108,6 @@ def registered(monkeypatch: pytest.MonkeyPatch, place: Place, kind: str = "1f1b"
     def orders(devices: int, chunks: int, micro_batches: int) -> Schedule:
         return schedule_in_halves(whole(devices, chunks, micro_batches), place)
 
-    made = ScheduleKind(NAME, "in halves", orders, whole.chunks, whole.in_flight, whole.repeats)
+    made = replace(whole, name=NAME, title="in halves", orders=orders)
     monkeypatch.setattr(registry, "SCHEDULES", MappingProxyType({**registry.SCHEDULES, NAME: made}))
     return NAME

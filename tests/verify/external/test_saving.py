@@ -123,7 +123,7 @@ def test_what_the_library_cannot_save_is_undecided(llama: ExternalProgram) -> No
     assert llama.pretrained is not None
 
     def save(model: Any, folder: Path) -> None:
-        raise NotImplementedError("not with these weights")
+        raise NotADirectoryError("not with these weights")
 
     report = verify_program(replace(llama, pretrained=replace(llama.pretrained, save=save)), HOW)
     assert check(report, "save_pretrained").verdict is Verdict.INCONCLUSIVE
@@ -131,7 +131,7 @@ def test_what_the_library_cannot_save_is_undecided(llama: ExternalProgram) -> No
     (finding,) = report.findings
     assert finding.code == "checkpoint_not_tried"
     assert (
-        "raised NotImplementedError: not with these weights, in saving or loading by save_pretrained" in finding.message
+        "raised NotADirectoryError: not with these weights, in saving or loading by save_pretrained" in finding.message
     )
 
 
