@@ -48,7 +48,7 @@ ROWS = [
 
 @pytest.mark.parametrize(
     ("source", "target", "function", "program", "code", "tensor"),
-    every(2, ROWS),
+    every(4, ROWS),
     ids=[f"{s.__name__}-{f}" for s, _, f, *_ in ROWS],
 )
 def test_rows_of_the_conversion_table(

@@ -19,6 +19,7 @@ from nnscaler.scheduling import timeline
 from nnscaler.scheduling.schedule import Schedule, parse_order
 from tests.broken import models
 from tests.broken.planting import Edit, Original, assert_refuted
+from tests.sampling import every
 from verify.programs.execution.backends import start_server
 
 TIMEOUT = 60.0  # of the whole run; a hang is to be found in much less
@@ -146,7 +147,7 @@ def test_on_threads(request: pytest.FixtureRequest, hang: Hang, tmp_path: Path) 
     wait_until(lambda: threading.active_count() <= threads)
 
 
-@pytest.mark.parametrize("hang", [*HANGS, MORE[1]], ids=lambda hang: hang.name)
+@pytest.mark.parametrize("hang", every(2, [*HANGS, MORE[1]]), ids=lambda hang: hang.name)
 def test_on_processes(request: pytest.FixtureRequest, server: ForkServer, hang: Hang, tmp_path: Path) -> None:
     original: Original = request.getfixturevalue(hang.program)
     program = original.broken(tmp_path, hang.edits)
@@ -155,6 +156,7 @@ def test_on_processes(request: pytest.FixtureRequest, server: ForkServer, hang: 
     wait_until(lambda: not children_of(server.process_id))
 
 
+@pytest.mark.long
 def test_from_the_command_line(
     small_staged: Original, tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

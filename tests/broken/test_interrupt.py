@@ -58,8 +58,8 @@ def ignore_interrupts() -> None:
     ("backend", "how", "times"),
     [
         ("gloo", signal.SIGINT, 1),
-        ("simulator", signal.SIGINT, 1),
-        ("gloo", signal.SIGINT, 2),
+        pytest.param("simulator", signal.SIGINT, 1, marks=pytest.mark.long),
+        pytest.param("gloo", signal.SIGINT, 2, marks=pytest.mark.long),
         ("gloo", signal.SIGTERM, 1),
         ("simulator", signal.SIGTERM, 2),
     ],

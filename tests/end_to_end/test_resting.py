@@ -21,7 +21,7 @@ def _again(graph: Graph, ranks: int) -> Plan:
 @pytest.mark.parametrize(
     ("name", "plan", "ranks", "micro_batches"),
     [
-        ("gpt", "dp=3,zero=3", 3, 2),  # some in unequal shards
+        pytest.param("gpt", "dp=3,zero=3", 3, 2, marks=pytest.mark.long),  # some in unequal shards
         pytest.param("gpt", "dp=2,tp=2,zero=3", 4, 1, marks=pytest.mark.long),
         ("llama_hf", "dp=2,pp=2,zero=3", 4, 2),  # a table that is the head of another stage too
         ("gpt", _again, 2, 1),

@@ -87,6 +87,7 @@ def test_a_program_imports_torch_and_the_runtime_only(mlp: Program, chain: Progr
         assert names == {"torch", "nnscaler.runtime"}
 
 
+@pytest.mark.long
 def test_two_processes_write_the_same_bytes(examples: Path) -> None:
     digests = set()
     for seed in ("1", "2"):

@@ -48,6 +48,7 @@ def counted() -> bool:
 
 @pytest.mark.skipif(not counted(), reason="this system does not count how long threads wait")
 @pytest.mark.parametrize("program", [SPIN, PARENT])
+@pytest.mark.long
 def test_it_stands_while_others_have_the_processors(program: str) -> None:
     others = [SPIN] * 3 * len(os.sched_getaffinity(0))
     with running(program, *others) as (first, *_):

@@ -171,6 +171,7 @@ def test_an_owner_of_other_elements_is_refuted(wrong: str) -> None:
         verify.vouch(replace(program, sources=changed))
 
 
+@pytest.mark.long
 def test_the_command_trains_with_owners_on_real_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

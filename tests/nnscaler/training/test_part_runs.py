@@ -75,6 +75,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_real_ranks_train_as_the_eager_model(tmp_path: Path, repository: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}

@@ -28,6 +28,7 @@ def test_pictures_are_of_their_numbers(swin: ModuleType) -> None:
     assert not torch.equal(seen[0]["pixel_values"], kept[0]["pixel_values"])
 
 
+@pytest.mark.long
 def test_two_plans_take_the_same_steps(swin: ModuleType) -> None:
     """Both modes, each with a batch of its own size: stochastic depth is an operator that evaluation has not."""
     pictures, _ = swin.datasets()

@@ -23,6 +23,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.engine import Engine
 from nnscaler.training.running import EngineSettings
+from tests.sampling import every
 
 ROWS = (12, 12, 7, 12)  # one batch is short
 Losses = list[tuple[float, float]]
@@ -94,7 +95,7 @@ class Run:
 PLANS = [("dp=1", 1), ("dp=2", 2), ("dp=3,zero=1", 3), ("dp=2,zero=3", 2), ("tp=2", 2)]
 
 
-@pytest.mark.parametrize(("plan", "ranks"), PLANS)
+@pytest.mark.parametrize(("plan", "ranks"), every(2, PLANS))
 def test_a_gan_is_trained_as_the_eager_loop_does(plan: str, ranks: int, tmp_path: Path) -> None:
     model = small()
     expected = eager(model)
@@ -147,6 +148,7 @@ def test_a_program_whose_tensors_lie_otherwise_is_refused() -> None:
         Engine(program(3)).another(program(4))
 
 
+@pytest.mark.long
 def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
     script = Path(gan.__file__).with_name("train_gan.py")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

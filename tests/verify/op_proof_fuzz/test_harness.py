@@ -127,6 +127,7 @@ def direct(*rows: str) -> list[DrawnCall]:
     return [call for call in direct_calls() if str(call.overload) in rows]
 
 
+@pytest.mark.long
 def test_a_died_process_is_unsound_and_the_others_go_on() -> None:
     def dying(call: RuleCall) -> tuple[State, ...]:
         if "nansum" in str(call.overload):

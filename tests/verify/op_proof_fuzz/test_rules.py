@@ -43,6 +43,7 @@ def _calls() -> dict[str, list[DrawnCall]]:
     return by_overload([*_drawn().calls, *direct_calls()])
 
 
+@pytest.mark.long
 def test_samples_lead_to_every_rule() -> None:
     reached = set(_calls())
     assert not set(RULES) - reached

@@ -60,6 +60,7 @@ def run_pytest(file: Path, repository: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=file.parent, check=False)
 
 
+@pytest.mark.long
 def test_they_fail_and_then_pass(write: Callable[[str], str], tmp_path: Path, repository: Path) -> None:
     """All in one file of operators; then the same file with right ones."""
     sources = [SOURCE.format(name=n, annotation=a, parameters=p, body=w) for n, a, p, w, _ in WRONG]

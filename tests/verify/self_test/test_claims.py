@@ -139,6 +139,7 @@ def test_an_oracle_that_refutes_what_is_true_is_found(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.long
 def test_composed_operators_run(equal: bool) -> None:
     subjects = list(composed_subjects(OpOptions(prove=False), equal))
     assert len(subjects) >= 25

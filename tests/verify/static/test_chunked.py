@@ -134,7 +134,7 @@ def test_shards_joined_in_another_order_or_dim_are_refuted() -> None:
         assert first(found, text.replace(old, new, 1)).code in ("layouts_disagree", "communication_mismatch")
 
 
-@pytest.mark.parametrize("spec", ["dp=1", "tp=2"])
+@pytest.mark.parametrize("spec", [pytest.param("dp=1", marks=pytest.mark.long), "tp=2"])
 def test_every_mutant_of_the_text_is_refuted(spec: str) -> None:
     found = program("gpt", spec, 1, MLP, ATTENTION, LOSS)
     text = found.sources["role_0.py"]

@@ -73,7 +73,7 @@ def test_policy_plans_are_proved(name: str) -> None:
     assert tried >= 3
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama_hf", "t5_hf"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama_hf", marks=pytest.mark.long), "t5_hf"])
 def test_random_plans_are_proved(name: str) -> None:
     example = traced(name)
     known = signatures(example.graph)

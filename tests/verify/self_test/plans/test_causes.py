@@ -67,6 +67,7 @@ FAULTS: dict[str, tuple[Patch, str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.long
 def test_a_fault_of_the_runtime_is_named(name: str, execution: Get) -> None:
     fault, code, cause = FAULTS[name]
     right = execution("staged")

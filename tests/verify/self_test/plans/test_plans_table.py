@@ -92,6 +92,7 @@ def test_specs() -> None:
     assert all(s.model == "moe" for s in specs(("moe",)))
 
 
+@pytest.mark.long
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["self-test", "plans", "--quick", "--model", "custom_op", "--processes", "1", "-q"])
     captured = capsys.readouterr()
