@@ -273,6 +273,8 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep rows of the file that are not run now")
     parser.add_argument("--no-confirm", dest="confirm", action="store_false")
     arguments = parser.parse_args()
+    if arguments.out is not None:  # before the minutes that it is for
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.ERROR)
     library().logging.set_verbosity_error()
     started = time.perf_counter()
