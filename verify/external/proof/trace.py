@@ -26,6 +26,7 @@ from torch.utils._pytree import keystr, tree_map_with_path
 
 from nnscaler.ir.layout import Axis
 from nnscaler.ir.layout import DeviceMesh as Ranks
+from nnscaler.runtime.autograd_engine import start_autograd
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of
 from verify.external.program import ExternalProgram
@@ -45,7 +46,7 @@ def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
     """Return the graph of a rank. Raises NotTraced."""
     axes = tuple(Axis(name, size) for name, size in program.mesh)
     places = Ranks(axes, tuple(range(program.ranks))).coordinates(rank)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _fake_mode()
     with fake_world(rank, program.ranks):
         names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -65,11 +66,16 @@ def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
 
 def trace_whole(program: ExternalProgram) -> RankGraph:
     """Return the graph of the plain model on the whole batch. Raises NotTraced."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _fake_mode()
     model = _model(program, mode)
     with mode:
         batch = _part(_attempt("`batch()`", program.batch), mode, program, {})
         return _traced(model, batch, program.reference_step or program.step, WHOLE, {}, lambda name: None)
+
+
+def _fake_mode() -> FakeTensorMode:
+    start_autograd()  # before tensors are faked
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _model(program: ExternalProgram, mode: FakeTensorMode) -> nn.Module:

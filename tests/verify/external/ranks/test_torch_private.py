@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 
+from nnscaler.runtime.autograd_engine import start_autograd
 from verify.external.ranks import torch_private as private
 from verify.external.ranks import torch_private_trace as trace
 from verify.external.ranks.run import run_ranks
@@ -219,6 +220,7 @@ def test_what_dtensor_moves_on_its_own_is_told() -> None:
 
 
 def test_fake_tensors_are_made_in_memory_that_is_told() -> None:
+    start_autograd()
     mode = FakeTensorMode()
     whole = trace.new_fake_tensor(mode, (4, 6), (6, 1), torch.float32, torch.device("cpu"))
     part = trace.new_fake_view(mode, whole, (2, 6), (6, 1), 12, torch.device("cpu"))
