@@ -128,7 +128,9 @@ def asynchronous(rank: int) -> dict[str, Any]:
 def groups(rank: int) -> dict[str, Any]:
     local = dist.new_group([0, 1, 2], use_local_synchronization=True)
     pair = dist.new_group([0, 2])
-    unsorted = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+    unsorted: dict[str, Any] = (
+        {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+    )
     turned = dist.new_group([2, 1, 0], **unsorted)
     value = torch.ones(1) * rank
     dist.all_reduce(value, group=local)
