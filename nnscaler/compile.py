@@ -286,11 +286,9 @@ def step_timeline(
         communicated.edges,
         PassCosts([w.forward for w in work], [w.backward for w in work], [w.weights for w in work]),
     )
-    ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in communicated.stages}
+    ranks = [ranks_text(ranks) for ranks in communicated.partitioned.devices]
     unit = max(w.forward for w in work)
-    return timeline_rows(
-        timeline, [ranks[d] for d in range(len(order.orders))], unit, "forward passes of the slowest stage"
-    )
+    return timeline_rows(timeline, ranks, unit, "forward passes of the slowest stage")
 
 
 def make(graph: Graph, wanted: WantedPlan) -> Planned:

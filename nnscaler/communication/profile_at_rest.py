@@ -43,12 +43,9 @@ class _Piece:
 
 def rest_calls(communicated: CommunicatedGraph) -> Iterator[CallSite]:
     """Yield where calls are made: a place per bucket and group, on every role."""
-    devices: dict[int, list[StageProgram]] = {}
-    for program in communicated.stages:
-        devices.setdefault(program.stage.device, []).append(program)
     shared: dict[Ranks, int] = {}  # a group that spans devices is counted with the first of them
-    for device, programs in devices.items():
-        runs = _runs(piece for program in programs for piece in _pieces(communicated, program))
+    for device in range(len(communicated.partitioned.devices)):
+        runs = _runs(piece for program in communicated.on(device) for piece in _pieces(communicated, program))
         for pieces in runs:
             for bucket in _buckets(_alike(pieces)):
                 own = tuple(group for group in bucket[0].members if shared.setdefault(group, device) == device)
@@ -90,7 +87,8 @@ def _divided_elsewhere(communicated: CommunicatedGraph, program: StageProgram, s
     if program.gradient or stored.scatter != "micro_batch":
         return False
     others = (communicated.stages[s] for s in stored.copies)
-    return any(other.gradient and other.stage.device == program.stage.device for other in others)
+    own = program.stage.devices
+    return any(other.gradient and not set(own).isdisjoint(other.stage.devices) for other in others)
 
 
 def _bytes(
