@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from nnscaler.codegen.operators import is_builtin, user_name
 from nnscaler.codegen.stage_writer import INDENT, StageWriter, states_text
-from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute, Feed, Message, StageProgram, Stored, Version
+from nnscaler.communication.communicated_graph import (
+    CommunicatedGraph,
+    Compute,
+    Feed,
+    Message,
+    StageProgram,
+    Stored,
+    Version,
+)
 from nnscaler.communication.regions import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, shape_of_rank

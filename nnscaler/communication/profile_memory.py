@@ -65,9 +65,7 @@ def stage_memory(
     graph, ranks = communicated.partitioned.graph, [ranks_text(own) for own in communicated.partitioned.devices]
     found = {program.stage: _memory(graph, program, schedule, optimizer) for program in communicated.stages}
     return tuple(
-        replace(memory, role=device, ranks=ranks[device])
-        for stage, memory in found.items()
-        for device in stage.devices
+        replace(memory, role=device, ranks=ranks[device]) for stage, memory in found.items() for device in stage.devices
     )
 
 

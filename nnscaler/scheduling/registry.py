@@ -10,6 +10,7 @@ from types import MappingProxyType
 from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.given import GivenOrder, read_orders
 from nnscaler.scheduling.gpipe import GPIPE
+from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.scheduling.interleaved import INTERLEAVED
 from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
@@ -18,9 +19,8 @@ from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
 from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
 from nnscaler.transform.plan import Plan, stage_devices
 
-SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
-    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)}
-)
+_KINDS = (GPIPE, ONE_F_ONE_B, INTERLEAVED, INTERLACED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 
 
@@ -77,7 +77,7 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
         found = _own(plan)
     else:
         kind = get_schedule(plan.schedule)
-        found = kind(plan.devices, max(plan.stages // plan.devices, 1), plan.micro_batches)
+        found = kind(plan.devices, kind.chunks_of(plan.devices, plan.stages), plan.micro_batches)
         if found.devices != plan.places:
             raise NnscalerError(
                 "plan_illegal",

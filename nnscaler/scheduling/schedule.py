@@ -108,6 +108,10 @@ class ScheduleKind:
         message = f"schedule {self.name} runs {runs} on each device, not {chunks}"
         raise NnscalerError("plan_illegal", message, help=help)
 
+    def chunks_of(self, devices: int, stages: int) -> int:
+        """Return of how many stages on each device it is asked for, to have so many stages in all."""
+        return self.chunks if len(self.places(devices, self.chunks)) == stages else max(stages // devices, 1)
+
     @property
     def summary(self) -> str:
         return (getdoc(self.orders) or "").split("\n")[0]

@@ -58,5 +58,5 @@ def write_csv(schedule: Schedule) -> str:
     for stage, devices in enumerate(schedule.devices):
         if len(devices) > 1:
             message = f"schedule {schedule.name} has stage {stage} on the devices {list(devices)}"
-            raise NnscalerError("bad_schedule", message, help="torch runs a stage on one rank, each with its own passes")
+            raise NnscalerError("bad_schedule", message, help="torch runs a stage on one rank")
     return "".join(",".join(f"{i.stage}{i.kind}{i.micro}" for i in order) + "\n" for order in schedule.orders)

@@ -156,7 +156,9 @@ def _other_texts(shared: Mapping[int, Sequence[RoleText]]) -> Iterator[Noted]:
         texts = [ast.dump(classes[stage.file, stage.number]) for stage in stages]
         for stage, text in zip(stages[1:], texts[1:], strict=True):
             if text != texts[0]:
-                message = f"stage {index} in {stage.file} is another text than in {stages[0].file}, and they run it together"
+                message = (
+                    f"stage {index} in {stage.file} is another text than in {stages[0].file}, and they run it together"
+                )
                 cause = "ranks that run a stage together call the same collectives, on shards of one layout"
                 yield Noted(stage, stage.number, Mistake("communication_mismatch", message, cause))
 
