@@ -64,7 +64,9 @@ def read_orders(orders: Sequence[GivenOrder], source: str, devices: Places | Non
         _, mistakes = check_order(order.words, passes)
         for mistake in mistakes[:1]:
             help = f"there are {len(devices)} stages and {micro_batches} micro-batches, and this device has the stages "
-            raise order.wrong(source, mistake.word, mistake.message, f"{help}{own}")
+            shared = [stage for stage in own if len(devices[stage]) > 1]
+            more = f", of which others run {shared} with it: each of their orders has all passes" if shared else ""
+            raise order.wrong(source, mistake.word, mistake.message, f"{help}{own}{more}")
     return Schedule(source, devices, micro_batches, read, frozenset(range(len(devices))) - trained)
 
 

@@ -26,6 +26,7 @@ from nnscaler.transform.plan import (
     ReplicateStep,
     RestStep,
     SplitStep,
+    describe_axes,
 )
 from nnscaler.transform.select import select
 from nnscaler.transform.zero import resting
@@ -186,7 +187,8 @@ def _check_places(plan: Plan) -> None:
             raise NnscalerError("plan_illegal", message, help=help)
         axes = {device: plan.device_axes[device] for device in devices}
         if len(set(axes.values())) > 1:
-            message = f"stage_devices: stage {stage} is on devices with unlike axes: {axes}"
+            unlike = ", ".join(f"{device}: {describe_axes(found)}" for device, found in axes.items())
+            message = f"stage_devices: stage {stage} is on devices with unlike axes: {unlike}"
             raise NnscalerError("plan_illegal", message, help="a stage is on one device, or on several that are alike")
     idle = sorted(set(range(plan.devices)).difference(*plan.stage_devices))
     if idle:

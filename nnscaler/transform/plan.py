@@ -253,8 +253,8 @@ class Plan:
         zero = f" {some}zero={stages}{' owned' * all(step.owned for step in rest)}" if rest else ""
         zero += "" if self.precision is None else f" ({self.precision.describe()})"
         if self.stage_axes:
-            return f"pp={self.devices} ({' | '.join(_describe(axes) for axes in self.device_axes)})" + zero
-        return _describe(self.mesh) + zero
+            return f"pp={self.devices} ({' | '.join(describe_axes(axes) for axes in self.device_axes)})" + zero
+        return describe_axes(self.mesh) + zero
 
     def to_json(self) -> str:
         """Return the plan as text that `from_json` reads."""
@@ -313,7 +313,8 @@ def _precision(value: Any, source: str) -> Precision:
     return Precision(**value)
 
 
-def _describe(axes: Axes) -> str:
+def describe_axes(axes: Axes) -> str:
+    """Return `dp=2 tp=2`."""
     return " ".join(f"{name}={size}" for name, size in axes if size > 1) or "1 rank"
 
 
