@@ -16,7 +16,8 @@ from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
-from nnscaler.planning.constraints.interlaced import SharedEnds, interlaced_stages, shared_ends
+from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layers, shared_ends
+from nnscaler.planning.constraints.kinds import SharedEnds
 from nnscaler.planning.recycling import partition_runs, runs_of
 from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
@@ -56,7 +57,7 @@ def tensor_parallel(
     whole: Collection[str] = (),
     made: Mapping[str, tuple[Choice, ...]] | None = None,
     axes: Sequence[tuple[str, int]] = (),
-) -> tuple[Step, ...]:
+) -> tuple[SplitStep | ReplicateStep, ...]:
     """Return steps for every operation on `axis`.
 
     Operations in `whole` are replicated. `made`: the choices on other axes, with which the new ones must be legal
@@ -86,7 +87,9 @@ def _legal_options(
     return {op.name: tuple(c for c in candidates[op.name] if together(op, c)) for op in graph.operations}
 
 
-def over_all_ranks(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, ends: SharedEnds) -> tuple[Step, ...]:
+def over_all_ranks(
+    graph: Graph, signatures: Mapping[str, Signature], plan: Plan, ends: SharedEnds
+) -> tuple[SplitStep | ReplicateStep, ...]:
     """Return steps for what all devices of an interlaced pipeline run: its large parameters are split over all ranks,
     and the rest of it as is cheapest.
 
@@ -136,7 +139,7 @@ def _options(
 
 def steps_of(
     graph: Graph, axis: str, choices: Mapping[str, Choice], only: Collection[str] | None = None
-) -> tuple[Step, ...]:
+) -> tuple[SplitStep | ReplicateStep, ...]:
     """Return choices as plan steps, operations with the same choice of the same operator together. `only`: of these
     operations."""
     groups: dict[tuple[str, Choice], list[str]] = {}
@@ -145,7 +148,7 @@ def steps_of(
     return tuple(step_of(tuple(names), axis, choice) for (_, choice), names in groups.items())
 
 
-def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> Step:
+def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> SplitStep | ReplicateStep:
     """Return one choice as a plan step."""
     if isinstance(choice, Split):
         return SplitStep(operations, axis, choice.identifier, choice.outer, choice.sections, choice.sizes)
@@ -290,7 +293,7 @@ def make_plan(
     plan = with_schedule(Plan(mesh, (), micro_batches), schedule or DEFAULT.name, chunks)
     if SHARD in sizes:
         plan = replace(plan, data_axes=(DP, SHARD))
-    steps: list[Step] = []
+    on_tp: tuple[SplitStep | ReplicateStep, ...] = ()
     ends = _ends_of(graph, signatures, plan)
     cut = None
     if ends is not None:
@@ -300,9 +303,10 @@ def make_plan(
     if tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
         whole |= set() if ends is None else ends.both
-        steps.extend(tensor_parallel(graph, signatures, TP, tp, whole, made, axes))
+        on_tp = tensor_parallel(graph, signatures, TP, tp, whole, made, axes)
+    steps: list[Step] = list(on_tp)
     if ends is not None and cut is not None:
-        steps = [*_of_layers(steps, cut, pp), *over_all_ranks(graph, signatures, plan, ends)]
+        steps = [*of_layers(on_tp, cut), *over_all_ranks(graph, signatures, plan, ends)]
     if cut is not None:
         steps.extend(assign_steps(graph, cut))
         plan = replace(plan, notes=cut.notes)
@@ -324,18 +328,6 @@ def _ends_of(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> S
         help = "write a plan.json that assigns operations to it; or take schedule interlaced, whose ends are shared"
         raise NnscalerError("plan_illegal", message, help=help)
     return shared_ends(graph, signatures)
-
-
-def _of_layers(steps: Sequence[Step], cut: StagePartition, devices: int) -> list[Step]:
-    """Return the steps of an axis within a device without what the shared ends of a pipeline run as well: there the
-    axis has another size."""
-    kept: list[Step] = []
-    for step in steps:
-        assert isinstance(step, SplitStep | ReplicateStep)
-        here = tuple(n for n in step.operations if {0, devices + 1}.isdisjoint(cut.stage_of[n]))
-        if here:
-            kept.append(replace(step, operations=here))
-    return kept
 
 
 def _factorisations(ranks: int) -> list[dict[str, int]]:

@@ -37,4 +37,13 @@ def interlaced(devices: int, chunks: int, micro_batches: int) -> Schedule:
     return Schedule("interlaced", around(devices, chunks), micro_batches, tuple(map(tuple, orders)))
 
 
-INTERLACED = ScheduleKind("interlaced", "interlaced 1F1B", interlaced, chunks=1, places=around)
+INTERLACED = ScheduleKind(
+    "interlaced",
+    "interlaced 1F1B",
+    interlaced,
+    chunks=1,
+    places=around,
+    in_flight=lambda device, devices, micro_batches: min(micro_batches, 2 * (devices - device) - 1),
+    repeats=lambda devices, micro_batches: micro_batches - 1,
+    in_rounds=True,
+)

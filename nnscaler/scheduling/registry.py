@@ -128,6 +128,8 @@ def check_schedule(schedule: str | ScheduleKind | None, searched: bool) -> None:
     reason = None
     if kind.chunks > 1:
         reason = "the planner searches plans with one stage per device, and this schedule has several"
+    elif kind.places(2, kind.chunks) != stage_devices(2, kind.chunks):
+        reason = "the planner runs a stage on several devices where a constraint of the kind interlaced says which"
     elif kind.in_flight is None or kind.repeats is None:
         reason = "the planner has no figures of its memory and its step to search with"
     if searched and reason is not None:

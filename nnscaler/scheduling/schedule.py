@@ -76,6 +76,7 @@ class ScheduleKind:
     in_flight   (device, devices, micro-batches) -> the most micro-batches whose backward pass is still to come there
     repeats     (devices, micro-batches) -> how often the slowest stage counts beside the sum of all stages
     given       whether it is the user's: no name leads to it, so a plan that follows it holds its orders
+    in_rounds   whether the devices wait for each other after each pass, so that all take as long as the slowest
     only        the one number of devices, and of micro-batches, that it is for; None: any
     """
 
@@ -88,6 +89,7 @@ class ScheduleKind:
     in_flight: Callable[[int, int, int], int] | None = None
     repeats: Callable[[int, int], int] | None = None
     given: bool = False
+    in_rounds: bool = False
     only: tuple[int, int] | None = None
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -123,7 +125,8 @@ class ScheduleKind:
         unlike ones take at most this where backward takes the same multiple of forward in all of them.
         """
         assert self.repeats is not None, "the planner takes no such schedule"
-        return sum(seconds) + self.repeats(len(seconds), micro_batches) * max(seconds)
+        once = len(seconds) * max(seconds) if self.in_rounds else sum(seconds)
+        return once + self.repeats(len(seconds), micro_batches) * max(seconds)
 
 
 def parse_order(text: str) -> tuple[Instruction, ...]:

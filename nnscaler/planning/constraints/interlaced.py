@@ -7,13 +7,14 @@ stages 1 to p are those of the p devices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.constraints.kinds import Identifiers, identifiers_of_parameters
+from nnscaler.planning.constraints.kinds import Constraint, SharedEnds, identifiers_of_parameters
 from nnscaler.planning.constraints.megatron_roles import roles_of
 from nnscaler.transform.partition_stages import (
     StagePartition,
@@ -23,25 +24,8 @@ from nnscaler.transform.partition_stages import (
     with_repeated,
     work_of,
 )
+from nnscaler.transform.plan import ReplicateStep, SplitStep, Step
 from nnscaler.transform.select import layers_of, select
-
-
-@dataclass(frozen=True)
-class SharedEnds:
-    """The operations of the two stages that all devices run.
-
-    first  names of those before the layers
-    last   names of those after them, with all that reads their results
-    cut    of those that read a large parameter, the identifiers one of which is split over all ranks
-    """
-
-    first: frozenset[str]
-    last: frozenset[str]
-    cut: Identifiers
-
-    @property
-    def both(self) -> frozenset[str]:
-        return self.first | self.last
 
 
 def shared_ends(graph: Graph, signatures: Mapping[str, Signature], operations: Sequence[str] = ()) -> SharedEnds:
@@ -103,6 +87,20 @@ def _ends(graph: Graph, named: Collection[str], fixed: Collection[str]) -> tuple
     return frozenset(first), frozenset(last)
 
 
+def interlaced(graph: Graph, signatures: Mapping[str, Signature], operations: Sequence[str] = ()) -> Constraint:
+    """Run these operations on all devices of a pipeline, split over all of its ranks, and the layers on one each; no
+    operations: the tables and heads outside of layers.
+
+    Raises NnscalerError("plan_illegal") as `shared_ends`.
+    """
+    ends = shared_ends(graph, signatures, operations)
+
+    def allows(op: Operation, choice: Choice) -> bool:
+        return op.name not in ends.both or isinstance(choice, RunInvariant)  # among the ranks of one device
+
+    return Constraint(f"{', '.join(operations)} interlaced".lstrip(), lambda c: c.pp > 1, allows, ends=ends)
+
+
 def interlaced_stages(
     graph: Graph, signatures: Mapping[str, Signature], devices: int, ends: SharedEnds
 ) -> StagePartition:
@@ -110,13 +108,23 @@ def interlaced_stages(
 
     Raises NnscalerError("plan_illegal") where there are fewer operations than devices.
     """
-    random = random_operators(signatures)
-    fixed = repeated_operations(graph, random)
 
     def cost(op: Operation) -> float:
         return 0.0 if op.name in ends.both else work_of(graph, signatures, op)
 
-    cut = partition_stages(graph, devices, cost, random=random)
+    cut = partition_stages(graph, devices, cost, random=random_operators(signatures))
+    return between_ends(graph, signatures, cut, ends)
+
+
+def between_ends(
+    graph: Graph, signatures: Mapping[str, Signature], cut: StagePartition, ends: SharedEnds
+) -> StagePartition:
+    """Return the stages of a cut with the shared ends before and after them.
+
+    Raises NnscalerError("plan_illegal") where one of them has nothing but what belongs to an end.
+    """
+    devices = len(cut.layers)
+    fixed = repeated_operations(graph, random_operators(signatures))
     placed = {op.name: cut.stage_of[op.name][0] + 1 for op in graph.operations if op.name not in fixed}
     placed.update(dict.fromkeys(ends.first, 0))
     placed.update(dict.fromkeys(ends.last, devices + 1))
@@ -124,13 +132,18 @@ def interlaced_stages(
     if empty:
         message = f"between what all {devices} devices run, nothing is left for device {empty[0] - 1}"
         raise NnscalerError("plan_illegal", message, help="take fewer pipeline devices, or name fewer operations")
-    modules = [
-        tuple(dict.fromkeys(graph.by_name[n].module or n for n in end)) for end in map(sorted, (ends.first, ends.last))
-    ]
-    first, last = (", ".join(named) for named in modules)
-    return StagePartition(
-        with_repeated(graph, placed),
-        (first, *cut.layers, last),
-        (0.0, *cut.costs, 0.0),
-        cut.notes,
+    modules = (
+        ", ".join(dict.fromkeys(op.module or op.name for op in graph.operations if op.name in end))
+        for end in (ends.first, ends.last)
     )
+    layers = (next(modules), *cut.layers, next(modules))
+    return StagePartition(with_repeated(graph, placed), layers, (0.0, *cut.costs, 0.0), cut.notes)
+
+
+def of_layers(steps: Iterable[SplitStep | ReplicateStep], cut: StagePartition) -> Iterator[Step]:
+    """Yield the steps on tp without what a shared end runs as well: there the axis has another size."""
+    shared = {0, len(cut.layers) - 1}
+    for step in steps:
+        here = tuple(name for name in step.operations if shared.isdisjoint(cut.stage_of[name]))
+        if here:
+            yield replace(step, operations=here)

@@ -15,6 +15,25 @@ from nnscaler.transform.select import select
 
 Identifiers = Mapping[str, frozenset[str]]  # by operation, identifiers of its annotation
 
+
+@dataclass(frozen=True)
+class SharedEnds:
+    """The operations of the two stages that all devices of an interlaced pipeline run.
+
+    first  names of those before the layers
+    last   names of those after them, with all that reads their results
+    cut    of those that read a large parameter, the identifiers one of which is split over all ranks
+    """
+
+    first: frozenset[str]
+    last: frozenset[str]
+    cut: Identifiers
+
+    @property
+    def both(self) -> frozenset[str]:
+        return self.first | self.last
+
+
 # Constraints: predicates over configurations and choices, and their conjunction.
 
 
@@ -27,6 +46,7 @@ class Constraint:
     also      choices that are considered for operations besides those that are searched
     together  groups of operations that take the same choice, and run on one pipeline device
     at        (operation, pipeline device): where it runs; -1 is the last one
+    ends      what all pipeline devices run together, split over all of their ranks
     parts     the constraints that it is made of; empty for one that stands for itself
     """
 
@@ -36,6 +56,7 @@ class Constraint:
     also: Mapping[str, Choice] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     at: tuple[tuple[str, int], ...] = ()
+    ends: SharedEnds | None = None
     parts: tuple[Constraint, ...] = ()
 
     @property
@@ -45,8 +66,14 @@ class Constraint:
 
 
 def all_of(constraints: Iterable[Constraint]) -> Constraint:
-    """Return the conjunction of constraints."""
+    """Return the conjunction of constraints. Raises NnscalerError("plan_illegal") for two interlaced pipelines."""
     every = tuple(constraints)
+    ends = [c.ends for c in every if c.ends is not None]
+    if len(ends) > 1:
+        told = " and ".join(repr(c.text) for c in every if c.ends is not None)
+        raise NnscalerError(
+            "plan_illegal", f"the constraints {told} are both of a pipeline", help="name all of it in one"
+        )
     return Constraint(
         "; ".join(c.text for c in every),
         lambda configuration: all(c.permits(configuration) for c in every),
@@ -54,6 +81,7 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
         dict(item for c in every for item in c.also.items()),
         tuple(group for c in every for group in c.together),
         tuple(place for c in every for place in c.at),
+        ends[0] if ends else None,
         every,
     )
 
