@@ -17,6 +17,7 @@ from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
 from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
+from nnscaler.transform.apply import check_places
 from nnscaler.transform.plan import Plan, stage_devices
 
 _KINDS = (GPIPE, ONE_F_ONE_B, INTERLEAVED, INTERLACED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)
@@ -71,8 +72,10 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
 
     Raises NnscalerError: "bad_schedule" with the place in the plan's own orders, and for an order that leaves out the
     backward passes of another stage; "unknown_schedule"; "plan_illegal" for stages that are not where the schedule has
-    them.
+    them, and for places that make no sense.
     """
+    if plan.stage_devices:
+        check_places(plan)
     if plan.orders:
         found = _own(plan)
     else:

@@ -166,7 +166,7 @@ def _check(plan: Plan) -> None:
             help=f"with stage_axes, the mesh is pp={len(plan.stage_axes)} alone",
         )
     if plan.stage_devices:
-        _check_places(plan)
+        check_places(plan)
     names = {name for axes in plan.device_axes for name, _ in axes}
     if not all(is_free_name(name) and name != "pp" for name in names) or plan.micro_batches < 1 or plan.chunks < 1:
         raise NnscalerError(
@@ -177,9 +177,9 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _check_places(plan: Plan) -> None:
+def check_places(plan: Plan) -> None:
     """Check `stage_devices`: the devices exist, those of one stage are alike, each of them has a stage, and `chunks`
-    says nothing besides."""
+    says nothing besides. Raises NnscalerError("plan_illegal")."""
     help = f"the devices of this plan (pp={plan.devices}) are 0..{plan.devices - 1}, and each has at least one stage"
     for stage, devices in enumerate(plan.stage_devices):
         if not devices or len(set(devices)) < len(devices) or not set(devices) <= set(range(plan.devices)):

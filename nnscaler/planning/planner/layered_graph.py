@@ -116,7 +116,7 @@ class PlanningCache:
         found = configurations(ranks, self.batch, len(self.layers), each, recomputing=not self.blocks)
         if self.constraint.ends is None:
             return found
-        return (replace(c, schedule=INTERLACED) for c in found if c.pp > 1)
+        return (replace(c, schedule=INTERLACED) if c.pp > 1 else c for c in found)
 
     @property
     def described(self) -> str:

@@ -127,8 +127,8 @@ def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
     for role in roles:
         for stage in role.stages:
             message, held = "", holders[stage.index]
-            theirs = held[0].ranks if len(held) == 1 else tuple(sorted(rank for other in held for rank in other.ranks))
-            if (stage.ranks if len(held) == 1 else tuple(sorted(stage.ranks))) != theirs:
+            theirs = tuple(rank for other in held for rank in other.ranks)
+            if stage.ranks != theirs and (len(held) == 1 or sorted(stage.ranks) != sorted(theirs)):
                 who = "its role" if len(held) == 1 else f"its roles ({', '.join(other.file for other in held)})"
                 message = f"stage {stage.index} runs on the ranks {stage.ranks}, and {who} on {theirs}"
             elif prod(stage.axes.values()) != len(stage.ranks) or {MICRO, *stage.time_axes} & {*stage.axes}:

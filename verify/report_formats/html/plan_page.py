@@ -68,19 +68,20 @@ def _stages(found: Found, replayed: Replay) -> str:
         "at rest",
         "activations",
     )
-    placed = [program.stage for program in replayed.communicated.stages]
+    every = [program.stage for program in replayed.communicated.stages]
+    own = [next(stage for stage in every if stage.devices == (device,)) for device in range(len(found.best.stages))]
     times = replayed.prediction
     rows = [
         (
             str(number),
-            ranks_text(placed[number].mesh.ranks),
+            ranks_text(own[number].mesh.ranks),
             found.layers_of(number),
-            show_seconds(times.forward[number]),
-            show_seconds(times.backward[number]),
-            show_seconds(times.once[number]),
-            f"{replayed.busy[placed[number].devices[0]]:.0%}",
-            f"{1 - replayed.busy[placed[number].devices[0]]:.0%}",
-            show_bytes(replayed.sent[placed[number].devices[0]]),
+            show_seconds(times.forward[own[number].index]),
+            show_seconds(times.backward[own[number].index]),
+            show_seconds(times.once[own[number].index]),
+            f"{replayed.busy[number]:.0%}",
+            f"{1 - replayed.busy[number]:.0%}",
+            show_bytes(replayed.sent[number]),
             show_bytes(stage.resting),
             show_bytes(stage.kept),
         )
