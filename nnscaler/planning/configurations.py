@@ -47,7 +47,7 @@ class Configuration:
     def order(self) -> tuple[int, ...]:
         """Key by which configurations that are alike otherwise are sorted."""
         again = (None, False, True).index(self.recompute)
-        schedule = SCHEDULES.index(self.schedule)
+        schedule = SCHEDULES.index(self.schedule) if self.schedule in SCHEDULES else len(SCHEDULES)
         return self.dp, self.tp, self.pp, self.micro_batches, again, self.zero, schedule
 
     @property

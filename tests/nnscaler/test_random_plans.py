@@ -14,7 +14,7 @@ from nnscaler.ir.conversion import ROWS
 from nnscaler.runtime.program.load_python import load_user_module
 from tests.sampling import every
 from verify import verify_plan
-from verify.programs.random_plans import IN_PIECES, MESHES, PIPELINES, UNLIKE, Mesh, random_plans
+from verify.programs.random_plans import IN_PIECES, MESHES, ON_ANY_DEVICES, PIPELINES, UNLIKE, Mesh, random_plans
 
 COUNTS = {"gpt": 8, "llama_hf": 1, "vit_hf": 1, "t5_hf": 1}
 LONG = {"gpt": 400, "llama_hf": 100, "vit_hf": 100, "t5_hf": 100}
@@ -51,16 +51,26 @@ def test_random_regions_in_pieces_are_exact(examples: Path) -> None:
     assert rows["join"] >= 4
 
 
-def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
-    module = load_user_module(str(examples / "gpt.py"))
+def untied_gpt(module: Any) -> Callable[[], Any]:
+    """Stages on unlike meshes have no parameter in common."""
 
-    def untied() -> Any:
+    def build() -> Any:
         torch.manual_seed(0)
         model = module.GPT(module.GPTConfig(layers=2, heads=6))
         model.head.weight = torch.nn.Parameter(model.wte.weight.detach().clone())
         return model
 
-    check(untied, module.sample_inputs(), range(3), UNLIKE)
+    return build
+
+
+def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
+    module = load_user_module(str(examples / "gpt.py"))
+    check(untied_gpt(module), module.sample_inputs(), range(3), UNLIKE)
+
+
+def test_random_stages_on_any_devices_are_exact(examples: Path) -> None:
+    module = load_user_module(str(examples / "gpt.py"))
+    check(untied_gpt(module), module.sample_inputs(), range(4), ON_ANY_DEVICES)
 
 
 def odd_gpt(module: Any, dropout: float = 0.1) -> Callable[[], Any]:
@@ -98,3 +108,5 @@ def test_many_random_plans_are_exact(name: str, examples: Path) -> None:
     check(module.build_model, module.sample_inputs(), range(LONG[name]), MESHES)
     check(module.build_model, module.sample_inputs(), range(LONG[name] // 4), PIPELINES)
     check(module.build_model, module.sample_inputs(), range(LONG[name] // 4), IN_PIECES)
+    if name == "gpt":
+        check(untied_gpt(module), module.sample_inputs(), range(LONG[name] // 4), ON_ANY_DEVICES)

@@ -1,6 +1,7 @@
 """Constraints on plans: small predicates that are composed, and that the planner searches within."""
 
 from nnscaler.planning.constraints.files import parse_constraints, read_constraints
+from nnscaler.planning.constraints.interlaced import interlaced
 from nnscaler.planning.constraints.kinds import (
     Constraint,
     all_of,
@@ -24,6 +25,7 @@ __all__ = [
     "constraints_of",
     "data_parallel",
     "forbid",
+    "interlaced",
     "megatron",
     "on_device",
     "over_all_devices",

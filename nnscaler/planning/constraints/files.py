@@ -25,6 +25,7 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature, signatures
+from nnscaler.planning.constraints.interlaced import interlaced
 from nnscaler.planning.constraints.kinds import (
     Constraint,
     all_of,
@@ -53,6 +54,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
     "sizes": frozenset({"kind", *_NUMBERS, *_FLAGS}),
     "replicate": frozenset({"kind", "operations"}),
     "over_all_devices": frozenset({"kind", "operations"}),
+    "interlaced": frozenset({"kind", "operations"}),
     "together": frozenset({"kind", "operations"}),
     "on_device": frozenset({"kind", "operations", "device"}),
     "forbid": frozenset({"kind", "operations", "identifier"}),
@@ -103,6 +105,8 @@ def _constraint(entry: Any, place: str) -> Made:
         numbers = {k: _number(k, v, place) for k, v in entry.items() if k != "kind"}
         alone = sizes(**numbers) if kind == "sizes" else _ALONE[kind]()
         return lambda graph, known: alone
+    if kind == "interlaced" and "operations" not in entry:
+        return interlaced
     names = _operations(entry.get("operations"), f"{place} ({kind})")
     if kind == "replicate":
         return lambda graph, known: replicate(graph, names)
@@ -110,6 +114,8 @@ def _constraint(entry: Any, place: str) -> Made:
         return lambda graph, known: together(graph, names)
     if kind == "over_all_devices":
         return lambda graph, known: over_all_devices(graph, known, names)
+    if kind == "interlaced":
+        return lambda graph, known: interlaced(graph, known, names)
     if kind == "on_device":
         device = entry.get("device")
         if not isinstance(device, int) or isinstance(device, bool):

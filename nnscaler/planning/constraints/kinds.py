@@ -13,6 +13,27 @@ from nnscaler.planning.configurations import Configuration
 from nnscaler.transform.plan import ZERO
 from nnscaler.transform.select import select
 
+Identifiers = Mapping[str, frozenset[str]]  # by operation, identifiers of its annotation
+
+
+@dataclass(frozen=True)
+class SharedEnds:
+    """The operations of the two stages that all devices of an interlaced pipeline run.
+
+    first  names of those before the layers
+    last   names of those after them, with all that reads their results
+    cut    of those that read a large parameter, the identifiers one of which is split over all ranks
+    """
+
+    first: frozenset[str]
+    last: frozenset[str]
+    cut: Identifiers
+
+    @property
+    def both(self) -> frozenset[str]:
+        return self.first | self.last
+
+
 # Constraints: predicates over configurations and choices, and their conjunction.
 
 
@@ -25,6 +46,7 @@ class Constraint:
     also      choices that are considered for operations besides those that are searched
     together  groups of operations that take the same choice, and run on one pipeline device
     at        (operation, pipeline device): where it runs; -1 is the last one
+    ends      what all pipeline devices run together, split over all of their ranks
     parts     the constraints that it is made of; empty for one that stands for itself
     """
 
@@ -34,6 +56,7 @@ class Constraint:
     also: Mapping[str, Choice] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     at: tuple[tuple[str, int], ...] = ()
+    ends: SharedEnds | None = None
     parts: tuple[Constraint, ...] = ()
 
     @property
@@ -43,8 +66,14 @@ class Constraint:
 
 
 def all_of(constraints: Iterable[Constraint]) -> Constraint:
-    """Return the conjunction of constraints."""
+    """Return the conjunction of constraints. Raises NnscalerError("plan_illegal") for two interlaced pipelines."""
     every = tuple(constraints)
+    ends = [c.ends for c in every if c.ends is not None]
+    if len(ends) > 1:
+        told = " and ".join(repr(c.text) for c in every if c.ends is not None)
+        raise NnscalerError(
+            "plan_illegal", f"the constraints {told} are both of a pipeline", help="name all of it in one"
+        )
     return Constraint(
         "; ".join(c.text for c in every),
         lambda configuration: all(c.permits(configuration) for c in every),
@@ -52,6 +81,7 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
         dict(item for c in every for item in c.also.items()),
         tuple(group for c in every for group in c.together),
         tuple(place for c in every for place in c.at),
+        ends[0] if ends else None,
         every,
     )
 
@@ -142,15 +172,7 @@ def over_all_devices(graph: Graph, signatures: Mapping[str, Signature], operatio
     tp then has all ranks, since dp holds a parameter whole, and a pipeline gives it to the ranks of one stage. Raises
     NnscalerError("plan_illegal") for unknown names, and for operations without a parameter that can be split.
     """
-    shards: dict[str, frozenset[str]] = {}
-    for op in select(graph, tuple(operations)):
-        bound = signatures[op.name].bound
-        if bound is not None:
-            read = zip(op.inputs, bound.inputs, strict=True)
-            held = {i for name, o in read if o and graph.tensors[name].role == "parameter" for i in o.identifiers()}
-            found = held & set(signatures[op.name].identifiers)
-            if found:
-                shards[op.name] = frozenset(found)
+    shards = identifiers_of_parameters(graph, signatures, select(graph, tuple(operations)))
     text = f"{', '.join(operations)} over all devices"
     if not shards:
         help = "name an embedding, a linear, or a module that has one"
@@ -160,6 +182,22 @@ def over_all_devices(graph: Graph, signatures: Mapping[str, Signature], operatio
         return op.name not in shards or (isinstance(choice, Split) and choice.identifier in shards[op.name])
 
     return Constraint(text, lambda c: 1 < c.tp == c.ranks, allows)
+
+
+def identifiers_of_parameters(
+    graph: Graph, signatures: Mapping[str, Signature], operations: Iterable[Operation]
+) -> Identifiers:
+    """Return the identifiers of parameters that these operations read, which may be split; of those that have some."""
+    found: dict[str, frozenset[str]] = {}
+    for op in operations:
+        bound = signatures[op.name].bound
+        if bound is not None:
+            read = zip(op.inputs, bound.inputs, strict=True)
+            held = {i for name, o in read if o and graph.tensors[name].role == "parameter" for i in o.identifiers()}
+            may = held & set(signatures[op.name].identifiers)
+            if may:
+                found[op.name] = frozenset(may)
+    return found
 
 
 def _splits(choice: Choice, identifier: str | None = None) -> bool:

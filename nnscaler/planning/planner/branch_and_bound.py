@@ -19,7 +19,7 @@ from itertools import accumulate
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.bounds import bound_within, gathering, layered_of, near_bound, rough_bound, summing_rate
-from nnscaler.planning.planner.evaluate import Evaluated, evaluate, evaluated, weights_of
+from nnscaler.planning.planner.evaluate import Evaluated, beside, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.lagrangian_bound import Prices
 from nnscaler.planning.planner.layer_chain import Chain
 from nnscaler.planning.planner.layered_graph import PlanningCache
@@ -165,7 +165,7 @@ def search(
                 heapq.heappush(queue, (bound, 0, one.order, one))
             continue
         if depth < len(BOUNDS):
-            within = BOUNDS[depth](subject, c, memory)
+            within = BOUNDS[depth](subject, c, memory) + beside(subject, c)
             if within < float("inf"):
                 heapq.heappush(queue, (max(bound, within), depth + 1, order, c))
             else:
@@ -179,6 +179,7 @@ def search(
             too_large += 1
             undecided = min(undecided, bound) if chained else undecided  # none was found, which proves nothing
             continue
+        found = replace(found, bound=found.bound + beside(subject, c))
         solved.append(found)
         undecided = min(undecided, max(bound, found.bound))
         if found.fits and (best is None or found.seconds < best.seconds):

@@ -12,7 +12,8 @@ from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
-from nnscaler.planning.planner.layered_graph import PlanningCache
+from nnscaler.planning.planner.layered_graph import EndsEstimate, PlanningCache
+from nnscaler.planning.planner.shared_ends import ends_of
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.sharding.tables import Tables, when_backward_ends
 from nnscaler.planning.solver.pareto_frontier import bound_at, hull
@@ -215,11 +216,24 @@ def evaluated(
     A step takes what the schedule makes of the stages' seconds, and the largest of what stages do once per step.
     """
     numbers = item_numbers(subject, tables, weights, choices, again)
-    stages = tuple(_stage(c, numbers, again, s, edges[s], edges[s + 1]) for s in range(c.pp))
+    ends = ends_of(subject, c)
+    stages = tuple(_with_ends(_stage(c, numbers, again, s, edges[s], edges[s + 1]), ends) for s in range(c.pp))
     sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["sent"][end - 1])) for end in edges[1:-1]), 0.0]
     times = [s.forward + s.backward + before + after for s, before, after in zip(stages, sent, sent[1:], strict=False)]
     step = c.schedule.step_seconds(times, c.micro_batches) + max(stage.once for stage in stages)
+    step += beside(subject, c)
     return Evaluated(c, step, 0.0, True, tuple(choices), again, tables, weights, stages)
+
+
+def beside(subject: PlanningCache, c: Configuration) -> float:
+    """Return the seconds of a step in which all devices of a pipeline run its shared ends."""
+    ends = ends_of(subject, c)
+    return c.micro_batches * ends.seconds + ends.once
+
+
+def _with_ends(stage: StageEstimate, ends: EndsEstimate) -> StageEstimate:
+    """Return a stage with the bytes of the shared ends, which each device holds besides."""
+    return replace(stage, resting=stage.resting + ends.resting, kept=stage.kept + ends.kept)
 
 
 def item_numbers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,6 +22,7 @@ from nnscaler.planning.sharding.problem_config import Setting, make_setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
+from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.transform.blocks import Block
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
@@ -47,6 +48,24 @@ class Repeated:
     times: int
 
 
+@dataclass(frozen=True)
+class EndsEstimate:
+    """The shared ends of a pipeline on one rank.
+
+    seconds  of one micro-batch, forward and backward, and of the messages between them and the layers
+    once     seconds once per step
+    resting  bytes of parameters, gradients and optimizer states
+    kept     bytes of activations of all live micro-batches
+    choices  by operation, its choice over all ranks
+    """
+
+    seconds: float
+    once: float
+    resting: float
+    kept: float
+    choices: Mapping[str, Choice]
+
+
 @dataclass
 class PlanningCache:
     """A graph with everything that the planner derives from it, cached by tp and by the size of a micro-batch.
@@ -55,6 +74,9 @@ class PlanningCache:
     optimizer    bytes that the optimizer keeps of an element
     layered      the chain in a configuration and within a limit of memory (bytes), by moment
     gathering    by how parameters rest and the place of a dp axis, seconds per byte to gather and to scatter them
+    left_out     operations that cost nothing here, with the parameters that only they read: others run them
+    between      ranks from one rank of tp to the next
+    ends         what the shared ends of a pipeline cost (`shared_ends`), by sizes
     """
 
     graph: Graph
@@ -64,6 +86,9 @@ class PlanningCache:
     optimizer: float = OPTIMIZER_BYTES
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
+    between: int = 1
+    ends: dict[tuple[int, int, int, int, AtRest], EndsEstimate] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _settings: dict[int, Setting] = field(default_factory=dict)
     _builders: dict[tuple[int, int, AtRest], TableBuilder] = field(default_factory=dict)
@@ -88,7 +113,10 @@ class PlanningCache:
 
     def space(self, ranks: int, each: bool = False) -> Iterator[Configuration]:
         """Yield the configurations of so many ranks. Blocks are cut for balance, and too small to be recomputed."""
-        return configurations(ranks, self.batch, len(self.layers), each, recomputing=not self.blocks)
+        found = configurations(ranks, self.batch, len(self.layers), each, recomputing=not self.blocks)
+        if self.constraint.ends is None:
+            return found
+        return (replace(c, schedule=INTERLACED) if c.pp > 1 else c for c in found)
 
     @property
     def described(self) -> str:
@@ -188,7 +216,7 @@ class PlanningCache:
     def _builder(self, tp: int, parts: int, rests: AtRest = AT_REST_WHOLE) -> TableBuilder:
         key = (tp, parts, rests)
         if key not in self._builders:
-            places = {TP: AxisPlace(tp), DP: AxisPlace(parts, tp)}
+            places = {TP: AxisPlace(tp, self.between), DP: AxisPlace(parts, tp)}
             if parts not in self._settings:
                 mesh = ((DP, parts),) if parts > 1 else ()
                 self._settings[parts] = make_setting(self.graph, self.signatures, mesh, (), 1, places)
@@ -208,8 +236,19 @@ class PlanningCache:
                 pairs,
                 rests,
                 self.optimizer,
+                self.elsewhere,
             )
         return self._builders[key]
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Operations that cost nothing in the tables: those that are left out, and the shared ends of a pipeline."""
+        ends = self.constraint.ends
+        return self.left_out if ends is None else self.left_out | ends.both
+
+    def tables_of(self, tp: int, parts: int, rests: AtRest, only: Collection[str]) -> Tables:
+        """Return the cost tables of these operations."""
+        return self._builder(tp, parts, rests).build(only)
 
     def tables(self, tp: int, parts: int, rests: AtRest = AT_REST_WHOLE, short: bool = False) -> Tables:
         """Return the cost tables for operators split over `tp`, with one of `parts` of the batch.
@@ -265,7 +304,8 @@ class PlanningCache:
         if key not in self._gathered:
             found = 0.0
             for tensor in self.graph.with_role("parameter"):
-                readers = {self.groups.get(op.name, -1) for op, _ in self.graph.consumers[tensor.name]}
+                uses = [op.name for op, _ in self.graph.consumers[tensor.name] if op.name not in self.elsewhere]
+                readers = {self.groups.get(name, -1) for name in uses}
                 large = sum(size >= c.dp for size in tensor.shape) > 1
                 if readers and large and (layer is None or readers == {layer}):
                     found += tensor.elements * element_bytes(tensor.dtype)

@@ -10,12 +10,15 @@ from typing import Any
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.configurations import SCHEDULES
+from nnscaler.planning.constraints.interlaced import between_ends, of_layers
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
+from nnscaler.planning.planner.shared_ends import ends_of
 from nnscaler.planning.policies import assign_steps, steps_of
+from nnscaler.scheduling.registry import with_schedule
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
-from nnscaler.transform.plan import DP, PP, TP, Plan, RecomputeStep, Step
+from nnscaler.transform.plan import DP, PP, SHARED, TP, Plan, RecomputeStep, Step
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
@@ -115,18 +118,23 @@ def choices_of(subject: PlanningCache, found: Evaluated) -> dict[str, Choice]:
 def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     """Return the plan that runs a configuration with the choices found for it."""
     c, graph = found.configuration, subject.graph
-    steps: list[Step] = []
+    on_tp = steps_of(graph, TP, choices_of(subject, found)) if c.tp > 1 else ()
+    steps: list[Step] = list(on_tp)
     notes: tuple[str, ...] = ()
-    if c.tp > 1:
-        steps.extend(steps_of(graph, TP, choices_of(subject, found)))
     if c.pp > 1:
         cut = partition_of(subject, found)
+        ends = subject.constraint.ends
+        if ends is not None:
+            cut = between_ends(graph, subject.signatures, cut, ends)
+            shared = steps_of(graph, SHARED, ends_of(subject, c).choices, ends.both)
+            steps = [*of_layers(on_tp, cut), *shared]
         steps.extend(assign_steps(graph, cut))
         notes = cut.notes
     steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
     steps.extend(c.parameters.steps)
     mesh = tuple((name, size) for name, size in ((DP, c.dp), (TP, c.tp), (PP, c.pp)) if size > 1)
-    return Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, c.schedule.name, notes=notes)
+    made = Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, notes=notes)
+    return with_schedule(made, c.schedule)
 
 
 def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:

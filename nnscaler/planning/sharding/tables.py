@@ -99,6 +99,8 @@ class TableBuilder:
     together   pairs of operations whose choices on the first axis are to be the same
     rests      how parameters rest over dp
     optimizer  bytes that the optimizer keeps of an element
+    left_out   operations that cost nothing, with the parameters that only they read: other ranks run them, or other
+               tables have them
     """
 
     graph: Graph
@@ -111,6 +113,7 @@ class TableBuilder:
     together: tuple[tuple[str, str], ...] = ()
     rests: AtRest = AT_REST_WHOLE
     optimizer: float = OPTIMIZER_BYTES
+    left_out: frozenset[str] = frozenset()
     _columns: dict[Any, Columns] = field(default_factory=dict)
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
@@ -127,7 +130,7 @@ class TableBuilder:
         names = [op.name for op in operations]
         index = {name: i for i, name in enumerate(names)}
         chosen = {op.name: self.strategies.of(op) for op in operations}
-        columns = [self._of_operation(op, chosen[op.name]) for op in operations]
+        columns = [self._charged(op.name, self._of_operation(op, chosen[op.name])) for op in operations]
         groups = [self.groups.get(name, -1) for name in names]
         edges: list[tuple[int, int, Column]] = []
         layouts: dict[str, tuple[Layout, ...]] = {}
@@ -149,7 +152,9 @@ class TableBuilder:
                 layouts[tensor.name] = own
                 at = len(names)
                 names.append(tensor.name)
-                columns.append(self._of_tensor(tensor, own))
+                found = self._of_tensor(tensor, own)
+                elsewhere = tensor.role == "parameter" and all(op.name in self.left_out for op, _ in uses)
+                columns.append(self._free(found) if elsewhere else found)
                 groups.append(self._group_of(tensor))
                 if producer is not None and here:
                     made = self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name))
@@ -161,6 +166,17 @@ class TableBuilder:
             for first, second in self.together:
                 edges.append((index[first], index[second], self._alike(chosen[first], chosen[second])))
         return Tables(tuple(names), tuple(groups), tuple(columns), tuple(edges), chosen, layouts)
+
+    def _charged(self, name: str, columns: Columns) -> Columns:
+        return self._free(columns) if name in self.left_out else columns
+
+    def _free(self, columns: Columns) -> Columns:
+        """Return as many strategies that cost nothing; the same for the same columns."""
+        key = ("free", id(columns))
+        if key not in self._columns:
+            nothing = np.zeros(len(columns.forward))
+            self._columns[key] = Columns(*(nothing,) * 7, {})
+        return self._columns[key]
 
     def _group_of(self, tensor: LogicalTensor) -> int:
         producer = self.graph.producers.get(tensor.name)

@@ -12,7 +12,7 @@ import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_states
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import Sharded, State
+from nnscaler.ir.layout import Axis, Sharded, State
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
@@ -21,6 +21,7 @@ from nnscaler.planning.constraints import (
     all_of,
     constraints_of,
     forbid,
+    interlaced,
     megatron,
     on_device,
     over_all_devices,
@@ -36,6 +37,7 @@ from nnscaler.planning.planner.branch_and_bound import CLOSE
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
 from nnscaler.planning.policies import make_plan, steps_of
+from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
@@ -166,6 +168,35 @@ def test_over_all_devices() -> None:
         over_all_devices(graph, known, ["gelu"])
     with pytest.raises(NnscalerError, match="'wte over all devices', 'pp=2' together permit none"):
         found(graph, 4, over_all_devices(graph, known, ["wte"]), sizes(pp=2))
+
+
+def test_interlaced_holds_a_part_of_the_table_on_each_rank() -> None:
+    graph = graph_of("gpt")
+    known = signatures(graph)
+    kept = interlaced(graph, known, ["wte", "head"])
+    for wanted in ({"pp": 4}, {"tp": 2, "pp": 2, "zero": 3, "dp": 2}):
+        ranks = 8 if "dp" in wanted else 4
+        told = found(graph, ranks, kept, sizes(**wanted))
+        assert told.plan.schedule == "interlaced" and told.plan.stage_devices[0] == tuple(range(wanted["pp"]))
+        assert 0 < told.certificate.bound <= told.certificate.seconds
+        partitioned = apply_plan(graph, dict(known), told.plan)
+        first, last = (partitioned.placements[name] for name in ("embedding", "linear_16"))
+        assert (first.stages, last.stages) == ((0,), (wanted["pp"] + 1,))
+        assert partitioned.stages[0].mesh.axes[-1] == Axis("tp", 4)
+        splits = [first.choices[0][-2], last.choices[-1][-2]]
+        assert all(isinstance(choice, Split) for choice in splits)
+    assert told.subject.tables(2, 4).columns[0].resting.max() == 0.0  # the table is no part of the layers' problem
+    for operations, message in (
+        (["gelu"], "gelu over all pipeline devices: no parameter that is read there can be split"),
+        (["blocks.1.mlp"], "blocks.1.mlp over all pipeline devices: linear_6 lies in a layer"),
+    ):
+        with pytest.raises(NnscalerError) as error:
+            interlaced(graph, known, operations)
+        assert message in error.value.message and error.value.help
+    with pytest.raises(NnscalerError, match="are both of a pipeline"):
+        all_of((kept, interlaced(graph, known)))
+    with pytest.raises(NnscalerError, match="'wte, head interlaced', 'pp=1' together permit none"):
+        found(graph, 4, kept, sizes(pp=1))
 
 
 def test_together_means_one_choice_and_one_device() -> None:
@@ -327,6 +358,7 @@ def test_files_have_all_kinds(tmp_path: Path) -> None:
         "kind = 'megatron'": "megatron",
         "kind = 'sequence_parallel'": "sequence parallel",
         "kind = 'over_all_devices'\noperations = 'wte'": "wte over all devices",
+        "kind = 'interlaced'": "interlaced",
         "kind = 'together'\noperations = ['blocks.0.mlp', 'blocks.1.mlp']": "blocks.0.mlp, blocks.1.mlp together",
         "kind = 'on_device'\noperations = 'head'\ndevice = -1": "head on device -1",
         "kind = 'sizes'\ntp = 2\nrecompute = false": "tp=2, recompute=False",

@@ -14,7 +14,7 @@ from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
 from nnscaler.scheduling.registry import SCHEDULES, check_schedule, get_schedule
 from nnscaler.scheduling.schedule import Schedule, parse_order
-from nnscaler.scheduling.timeline import PassCosts, format_timeline, simulate
+from nnscaler.scheduling.timeline import PassCosts, format_timeline, peak_of_stage, simulate
 
 GPIPE = """\
 device 0 | F0.0 F0.1 F0.2 .    .    .    B0.0 ---- B0.1 ---- B0.2 ----
@@ -32,6 +32,11 @@ device 0 | F0.0 F0.1 F2.0 F2.1 F0.2 .    B2.0 ---- F0.3 B2.1 ---- F2.2 B0.0 ----
 device 1 | .    F1.0 F1.1 F3.0 B3.0 ---- F3.1 B3.1 ---- F1.2 B1.0 ---- F1.3 B1.1 ---- F3.2 B3.2 ---- F3.3 B3.3 ---- B1.2 ---- B1.3 ---- .    .
 27 long, bubble 11.1%, live micro-batches 5 3
 """  # noqa: E501
+INTERLACED = """\
+device 0 | F0.0 F1.0 F0.1 F1.1 F3.0 B3.0 ---- .    .    F0.2 F1.2 F3.1 B3.1 ---- B1.0 ---- B0.0 ---- .    F3.2 B3.2 ---- B1.1 ---- B0.1 ---- B1.2 ---- B0.2 ----
+device 1 | F0.0 .    F0.1 F2.0 F3.0 B3.0 ---- B2.0 ---- F0.2 F2.1 F3.1 B3.1 ---- B2.1 ---- B0.0 ---- F2.2 F3.2 B3.2 ---- B2.2 ---- B0.1 ---- .    .    B0.2 ----
+30 long, bubble 10.0%, live micro-batches 7 5
+"""  # noqa: E501
 UNFILLED = """\
 device 0 | F0.0 F0.1 F2.0 F2.1 F0.2 .    B2.0 ---- .    B2.1 ---- F2.2 B0.0 ---- B0.1 ---- .    B2.2 ---- .    .    B0.2 ----
 device 1 | .    F1.0 F1.1 F3.0 B3.0 ---- F3.1 B3.1 ---- F1.2 B1.0 ---- B1.1 ---- F3.2 B3.2 ---- .    .    B1.2 ---- .    .
@@ -46,6 +51,7 @@ device 1 | .    F1.0 F1.1 F3.0 B3.0 ---- F3.1 B3.1 ---- F1.2 B1.0 ---- B1.1 ----
         ("1F1B", 3, 1, 4, ONE_F_ONE_B),
         ("interleaved", 2, 2, 4, INTERLEAVED),
         ("Interleaved", 2, 2, 3, UNFILLED),
+        ("interlaced", 2, 1, 3, INTERLACED),
     ],
 )
 def test_golden_timeline(name: str, devices: int, chunks: int, micro_batches: int, text: str) -> None:
@@ -71,15 +77,14 @@ def test_complete_and_acyclic_with_any_forward_edges(
     stages = range(schedule.stages)
     places = [(s, m) for s in stages for m in range(micro_batches)]
     found = Counter(i for order in schedule.orders for i in order)
-    assert set(found.values()) == {1}
+    assert all(times == len(schedule.devices[i.stage]) for i, times in found.items())
     kinds = {place: "".join(sorted(i.kind for i in found if (i.stage, i.micro) == place)) for place in places}
     for (stage, _), passes in kinds.items():
         assert passes in ({"F"} if stage in schedule.untrained else {"BF", "FIW"})
     assert sum(map(len, kinds.values())) == len(found)
-    where = {i.stage: device for device, order in enumerate(schedule.orders) for i in order}
-    assert (
-        schedule.devices == tuple(where[s] for s in stages) == SCHEDULES[name].places(devices, len(stages) // devices)
-    )
+    where = [tuple(d for d, order in enumerate(schedule.orders) if s in {i.stage for i in order}) for s in stages]
+    assert schedule.devices == tuple(where)
+    assert schedule.devices == SCHEDULES[name].places(devices, SCHEDULES[name].chunks_of(devices, len(stages)))
     skips = data.draw(st.sets(st.tuples(st.sampled_from(stages), st.sampled_from(stages)), max_size=6))
     edges = {(p, c) for p, c in skips if p < c} | (chain(schedule.stages) if data.draw(st.booleans()) else set())
     certificate = check_acyclic(schedule, edges)
@@ -119,6 +124,28 @@ def test_what_the_planner_assumes(name: str, data: st.DataObject, devices: int, 
     assert unlike.makespan >= 3 * max(forward) * micro_batches
 
 
+@given(data=st.data(), shared=st.integers(0, 2), **devices_and_micros)
+@settings(max_examples=60, deadline=None)
+def test_what_the_planner_assumes_of_interlaced(
+    data: st.DataObject, shared: int, devices: int, micro_batches: int
+) -> None:
+    """Shared ends come on top of a step of the layers, and no stage has more micro-batches than it says."""
+    kind = SCHEDULES["interlaced"]
+    assert kind.in_flight is not None
+    schedule = kind(devices, 1, micro_batches)
+    for device in range(devices):
+        assert peak_of_stage(schedule, device + 1) == kind.in_flight(device, devices, micro_batches)
+    assert peak_of_stage(schedule, 0) == kind.in_flight(0, devices, micro_batches)
+    assert peak_of_stage(schedule, devices + 1) == 1
+    alike = data.draw(st.booleans())
+    one = st.just(2) if alike else st.integers(1, 9)
+    forward = [shared, *data.draw(st.lists(one, min_size=devices, max_size=devices)), shared]
+    found = simulate(schedule, costs=PassCosts(forward, [2 * f for f in forward], forward))
+    step = kind.step_seconds([3.0 * f for f in forward[1:-1]], micro_batches) + micro_batches * 2 * 3 * shared
+    assert found.makespan == step if alike else found.makespan <= step
+    assert all(row[-1].stop == found.makespan for row in found.rows), "the last pass is run by all devices"
+
+
 @given(chunks=st.integers(1, 4), **devices_and_micros)
 @settings(max_examples=60, deadline=None)
 def test_interleaved_bubble_shrinks_with_chunks(chunks: int, devices: int, micro_batches: int) -> None:
@@ -146,11 +173,13 @@ def test_the_planner_takes_schedules_with_figures_only() -> None:
         "gpipe",
         "1f1b",
         "interleaved",
+        "interlaced",
         "3f1b",
     ]
     check_schedule("zb-h1", searched=False)
     check_schedule("gpipe", searched=True)
-    for name, reason in (("zb-h1", "no figures"), ("zb-h2", "no figures"), ("zb-v", "several")):
+    reasons = {"zb-h1": "no figures", "zb-h2": "no figures", "zb-v": "several", "interlaced": "several devices"}
+    for name, reason in reasons.items():
         with pytest.raises(NnscalerError, match=reason) as error:
             check_schedule(name, searched=True)
         assert error.value.help == "name the plan: --plan dp=2,pp=2"
@@ -181,7 +210,7 @@ def test_costs_and_units() -> None:
 def test_deadlock_names_the_cycle() -> None:
     orders = (parse_order("F0.0 B0.0 F0.1 B0.1"), parse_order("F1.0 F1.1 B1.0 B1.1"))
     with pytest.raises(NnscalerError) as error:
-        check_acyclic(Schedule("mine", (0, 1), 2, orders), chain(2))
+        check_acyclic(Schedule("mine", ((0,), (1,)), 2, orders), chain(2))
     assert error.value.code == "schedule_deadlock"
     assert error.value.message == (
         "schedule mine deadlocks: device 0 is at B0.0 and waits for B1.0 of device 1, which comes after F1.1 there; "
@@ -191,7 +220,7 @@ def test_deadlock_names_the_cycle() -> None:
 
 def test_deadlock_within_one_device() -> None:
     with pytest.raises(NnscalerError, match=r"device 0 runs B0\.0 before its forward"):
-        check_acyclic(Schedule("mine", (0,), 1, (parse_order("B0.0 F0.0"),)), ())
+        check_acyclic(Schedule("mine", ((0,),), 1, (parse_order("B0.0 F0.0"),)), ())
 
 
 def test_edges_backwards_in_stages_deadlock() -> None:
@@ -201,7 +230,7 @@ def test_edges_backwards_in_stages_deadlock() -> None:
 
 def test_a_skip_edge_can_deadlock_what_a_chain_cannot() -> None:
     orders = tuple(map(parse_order, ("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1", "F2.0 F2.1 B2.1 B2.0")))
-    schedule = Schedule("mine", (0, 1, 2), 2, orders)
+    schedule = Schedule("mine", ((0,), (1,), (2,)), 2, orders)
     check_acyclic(schedule, {(0, 1), (0, 2)})
     with pytest.raises(NnscalerError, match="device 2 is at"):
         check_acyclic(schedule, {(0, 1), (1, 2), (0, 2)})
@@ -224,7 +253,7 @@ def test_a_skip_edge_can_deadlock_what_a_chain_cannot() -> None:
 )
 def test_incomplete_schedules_are_refused(orders: tuple[str, str], message: str) -> None:
     with pytest.raises(NnscalerError) as error:
-        check_acyclic(Schedule("mine", (0, 1), 1, tuple(map(parse_order, orders))), chain(2))
+        check_acyclic(Schedule("mine", ((0,), (1,)), 1, tuple(map(parse_order, orders))), chain(2))
     assert error.value.code == "bad_schedule"
     assert error.value.message == f"schedule mine: {message}"
 

@@ -68,16 +68,17 @@ def _stages(found: Found, replayed: Replay) -> str:
         "at rest",
         "activations",
     )
-    ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in replayed.communicated.stages}
+    every = [program.stage for program in replayed.communicated.stages]
+    own = [next(stage for stage in every if stage.devices == (device,)) for device in range(len(found.best.stages))]
     times = replayed.prediction
     rows = [
         (
             str(number),
-            ranks[number],
+            ranks_text(own[number].mesh.ranks),
             found.layers_of(number),
-            show_seconds(times.forward[number]),
-            show_seconds(times.backward[number]),
-            show_seconds(times.once[number]),
+            show_seconds(times.forward[own[number].index]),
+            show_seconds(times.backward[own[number].index]),
+            show_seconds(times.once[own[number].index]),
             f"{replayed.busy[number]:.0%}",
             f"{1 - replayed.busy[number]:.0%}",
             show_bytes(replayed.sent[number]),

@@ -1,0 +1,97 @@
+"""Interlaced pipelines: the ends on all devices together, the layers on one each. Exact, with a part of the table on
+each rank; and what cannot run is refused with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnscaler.cli.main import main
+from nnscaler.compile import WantedPlan, compile_traced
+from nnscaler.transform.plan import Plan, RecomputeStep
+from tests.traced_examples import EXAMPLES, loaded, traced
+from verify import verify_plan
+
+SHORT = [("t5_hf", "pp=4", 4, "gloo"), ("gpt", "dp=2,pp=2,zero=3", 4, "simulator")]
+LONG = [
+    *(("gpt", plan, 4, "gloo") for plan in ("pp=4", "tp=2,pp=2", "dp=2,pp=2,zero=1", "dp=2,pp=2,zero=2")),
+    ("gpt", "dp=2,tp=2,pp=2,zero=3", 8, "simulator"),
+    ("t5_hf", "dp=2,tp=2,pp=2", 8, "simulator"),
+    ("llama_hf", "pp=2", 2, "gloo"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "ranks", "backend"), [*SHORT, *(pytest.param(*row, marks=pytest.mark.long) for row in LONG)]
+)
+def test_it_equals_the_model(name: str, plan: str, ranks: int, backend: Any) -> None:
+    model = loaded(name)
+    report = verify_plan(
+        model.build, model.inputs, ranks=ranks, plan=plan, schedule="interlaced", micro_batches=None, backend=backend
+    )
+    assert report.exit_code == 0, [f.message for f in report.findings]
+
+
+def test_an_untied_head_and_recomputed_layers() -> None:
+    gpt = loaded("gpt")
+
+    def untied() -> Any:
+        model = gpt.build()
+        model.head.weight = torch.nn.Parameter(model.wte.weight.detach().clone())
+        return model
+
+    def again(graph: Any, ranks: int) -> Plan:
+        plan = compile_traced(traced("gpt"), WantedPlan(ranks, "pp=2", "interlaced", 4), model={"name": "gpt"}).plan
+        return Plan.from_json(plan.to_json().replace('"steps": [', f'"steps": [\n{STEP},'))
+
+    report = verify_plan(untied, gpt.inputs, ranks=2, plan=again, backend="simulator")
+    assert report.exit_code == 0, [f.message for f in report.findings]
+
+
+STEP = json.dumps({"step": RecomputeStep.kind, "operations": ["blocks.0", "blocks.3"]})
+
+
+def test_each_rank_has_a_quarter_of_the_table() -> None:
+    program = compile_traced(traced("t5_hf"), WantedPlan(4, "pp=4", "interlaced", 4), model={"name": "t5"})
+    (table,) = (entry for entry in program.manifest.parameters if "shared.weight" in entry.fqns)
+    bytes_of_table = 4 * table.shape[0] * table.shape[1]
+    ends = [entry for entry in program.manifest.memory if entry.stage in (0, 5)]
+    assert [(entry.stage, entry.role) for entry in ends] == [(s, d) for s in (0, 5) for d in range(4)]
+    assert all(bytes_of_table / 4 <= entry.parameters < bytes_of_table / 4 + 64 for entry in ends)
+
+
+ORDERS = ("F0.0 F1.0 F3.0 B3.0 B1.0 B0.0", "F0.0 F2.0 F3.0 B3.0 B2.0 B0.0")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stage_devices": [[0, 1], [0], [1], [0, 2]]}, "stage_devices: stage 3 is on the devices [0, 2]"),
+        ({"stage_devices": [[0, 1], [0], [1], []]}, "stage_devices: stage 3 is on the devices []"),
+        ({"stage_devices": [[0, 1], [0], [1], [1, 0]]}, "rank 1 would hold two shards of it"),
+        ({"orders": [ORDERS[0], ORDERS[1].replace(" F3.0 B3.0", "")]}, "device 1: never runs F3.0"),
+        (
+            {"orders": [ORDERS[0], ORDERS[1].replace("F0.0 F2.0", "F2.0 F0.0")]},
+            "device 1 is at F2.0 and waits for F1.0",
+        ),
+        (
+            {"orders": [ORDERS[0].replace("B1.0 B0.0", "B0.0 B1.0"), ORDERS[1]]},
+            "device 0 is at B0.0 and waits for B1.0",
+        ),
+    ],
+)
+def test_plans_that_cannot_run(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = compile_traced(traced("gpt"), WantedPlan(2, "pp=2", "interlaced", 1), model={"name": "gpt"})
+    told = {**json.loads(program.plan.to_json()), "schedule": "mine", "orders": list(ORDERS), **change}
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(told))
+    words = ["compile", str(EXAMPLES / "gpt.py"), "--ranks", "2", "--plan", str(file), "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    text = capsys.readouterr().err
+    assert message in text and "help:" in text, text
