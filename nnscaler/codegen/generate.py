@@ -47,7 +47,9 @@ def generate(
         programs = [p for p in communicated.stages if p.stage.device == device]
         text = " ".join(str(i) for i in order)
         head = f"Rank program of {title}: {plan.describe()}, role {device} of {len(schedule.orders)}."
-        sources[f"role_{device}.py"] = write_role(graph, programs, communicated.stages, head, text, written)
+        sources[f"role_{device}.py"] = write_role(
+            graph, programs, communicated.stages, head, text, written, schedule.staleness
+        )
     return sources
 
 

@@ -31,10 +31,12 @@ def write_role(
     title: str,
     order: str,
     origins: Mapping[str, tuple[str, str]],
+    staleness: Sequence[int] = (),
 ) -> str:
     """Return the source of one role.
 
-    `programs`: its stages; `every`: all stages; `origins`: user operator -> (file, qualified name).
+    `programs`: its stages; `every`: all stages; `origins`: user operator -> (file, qualified name); `staleness`: of a
+    stream, by stage.
     """
     ranks = programs[0].stage.mesh.ranks
     axes = ", ".join(f"{a.name}={a.size}" for a in programs[0].stage.mesh.axes) or "one rank"
@@ -49,7 +51,7 @@ def write_role(
     ]
     lines.extend(_user_operators(programs, origins))
     for program in programs:
-        lines.extend(_stage(graph, program, every))
+        lines.extend(_stage(graph, program, every, staleness))
     names = "".join(f"Stage{p.stage.index}, " for p in programs).rstrip(" ")
     lines.extend(["", f"STAGES = ({names})", f"RANKS = {ranks!r}", 'SCHEDULE = """', *_wrapped(order), '"""', ""])
     return "\n".join(lines)
@@ -76,7 +78,9 @@ def _user_operators(programs: Sequence[StageProgram], origins: Mapping[str, tupl
     return [*lines, ")", ""]
 
 
-def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram]) -> list[str]:
+def _stage(
+    graph: Graph, program: StageProgram, every: Sequence[StageProgram], staleness: Sequence[int]
+) -> list[str]:
     stage, writer = program.stage, StageWriter(graph, program)
     axes = ", ".join(f'"{a.name}": {a.size}' for a in stage.mesh.axes)
     lines = ["", f"class Stage{stage.index}(Stage):"]
@@ -88,6 +92,8 @@ def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram]) -
         f"{INDENT}axes = {{{axes}}}",
         f"{INDENT}micro_batches = {stage.micro_batches}",
     ]
+    if staleness:
+        lines += [f"{INDENT}staleness = {staleness[stage.index]}", f"{INDENT}versions = {staleness[stage.index] + 1}"]
     if stage.time_axes:
         sizes = ", ".join(f'"{a.name}": {a.size}' for a in stage.time_axes)
         lines.append(f"{INDENT}time_axes = {{{sizes}}}")

@@ -13,13 +13,17 @@ from nnscaler.scheduling.gpipe import GPIPE
 from nnscaler.scheduling.interleaved import INTERLEAVED
 from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
+from nnscaler.scheduling.pipedream import PIPEDREAM, written_for
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
 from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
 from nnscaler.transform.plan import Plan, stage_devices
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
-    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)}
+    {
+        kind.name: kind
+        for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V, PIPEDREAM)
+    }
 )
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 
@@ -52,7 +56,7 @@ def with_schedule(plan: Plan, schedule: str | ScheduleKind, chunks: int | None =
     name = schedule.partition(":")[0] if isinstance(schedule, str) else kind.name
     chunks = chunks or kind.chunks
     kind.check_chunks(plan.devices, chunks)
-    made = kind(plan.devices, chunks, plan.micro_batches) if kind.given else None
+    made = kind(plan.devices, chunks, _batches(plan, kind)) if kind.given else None
     places = kind.places(plan.devices, chunks) if made is None else made.devices
     each, more = divmod(len(places), plan.devices)
     goes_round = not more and places == stage_devices(plan.devices, each)
@@ -78,7 +82,7 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
         found = _own(plan, devices)
     else:
         kind = get_schedule(plan.schedule)
-        found = kind(plan.devices, max(plan.stages // plan.devices, 1), plan.micro_batches)
+        found = kind(plan.devices, max(plan.stages // plan.devices, 1), _batches(plan, kind))
         if found.devices != devices:
             raise NnscalerError(
                 "plan_illegal",
@@ -100,6 +104,22 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
     return found.without_backward(untrained)
 
 
+def _batches(plan: Plan, kind: ScheduleKind) -> int:
+    """Return for how many micro-batches, or batches of a stream, the orders of a plan are."""
+    if not kind.stream:
+        return plan.micro_batches
+    _check_whole(plan)
+    return written_for(plan.devices) if kind.only is None else kind.only[1]
+
+
+def _check_whole(plan: Plan) -> None:
+    """Check that the batches of a stream are not cut. Raises NnscalerError("plan_illegal")."""
+    if plan.micro_batches != 1:
+        message = f"schedule {plan.schedule} makes an update after each batch, and the plan cuts it into "
+        help = "each batch of a stream is one micro-batch: --micro-batches 1, and smaller batches"
+        raise NnscalerError("plan_illegal", f"{message}{plan.micro_batches} micro-batches", help=help)
+
+
 def _own(plan: Plan, devices: tuple[int, ...]) -> Schedule:
     """Return the schedule that a plan's orders are."""
     source = f"orders of the plan ({plan.schedule})"
@@ -108,7 +128,9 @@ def _own(plan: Plan, devices: tuple[int, ...]) -> Schedule:
         raise NnscalerError("bad_schedule", message, help="a text per device: F0.0 F0.1 B0.0 B0.1")
     given = [GivenOrder.of_text(text, f"device {device}") for device, text in enumerate(plan.orders)]
     found = read_orders(given, source, devices)
-    if found.micro_batches != plan.micro_batches:
+    if found.staleness:
+        _check_whole(plan)
+    elif found.micro_batches != plan.micro_batches:
         message = f"{source} are for {found.micro_batches} micro-batches, and the plan has {plan.micro_batches}"
         raise NnscalerError("bad_schedule", message, help=f'"micro_batches": {found.micro_batches}')
     return replace(found, name=plan.schedule)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from inspect import getdoc
 
 from nnscaler.errors import NnscalerError
-from nnscaler.instructions import FORM, Instruction, Kind, read_instruction
+from nnscaler.instructions import FORM, Instruction, Kind, StagePasses, read_instruction
 from nnscaler.transform.plan import stage_devices
 
 BACKWARD: tuple[Kind, ...] = ("B", "I", "W")
@@ -25,6 +25,7 @@ class Schedule:
     micro_batches   number of micro-batches
     orders          by device, its instructions in order
     untrained       stages that no gradient reaches: they have no backward passes
+    staleness       of a stream, by stage: the updates that a forward goes without; (): the step ends with one update
     """
 
     name: str
@@ -32,10 +33,17 @@ class Schedule:
     micro_batches: int
     orders: tuple[tuple[Instruction, ...], ...]
     untrained: frozenset[int] = frozenset()
+    staleness: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
         return len(self.devices)
+
+    def passes(self, stage: int) -> StagePasses:
+        """Return what `check_order` must find of a stage."""
+        staleness = self.staleness[stage] if self.staleness else None
+        backward: Literal["must", "never"] = "never" if stage in self.untrained else "must"
+        return StagePasses((self.micro_batches,), backward, staleness, 1 + (staleness or 0))
 
     def without_backward(self, stages: Collection[int]) -> Schedule:
         """Return the schedule without the backward passes of the stages that no gradient reaches: these."""
@@ -68,6 +76,7 @@ class ScheduleKind:
     repeats     (devices, micro-batches) -> how often the slowest stage counts beside the sum of all stages
     given       whether it is the user's: no name leads to it, so a plan that follows it holds its orders
     only        the one number of devices, and of micro-batches, that it is for; None: any
+    stream      whether each micro-batch is a batch with an update of its own, so that there is no step
     """
 
     name: str
@@ -80,6 +89,7 @@ class ScheduleKind:
     repeats: Callable[[int, int], int] | None = None
     given: bool = False
     only: tuple[int, int] | None = None
+    stream: bool = False
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
         """Return the order of every device. Raises NnscalerError("plan_illegal") for a number of chunks that it has

@@ -72,6 +72,8 @@ class PassCosts:
         stage = instruction.stage
         if instruction.kind == "F":
             return self.forward[stage]
+        if instruction.kind == "U":
+            return 0.0  # as the update at the end of a step
         if instruction.kind == "B":
             return self.backward[stage]
         return self.weights[stage] if instruction.kind == "W" else self.backward[stage] - self.weights[stage]
@@ -146,7 +148,7 @@ def peak_of_stage(schedule: Schedule, stage: int, kept: int = 1, later: int = 1)
 
 
 def _peak(order: Sequence[Instruction], kept: int = 1, later: int = 1) -> int:
-    changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later}
+    changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later, "U": 0}
     trained = {i.stage for i in order if i.kind in BACKWARD}  # other stages keep nothing
     return max(accumulate((changes[i.kind] for i in order if i.stage in trained), initial=0))
 
@@ -154,7 +156,7 @@ def _peak(order: Sequence[Instruction], kept: int = 1, later: int = 1) -> int:
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: str) -> TimelineRows:
     """Return the timeline in multiples of `unit`, which is called `name`. `ranks`: of each role."""
     rows = tuple(
-        TimelineRow(role, ranks[role], tuple(_bar(s, unit) for s in spans)) for role, spans in enumerate(timeline.rows)
+        TimelineRow(role, ranks[role], tuple(_bar(s, unit) for s in spans if s.instruction.kind != "U")) for role, spans in enumerate(timeline.rows)
     )
     return TimelineRows(name, rows, round(timeline.makespan / unit, 4), round(timeline.bubble, 4))
 

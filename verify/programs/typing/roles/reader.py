@@ -129,7 +129,9 @@ def _origin(operator: str) -> tuple[tuple[str, ...], str]:
 
 _MOST = 1 << 20  # ranks on one axis, or micro-batches
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
-_MEMBERS = "index ranks axes micro_batches time_axes inputs prepare_inputs receives sends loss results updates".split()
+_MEMBERS = (
+    "index ranks axes micro_batches staleness versions time_axes inputs prepare_inputs receives sends loss results updates"
+).split()
 _OF_PARAMETERS = {"reduce": (), "copies": (), "used": True, "rest": {}, "scatter": "step", "master": "", "sums": ""}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
@@ -244,6 +246,9 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
     named = all(type(axis) is str for axis in (*fixed["axes"], *time_axes)) and type(fixed["index"]) is int
     if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and 1 <= n <= _MOST for n in sizes):
         raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
+    staleness, versions = (read_value(found[n][0]) if n in found else None for n in ("staleness", "versions"))
+    if (staleness is None) != (versions is None) or not all(type(n) is int for n in (staleness or 0, versions or 0)):
+        raise Unreadable(node, f"`class {node.name}` has the staleness {staleness!r} and {versions!r} versions")
     if not _tuple_of(int, fixed["ranks"]) or not _tuple_of(str, (*updates, *updates.values())):
         raise Unreadable(node, f"`class {node.name}` has the ranks {fixed['ranks']} and the updates {updates}")
     return StageText(
@@ -265,6 +270,8 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         tuple(source),
         tuple(_result(call, name) for name, call in _entries(found, "results")),
         time_axes,
+        staleness,
+        1 if versions is None else versions,
     )
 
 

@@ -190,7 +190,7 @@ class ResultText:
 
 @dataclass(frozen=True)
 class StageText:
-    """One stage class. `loss` is None where the stage computes none."""
+    """One stage class. `loss` is None where the stage computes none, `staleness` where a step ends with one update."""
 
     file: str
     number: int
@@ -211,6 +211,8 @@ class StageText:
     source: tuple[str, ...] = ()
     results: tuple[ResultText, ...] = ()
     time_axes: Mapping[str, int] = field(default_factory=dict)
+    staleness: int | None = None
+    versions: int = 1
 
 
 @dataclass(frozen=True)
