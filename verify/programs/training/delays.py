@@ -10,9 +10,6 @@ Nothing of a schedule is read here: what an order does is compared with this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-
 def staleness_of(stage: int, stages: int) -> int:
     """Return how many updates the parameters lack that a batch reads in a stage."""
     return stages - 1 - stage
@@ -24,11 +21,6 @@ def version_at(batch: int, delay: int) -> int:
 
 
 def semantics(stages: int) -> str:
-    """Say what a stream is compared with: `delayed SGD with staleness p-1-s (2, 1, 0 of stages 0 to 2)`."""
+    """Return what a stream is compared with: `delayed SGD with staleness p-1-s (2, 1, 0)`."""
     listed = ", ".join(str(staleness_of(stage, stages)) for stage in range(stages))
     return f"delayed SGD with staleness p-1-s ({listed})"
-
-
-def stages_text(delays: Sequence[int]) -> str:
-    """Return `stages 0, 1 and 2 lack 2, 1 and 0 updates`, for notes."""
-    return ", ".join(f"stage {stage} lacks {delay}" for stage, delay in enumerate(delays))
