@@ -222,7 +222,7 @@ def _version_mistakes(stage: int, passes: StagePasses, order: Sequence[Instructi
                 yield OrderMistake("stale", str(i), message)
         elif made - read[i.at] >= passes.versions:
             kept = f"{passes.versions} version{'s' * (passes.versions != 1)}"
-            message = f"runs {i} when version {read[i.at]}, which {i.of('F')} read, is overwritten: {kept} are kept"
+            message = f"runs {i} when version {read[i.at]}, which {i.of('F')} read, is overwritten: the stage keeps {kept}"
             yield OrderMistake("overwritten", str(i), message)
 
 

@@ -7,6 +7,7 @@ equals, and every report names it.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from verify.programs.prepare import Prepared
 from verify.programs.reference.eager import Settings, Trajectory
 from verify.programs.request import PlanRequest
 from verify.programs.training.course import Course, carried_by, class_of, undecayed_of
-from verify.programs.training.delays import staleness_of
+from verify.programs.training.delays import semantics, staleness_of
 from verify.programs.training.eager import EagerRun, eager_model
 from verify.programs.training.run import (
     Training,
@@ -37,12 +38,19 @@ from verify.results.report import Check
 from verify.results.verdict import Verdict
 
 PLAIN = "torch.optim::SGD"
+_DECLARED = re.compile(r"^    staleness = ", re.MULTILINE)
 RAN = "stream: runs on every rank"
 
 
 def is_stream(program: OpenedProgram) -> bool:
-    """Return whether the stages of a program declare a staleness."""
-    return any(stage.staleness is not None for stage in _stages(program))
+    """Return whether stages of a program declare a staleness; read in the text, for it may be one that does not load."""
+    texts = ((program.path / file).read_text(encoding="utf-8") for file in program.role_files)
+    return any(_DECLARED.search(text) for text in texts)
+
+
+def semantics_of(program: OpenedProgram) -> str:
+    """Return what a stream is compared with, in words; empty for a program that makes steps."""
+    return semantics(len(program.manifest.tensors)) if is_stream(program) else ""
 
 
 def check_stream(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[list[CheckOutcome], Trajectory]:

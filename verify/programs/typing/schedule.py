@@ -24,17 +24,19 @@ from nnscaler.instructions import (
     total_order,
     waits_of,
 )
-from verify.programs.training.delays import staleness_of
+from verify.programs.training.delays import semantics, staleness_of
 from verify.programs.typing.roles.text import RoleText, StageText
 from verify.programs.typing.typed_value import Mistake
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """`total`: all instructions of all roles, in an order in which they can run. `wrong`: per role."""
+    """`total`: all instructions of all roles, in an order in which they can run. `wrong`: per role. `semantics`: what the
+    orders of a stream train by; empty for those of a step."""
 
     total: tuple[Instruction, ...]
     wrong: tuple[tuple[RoleText, Mistake], ...]
+    semantics: str = ""
 
 
 def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], trains: bool = True) -> Order:
@@ -50,7 +52,9 @@ def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], t
         orders.append(order)
         wrong += [(role, mistake) for stage in role.stages for mistake in _stream_mistakes(stage, stages)]
         wrong += [(role, _mistake(role, mistake)) for mistake in mistakes]
+    told = ""
     if any(stage.staleness is not None for stage in stages.values()):
+        told = semantics(len(stages))
         # any batch waits for those at most so far apart as there are stages: longer streams only repeat this
         longest = max(map(len, orders)) + 2 * len(stages)
         orders = [tuple(going_on(order, lambda batch: batch < longest)) for order in orders]
@@ -71,7 +75,7 @@ def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], t
             cause = "what is waited for is in no schedule: a missing send, or a backward that never runs"
         mistake = Mistake("deadlock", "the schedule comes to a halt: " + "; ".join(heads), cause)
         wrong.append((roles[min(found.stuck)], mistake))
-    return Order(found.done, tuple(wrong))
+    return Order(found.done, tuple(wrong), told)
 
 
 def _passes(stage: StageText, trains: bool, written: int) -> StagePasses:

@@ -15,6 +15,7 @@ from nnscaler.ir.layout import State
 from nnscaler.tracing.export.custom_gradients import function_of
 from verify.programs.typing.roles.bodies import first_line, read_body
 from verify.programs.typing.roles.text import (
+    STREAM,
     Body,
     ExchangeText,
     InputText,
@@ -25,6 +26,7 @@ from verify.programs.typing.roles.text import (
     StageText,
     StoredText,
     Unreadable,
+    read_stream,
     read_value,
 )
 
@@ -129,9 +131,7 @@ def _origin(operator: str) -> tuple[tuple[str, ...], str]:
 
 _MOST = 1 << 20  # ranks on one axis, or micro-batches
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
-_MEMBERS = (
-    "index ranks axes micro_batches staleness versions time_axes inputs prepare_inputs receives sends loss results updates"
-).split()
+_MEMBERS = "index ranks axes micro_batches time_axes inputs prepare_inputs receives sends loss results updates".split()
 _OF_PARAMETERS = {"reduce": (), "copies": (), "used": True, "rest": {}, "scatter": "step", "master": "", "sums": ""}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
@@ -174,7 +174,6 @@ def read_role(file: str, text: str) -> RoleText:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         place = ast.Pass(lineno=getattr(error, "lineno", 0) or 0, col_offset=0)
         raise Unreadable(place, f"is no Python: {error or type(error).__name__}") from error
-    source = text.splitlines()
     stages: list[StageText] = []
     values: dict[str, tuple[int, Any]] = {}
     user: dict[str, str] = {}
@@ -183,7 +182,7 @@ def read_role(file: str, text: str) -> RoleText:
     for node in tree.body:
         match node:
             case ast.ClassDef():
-                stages.append(_stage(file, node, source))
+                stages.append(_stage(file, node, text.splitlines()))
             case ast.Assign(targets=[ast.Name(id="user")], value=ast.Call() as call):
                 user, files = user_operators(call)
             case ast.Assign(targets=[ast.Name(id=name)]) if name in ("STAGES", "RANKS", "SCHEDULE"):
@@ -236,7 +235,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
                 pass
             case _:
                 raise Unreadable(member, f"`{first_line(member)}` is no part of a stage")
-    if (unknown := set(found) - {*_KINDS, *_MEMBERS}) or "forward" not in bodies:
+    if (unknown := set(found) - {*_KINDS, *_MEMBERS, *STREAM}) or "forward" not in bodies:
         raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
     fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
     if len(fixed) < 4:
@@ -246,9 +245,6 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
     named = all(type(axis) is str for axis in (*fixed["axes"], *time_axes)) and type(fixed["index"]) is int
     if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and 1 <= n <= _MOST for n in sizes):
         raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
-    staleness, versions = (read_value(found[n][0]) if n in found else None for n in ("staleness", "versions"))
-    if (staleness is None) != (versions is None) or not all(type(n) is int for n in (staleness or 0, versions or 0)):
-        raise Unreadable(node, f"`class {node.name}` has the staleness {staleness!r} and {versions!r} versions")
     if not _tuple_of(int, fixed["ranks"]) or not _tuple_of(str, (*updates, *updates.values())):
         raise Unreadable(node, f"`class {node.name}` has the ranks {fixed['ranks']} and the updates {updates}")
     return StageText(
@@ -270,8 +266,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         tuple(source),
         tuple(_result(call, name) for name, call in _entries(found, "results")),
         time_axes,
-        staleness,
-        1 if versions is None else versions,
+        *read_stream(node, {name: found[name][0] for name in STREAM if name in found}),
     )
 
 
@@ -356,10 +351,8 @@ def _message(call: ast.Call, variable: str) -> MessageText | ExchangeText:
     kind = ast.unparse(call.func)
     if kind == "Exchange":
         _, given = _arguments(call, ("key", "stage", "messages", "backward", "shape", "dtype", "needs_grad"))
-        needs_grad = given.get("needs_grad", True)
-        dtype = given.get("dtype", "float32")
-        sides = (tuple(given["messages"]), tuple(given["backward"]))
-        shape = _shape(call, given["shape"])
+        needs_grad, dtype = given.get("needs_grad", True), given.get("dtype", "float32")
+        sides, shape = (tuple(given["messages"]), tuple(given["backward"])), _shape(call, given["shape"])
         return ExchangeText(call.lineno, given["key"], given["stage"], *sides, shape, dtype, needs_grad, variable)
     if kind == "Receive" and variable:
         _, given = _arguments(call, ("key", "stage", "shape", "dtype", "peers", "needs_grad"))
