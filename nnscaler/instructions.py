@@ -8,10 +8,10 @@ An instruction is a pass of one micro-batch through one stage: forward `F`, and 
 halves: `I` computes the gradients of what the stage received, and `W`, any time later, those of its parameters (Qi et
 al., Zero Bubble Pipeline Parallelism, 2023). Nothing waits for `W` but the update, so it fills what would be a bubble.
 
-A step ends with one update of all parameters. A stream (Narayanan et al., PipeDream, 2019) has no end: each batch is one
-micro-batch, and `U` applies its gradient to the parameters of its stage, which makes their next version. A forward reads
-the newest version, and its backward reads that one again, out of those that the stage keeps. Which versions an order
-reads follows from the order alone (`versions_read`).
+A step ends with one update of all parameters. A stream (Narayanan et al., PipeDream, 2019) has no end: each batch is
+one micro-batch, and `U` applies its gradient to the parameters of its stage, which makes their next version. A forward
+reads the newest version, and its backward reads that one again, out of those that the stage keeps. Which versions an
+order reads follows from the order alone (`versions_read`).
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def _mistakes_at(
         yield OrderMistake("missing", str(other), f"runs {found[0]} and never {other}")
     update = forward.of("U")
     if passes.staleness is not None and found and update not in position:
-        yield OrderMistake("missing", str(update), f"never runs {update}: the gradient of {found[-1]} is applied nowhere")
+        yield OrderMistake(
+            "missing", str(update), f"never runs {update}: the gradient of {found[-1]} is applied nowhere"
+        )
     if not found and update in position:
         yield OrderMistake("unwanted", str(update), f"runs {update} without a backward")
     halves = ((forward, whole), (forward, inputs), (forward, weights), (inputs, weights))
@@ -218,11 +220,15 @@ def _version_mistakes(stage: int, passes: StagePasses, order: Sequence[Instructi
         elif i.kind == "F":
             right = declared_version(i.micro, passes.staleness)
             if made != right:
-                message = f"runs {i} on version {made} of its parameters, and staleness {passes.staleness} reads {right}"
+                message = (
+                    f"runs {i} on version {made} of its parameters, and staleness {passes.staleness} reads {right}"
+                )
                 yield OrderMistake("stale", str(i), message)
         elif made - read[i.at] >= passes.versions:
             kept = f"{passes.versions} version{'s' * (passes.versions != 1)}"
-            message = f"runs {i} when version {read[i.at]}, which {i.of('F')} read, is overwritten: the stage keeps {kept}"
+            message = (
+                f"runs {i} when version {read[i.at]}, which {i.of('F')} read, is overwritten: the stage keeps {kept}"
+            )
             yield OrderMistake("overwritten", str(i), message)
 
 

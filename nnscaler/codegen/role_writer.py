@@ -78,9 +78,7 @@ def _user_operators(programs: Sequence[StageProgram], origins: Mapping[str, tupl
     return [*lines, ")", ""]
 
 
-def _stage(
-    graph: Graph, program: StageProgram, every: Sequence[StageProgram], staleness: Sequence[int]
-) -> list[str]:
+def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram], staleness: Sequence[int]) -> list[str]:
     stage, writer = program.stage, StageWriter(graph, program)
     axes = ", ".join(f'"{a.name}": {a.size}' for a in stage.mesh.axes)
     lines = ["", f"class Stage{stage.index}(Stage):"]

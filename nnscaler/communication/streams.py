@@ -1,4 +1,4 @@
-"""Check that a program may run as a stream: one whose stages update their parameters while other batches are on the way.
+"""Check that a program may run as a stream: stages update their parameters while other batches are on the way.
 
 What a step does once, before its first forward or after its last backward, a stream has no moment for.
 """
@@ -33,6 +33,8 @@ def _check_stage(graph: Graph, program: StageProgram, schedule: Schedule) -> Non
     index, version = program.stage.index, "a stage has several versions of its parameters at a time"
     for stored in program.stored:
         tensor = graph.tensors[stored.tensor]
+        if tensor.role != "parameter" or not tensor.needs_grad:
+            continue
         name = tensor.fqns[0]
         place = next((op.where for op in graph.operations if stored.tensor in op.inputs), None)
         why = help = ""

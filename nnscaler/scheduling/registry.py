@@ -69,6 +69,13 @@ def with_schedule(plan: Plan, schedule: str | ScheduleKind, chunks: int | None =
     )
 
 
+def is_stream(plan: Plan) -> bool:
+    """Return whether a plan makes an update after each batch, and no steps. Raises NnscalerError."""
+    if plan.orders:
+        return any(word.startswith("U") for order in plan.orders for word in order.split())
+    return get_schedule(plan.schedule).stream
+
+
 def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
     """Return the orders that a plan asks for. `untrained`: the stages that no gradient reaches; all of a model without
     a loss.

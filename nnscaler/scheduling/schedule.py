@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from inspect import getdoc
+from typing import Literal
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import FORM, Instruction, Kind, StagePasses, read_instruction

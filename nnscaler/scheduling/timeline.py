@@ -156,7 +156,8 @@ def _peak(order: Sequence[Instruction], kept: int = 1, later: int = 1) -> int:
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: str) -> TimelineRows:
     """Return the timeline in multiples of `unit`, which is called `name`. `ranks`: of each role."""
     rows = tuple(
-        TimelineRow(role, ranks[role], tuple(_bar(s, unit) for s in spans if s.instruction.kind != "U")) for role, spans in enumerate(timeline.rows)
+        TimelineRow(role, ranks[role], tuple(_bar(s, unit) for s in spans if s.instruction.kind != "U"))
+        for role, spans in enumerate(timeline.rows)
     )
     return TimelineRows(name, rows, round(timeline.makespan / unit, 4), round(timeline.bubble, 4))
 

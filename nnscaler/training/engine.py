@@ -13,7 +13,7 @@ Every rank runs the same loop, and all of them see the same loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,8 @@ from nnscaler.runtime.program.program_directory import groups_of, pairs_of
 from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.stream import StreamExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
+from nnscaler.runtime.training.stream import StreamExecutor
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.gathered import gathered_state
 from nnscaler.training.optimizers import build_optimizer
@@ -165,19 +165,10 @@ class Engine:
         if not isinstance(executor, StreamExecutor):
             message = f"schedule {self.manifest.schedule} ends each step with one update"
             raise NnscalerError("no_stream", message, help="compile with schedule pipedream, or call engine.step")
-        if self.data_part.count > 1 and not running.cut:
-            raise NnscalerError("no_stream", "every rank computes the whole batch, which its data parts do not have")
         executor.take_buffers(self._buffers)
-        executor.loss_scale, count = self.loss_scale, 0
-
-        def named() -> Iterator[dict[str, Tensor]]:
-            nonlocal count
-            for batch in batches:
-                count += 1
-                yield self._named(batch)
-
-        losses = executor.stream(named(), update)
-        self._current = running
+        executor.loss_scale, before = self.loss_scale, self.context.passes
+        losses = executor.stream(map(self._named, batches), update)
+        self._current, count = running, self.context.passes - before
         own = torch.stack(losses).double() if losses else torch.zeros(count, dtype=torch.float64, device=self.device)
         return self.communicator.broadcast(own, running.source, tuple(range(self.world_size)))
 

@@ -18,14 +18,13 @@ from verify.programs.prepare import Prepared
 from verify.programs.proof import Proof
 from verify.programs.reference.eager import Trajectory
 from verify.programs.request import PlanRequest
-from verify.programs.training.stream import semantics_of
 from verify.programs.token import reproduce_line
+from verify.programs.training.stream import semantics_of
 from verify.programs.typing.roles.record import NAME as STATE_CHECK
 from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
-
 
 NOT_THE_MODEL = (
     "a stream is not the model's training step by step: it was compared with {}, W(t+1) = W(t) - lr * grad "

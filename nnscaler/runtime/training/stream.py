@@ -35,7 +35,9 @@ class StreamExecutor(RankExecutor):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         if len(self.stages) != 1:
-            raise ProgramError(f"rank {self.rank} has the stages {sorted(self.stages)}: a stream has one on each device")
+            raise ProgramError(
+                f"rank {self.rank} has the stages {sorted(self.stages)}: a stream has one on each device"
+            )
         (self._stage,) = self.stages.values()
         self._written = batches_written(map(str, self.schedule))
         self._versions: Versions | None = None  # while a stream runs

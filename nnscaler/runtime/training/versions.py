@@ -1,4 +1,4 @@
-"""The versions of a stage's parameters in a stream: a batch reads the newest one, and its backward reads that one again.
+"""The versions of a stage's parameters in a stream: a batch reads the newest one, and its backward that one again.
 
 Each version has a place in memory, out of as many as the stage declares: a new one takes that of the oldest. The tensor
 between steps, which the optimizer updates and checkpoints see, is always the newest version. Each batch reads its

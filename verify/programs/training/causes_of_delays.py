@@ -8,6 +8,11 @@ from torch import Tensor
 
 from verify.programs.training.trained import Alternatives, Compared, Trained
 
+UNSTASHED = (
+    "its backward goes through the newest parameters, and its forward went through older ones: the stage does not keep "
+    "the version that the batch read (stashing is missing)"
+)
+
 
 def of_loss(trained: Trained, found: Compared) -> Alternatives:
     for sentence, read in _others(trained, found.step):
@@ -15,6 +20,10 @@ def of_loss(trained: Trained, found: Compared) -> Alternatives:
 
 
 def of_gradient(trained: Trained, found: Compared) -> Alternatives:
+    stale, newest = trained.eager.read(found.step, trained.course.delays or {}), trained.eager.before(found.step)
+    unstashed = _compute(trained, found, stale, newest)[1].get(found.name)
+    if unstashed is not None:
+        yield UNSTASHED, unstashed
     for sentence, read in _others(trained, found.step):
         gradient = _compute(trained, found, read)[1].get(found.name)
         if gradient is not None:
@@ -40,7 +49,7 @@ def _others(trained: Trained, step: int) -> Iterator[tuple[str, Mapping[str, Ten
 
 
 def _compute(
-    trained: Trained, found: Compared, read: Mapping[str, Tensor]
+    trained: Trained, found: Compared, read: Mapping[str, Tensor], back: Mapping[str, Tensor] | None = None
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     number = trained.course.first_batch(found.step)
-    return trained.model.compute(read, trained.course.batches()[number], number)
+    return trained.model.compute(read, trained.course.batches()[number], number, back=back)

@@ -10,6 +10,7 @@ Nothing of a schedule is read here: what an order does is compared with this.
 
 from __future__ import annotations
 
+
 def staleness_of(stage: int, stages: int) -> int:
     """Return how many updates the parameters lack that a batch reads in a stage."""
     return stages - 1 - stage

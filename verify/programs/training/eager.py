@@ -109,8 +109,10 @@ class EagerModel:
         *,
         dropout: bool = True,
         evaluate: bool = False,
+        back: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """Return loss and gradients of one batch with these parameters. `number`: of the batch, for random numbers."""
+        """Return loss and gradients of one batch with these parameters. `number`: of the batch, for random numbers;
+        `back`: parameters that take their place in memory before the backward."""
         model = copy.deepcopy(self.model)
         draws = self._drawing() if dropout and not evaluate else None
         with running_in(model, torch.float64, draws):
@@ -120,6 +122,8 @@ class EagerModel:
                         parameter.copy_(parameters[name])
             if evaluate:
                 return self._evaluated(model, batch), {}
+            if back is not None:
+                model.register_forward_hook(lambda *_: _overwrite(model, back))
             loss = self._backward(model, batch, number, draws)
             return loss, {n: p.grad for n, p in model.named_parameters()}
 
@@ -221,6 +225,13 @@ def _reading(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         _set(model, newest)
+
+
+def _overwrite(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set values behind autograd's back, which takes them for those of the forward."""
+    for name, parameter in model.named_parameters():
+        if name in values:
+            parameter.data.copy_(values[name])
 
 
 def _set(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -43,7 +43,7 @@ RAN = "stream: runs on every rank"
 
 
 def is_stream(program: OpenedProgram) -> bool:
-    """Return whether stages of a program declare a staleness; read in the text, for it may be one that does not load."""
+    """Return whether stages of a program declare a staleness; read in the text, for it may not load."""
     texts = ((program.path / file).read_text(encoding="utf-8") for file in program.role_files)
     return any(_DECLARED.search(text) for text in texts)
 
@@ -127,7 +127,9 @@ def _compared(
     started = time.perf_counter()
     eager = training.model.train(training.course)
     count = len(training.course.steps)
-    prepared.context.progress("reference", time.perf_counter() - started, f"eager delayed SGD, float64, {count} batches")
+    prepared.context.progress(
+        "reference", time.perf_counter() - started, f"eager delayed SGD, float64, {count} batches"
+    )
     started = time.perf_counter()
     backend = request.runs_on if not suffix else request.train_backend or request.runs_on
     found = run_ranks(training, request, prepared, work, backend)

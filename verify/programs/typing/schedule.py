@@ -31,8 +31,8 @@ from verify.programs.typing.typed_value import Mistake
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """`total`: all instructions of all roles, in an order in which they can run. `wrong`: per role. `semantics`: what the
-    orders of a stream train by; empty for those of a step."""
+    """`total`: all instructions of all roles, in an order in which they can run. `wrong`: per role. `semantics`: what
+    the orders of a stream train by; empty for those of a step."""
 
     total: tuple[Instruction, ...]
     wrong: tuple[tuple[RoleText, Mistake], ...]
