@@ -83,7 +83,9 @@ class Pieces:
         return [self._line(program, "prepare", i, seconds) for i, seconds in enumerate(price.prepare)]
 
     def of_pass(self, program: StageProgram, kind: Kind) -> list[Piece]:
-        """Return the pieces of a pass of one micro-batch through a stage."""
+        """Return the pieces of a pass of one micro-batch through a stage; an update sums its gradients."""
+        if kind == "U":
+            return [self.around(program.stage.device, "gradient")]
         return self._forward(program) if kind == "F" else list(self._backward(program, kind))
 
     def _forward(self, program: StageProgram) -> list[Piece]:

@@ -56,11 +56,13 @@ class PassCosts:
     forward    of F
     backward   of B
     weights    of W, which is a part of `backward`; the rest of it is I
+    updates    of U: of summing its gradients; (): they take no time, as the update at the end of a step
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
     weights: Sequence[float]
+    updates: Sequence[float] = ()
 
     @staticmethod
     def alike(stages: int, forward: float = 1.0, backward: float = 2.0, weights: float = 1.0) -> PassCosts:
@@ -73,7 +75,7 @@ class PassCosts:
         if instruction.kind == "F":
             return self.forward[stage]
         if instruction.kind == "U":
-            return 0.0  # as the update at the end of a step
+            return self.updates[stage] if self.updates else 0.0
         if instruction.kind == "B":
             return self.backward[stage]
         return self.weights[stage] if instruction.kind == "W" else self.backward[stage] - self.weights[stage]

@@ -152,13 +152,11 @@ class Engine:
         return running.executor.returned(loss)
 
     def stream(self, batches: Iterable[Batch], update: Callable[[], object]) -> Tensor:
-        """Run a stream of batches through a pipeline that never drains, with an update after each; return the loss of
-        each global batch at the parameters that it read, on every rank.
+        """Run a stream of batches, with an update after each; return the loss of each global batch at the parameters
+        that it read, on every rank. This is delayed SGD, not what `step` does (docs/asynchronous-pipeline.md).
 
-        `batches`: this data part's rows, of one size, as many on every rank. `update`: makes this rank's optimizer
-        step, such as `optimizer.step`; gradients are set before and forgotten afterwards. This is delayed SGD, and not
-        the training that `step` does (docs/asynchronous-pipeline.md). Raises NnscalerError("no_stream") for a program
-        whose schedule has no updates in it.
+        `batches`: this data part's rows, of one size, as many on every rank. `update`: makes the optimizer's step from
+        the gradients, which are forgotten then. Raises NnscalerError("no_stream") for a program that makes steps.
         """
         running = self._running[self._first_size]
         executor = running.executor

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nnscaler.instructions import batches_written, going_on
 from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, precision_of_run
 from nnscaler.runtime.training.batch import Batch
 from nnscaler.runtime.training.executor import RankExecutor
@@ -64,6 +65,8 @@ class StreamExecutor(RankExecutor):
                 autocast_on(self.device.type),
                 torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
             ):
+                if self._resting:  # what is not trained
+                    gather(self._resting, self.communicator)
                 losses = self._follow(batches, update, versions)
                 self.communicator.finish()
         finally:
