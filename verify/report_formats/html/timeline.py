@@ -16,7 +16,8 @@ COLUMN, WIDEST = 900, 2400  # pixels: what a desktop shows without scrolling, an
 _PIXELS = 11  # of the narrowest bar
 Calls = Mapping[int, tuple[CallMark, ...]]  # by role
 NO_CALLS: Calls = MappingProxyType({})
-_COLORS = {"F": "65% 70%", "B": "55% 40%", "I": "65% 28%", "W": "28% 82%", "U": "10% 55%"}  # saturation and lightness, by kind
+# saturation and lightness, by kind
+_COLORS = {"F": "65% 70%", "B": "55% 40%", "I": "65% 28%", "W": "28% 82%", "U": "10% 55%"}
 _OTHER = "20% 50%"
 _LIGHT = ("F", "W")  # with dark numbers
 
