@@ -124,3 +124,10 @@ def sample_inputs(batch: int = 24, tokens: int = 16) -> dict[str, Tensor]:
     lengths = torch.randint(tokens // 4, tokens + 1, (batch, 1), generator=generator)
     labels = text[:, 1:].masked_fill(torch.arange(tokens) >= lengths, IGNORED)
     return {"ids": text[:, :-1].contiguous(), "labels": labels}
+
+
+def build_untied() -> GPT:
+    """The same with a head of its own, which an asynchronous pipeline needs (docs/asynchronous-pipeline.md)."""
+    model = build_model()
+    model.head.weight = nn.Parameter(model.wte.weight.detach().clone())
+    return model

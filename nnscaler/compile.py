@@ -20,6 +20,7 @@ from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import step_communication
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.communication.profile_memory import stage_memory, stage_work
+from nnscaler.communication.streams import check_stream
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.precision import Precision, parse_precision
@@ -255,6 +256,7 @@ def compile_traced(
     communicated = materialise(partitioned, planned.signatures)
     order = schedule_of(chosen, communicated.without_gradient)
     check_acyclic(order, communicated.edges)
+    check_stream(communicated, order)
     report("communicate", time.perf_counter() - start, f"{len(communicated.stages)} stages")
     start = time.perf_counter()
     functions = {name: opaque.function for name, opaque in traced.functions.items()}

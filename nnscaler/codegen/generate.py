@@ -45,7 +45,7 @@ def generate(
     for device, order in enumerate(schedule.orders):
         text = " ".join(str(i) for i in order)
         head = f"Rank program of {title}: {plan.describe()}, role {device} of {len(schedule.orders)}."
-        sources[f"role_{device}.py"] = write_role(communicated, device, head, text, written)
+        sources[f"role_{device}.py"] = write_role(communicated, device, head, text, written, schedule.staleness)
     return sources
 
 

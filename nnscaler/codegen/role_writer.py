@@ -33,9 +33,17 @@ IMPORTS_AND_RESULT = IMPORTS.replace("Send, Sharded, Stage,\n    comm,", "Result
 
 
 def write_role(
-    communicated: CommunicatedGraph, device: int, title: str, order: str, origins: Mapping[str, tuple[str, str]]
+    communicated: CommunicatedGraph,
+    device: int,
+    title: str,
+    order: str,
+    origins: Mapping[str, tuple[str, str]],
+    staleness: Sequence[int] = (),
 ) -> str:
-    """Return the source of the role of a pipeline device. `origins`: user operator -> (file, qualified name)."""
+    """Return the source of the role of a pipeline device.
+
+    `origins`: user operator -> (file, qualified name); `staleness`: of a stream, by stage.
+    """
     graph, programs = communicated.partitioned.graph, communicated.on(device)
     ranks = communicated.partitioned.devices[device]
     alone = next((p.stage.mesh.axes for p in programs if p.stage.devices == (device,)), None)
@@ -54,7 +62,7 @@ def write_role(
     ]
     lines.extend(_user_operators(programs, origins))
     for program in programs:
-        lines.extend(_stage(graph, program, communicated.stages))
+        lines.extend(_stage(graph, program, communicated.stages, staleness))
     names = "".join(f"Stage{p.stage.index}, " for p in programs).rstrip(" ")
     lines.extend(["", f"STAGES = ({names})", f"RANKS = {ranks!r}", 'SCHEDULE = """', *_wrapped(order), '"""', ""])
     return "\n".join(lines)
@@ -81,7 +89,7 @@ def _user_operators(programs: Sequence[StageProgram], origins: Mapping[str, tupl
     return [*lines, ")", ""]
 
 
-def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram]) -> list[str]:
+def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram], staleness: Sequence[int]) -> list[str]:
     stage, writer = program.stage, StageWriter(graph, program)
     axes = ", ".join(f'"{a.name}": {a.size}' for a in stage.mesh.axes)
     lines = ["", f"class Stage{stage.index}(Stage):"]
@@ -93,6 +101,8 @@ def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram]) -
         f"{INDENT}axes = {{{axes}}}",
         f"{INDENT}micro_batches = {stage.micro_batches}",
     ]
+    if staleness:
+        lines += [f"{INDENT}staleness = {staleness[stage.index]}", f"{INDENT}versions = {staleness[stage.index] + 1}"]
     if stage.time_axes:
         sizes = ", ".join(f'"{a.name}": {a.size}' for a in stage.time_axes)
         lines.append(f"{INDENT}time_axes = {{{sizes}}}")

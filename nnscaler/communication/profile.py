@@ -137,7 +137,14 @@ def _when(call: CallClass, schedule: Schedule) -> When:
     if call.phase in ("F", *BACKWARD):
         positions = [i for i, step in enumerate(order) if step.kind == call.phase and step.stage == call.stage]
         each = ", each micro-batch" if schedule.micro_batches > 1 else ""
+        each = ", each batch" if schedule.staleness else each
         return When(f"{call.phase} of stage {call.stage}{each}", positions[0], positions[-1], len(order))
+    updates = [i for i, step in enumerate(order) if step.kind == "U" and step.stage == call.stage]
+    if call.phase == "gradient" and updates:
+        return When(f"before U of stage {call.stage}, each batch", updates[0], updates[-1], len(order))
+    if call.phase == "loss" and updates:
+        passes = [i for i, step in enumerate(order) if step.kind == "F" and step.stage == call.stage]
+        return When(f"after F of stage {call.stage}, each batch", passes[0], passes[-1], len(order))
     texts = {
         "prepare": f"prepare of stage {call.stage}, once, before the first instruction",
         "gather": "once, before the first instruction",

@@ -3,7 +3,8 @@
 Memory, of one rank (of the one with the largest shards), in bytes, at the moment of the step when most is held:
 
 * parameters: the shards of parameters, buffers and constants as they rest, and leaves that lie beside them: whole ones
-  of ZeRO-1 and 2, and those of another dtype than their masters;
+  of ZeRO-1 and 2, and those of another dtype than their masters; in a stream, every version of what is trained that the
+  stage keeps;
 * gradients: one per trainable parameter, in float32 where the parameter is of half precision, as they are added up over
   micro-batches: like the leaf (ZeRO-1), or like the parameter at rest (ZeRO-2 and 3);
 * optimizer: its states, by their bytes per element at rest;
@@ -80,6 +81,8 @@ def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: 
     parameters, gradients, states = (
         sum(getattr(one, name) for one in held) for name in ("parameters", "gradients", "optimizer")
     )
+    if program.gradient and schedule.staleness:
+        parameters += schedule.staleness[stage.index] * _trained_bytes(graph, program)
     each = kept_bytes(graph, program)
     activations = peak_of_stage(schedule, stage.index, each, kept_for_weights(graph, program))
     arriving = sum(
@@ -91,6 +94,16 @@ def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: 
     activations += max(piece_bytes(graph, program).values(), default=0)
     total = parameters + gradients + states + activations + max(0, arriving - each)
     return StageMemory(stage.index, 0, "", parameters, gradients, activations, total, states)
+
+
+def _trained_bytes(graph: Graph, program: StageProgram) -> int:
+    """Return the bytes of one version of the parameters that are trained."""
+    tensors = ((stored, graph.tensors[stored.tensor]) for stored in program.stored)
+    return sum(
+        _bytes(graph, stored.tensor, stored.at_rest, program)
+        for stored, tensor in tensors
+        if tensor.role == "parameter" and tensor.needs_grad
+    )
 
 
 def _owned(program: StageProgram) -> list[tuple[int, bool]]:

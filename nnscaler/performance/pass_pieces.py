@@ -84,7 +84,12 @@ class Pieces:
         return [self._line(device, program, "prepare", i, seconds) for i, seconds in enumerate(price.prepare)]
 
     def of_pass(self, device: int, program: StageProgram, kind: Kind) -> list[Piece]:
-        """Return the pieces of a pass of one micro-batch through a stage, as one of its devices runs them."""
+        """Return the pieces of a pass of one micro-batch through a stage, as one of its devices runs them.
+
+        An update sums its gradients.
+        """
+        if kind == "U":
+            return [self.around(device, "gradient")]
         return self._forward(device, program) if kind == "F" else list(self._backward(device, program, kind))
 
     def _forward(self, device: int, program: StageProgram) -> list[Piece]:

@@ -173,7 +173,8 @@ def predict(
 ) -> Prediction:
     """Predict one step of a program. A message takes its time where it is received: senders do not wait.
 
-    Each device gathers parameters and prepares, runs its order, and sums gradients when it is done with that.
+    Each device gathers parameters and prepares, runs its order, and sums gradients when it is done with that. Of a
+    stream it is for as many batches as its order is written for, with the sums where its updates are.
     """
     graph, programs, overheads = communicated.partitioned.graph, communicated.stages, cost.overheads
     ranks = communicated.partitioned.devices
@@ -186,8 +187,10 @@ def predict(
             before[device] += sum(price.prepare)
     for device, calls in enumerate(around):
         before[device] += taken(calls, ranks[device], "gather")
-        after[device] += taken(calls, ranks[device], "gradient") + taken(calls, ranks[device], "loss")
-    costs = PassCosts(forward, backward, weights)
+        summed = 0.0 if order.staleness else taken(calls, ranks[device], "gradient")
+        after[device] += summed + taken(calls, ranks[device], "loss")
+    updates = [taken(around[p.stage.devices[0]], ranks[p.stage.devices[0]], "gradient") for p in programs]
+    costs = PassCosts(forward, backward, weights, updates)
     if overheads.crowding:
         counts = [len(own) for own in ranks]
         timeline = simulate_crowded(order, communicated.edges, costs, counts, overheads.relief, before)

@@ -123,7 +123,8 @@ def _lines(pieces: Pieces, device: int) -> Iterator[_Line]:
         yield _Line(str(i), i.kind, i.stage, i.at, span.start, span.stop, passes[i.stage, i.kind])
     now = row[-1].stop if row else now
     end = now + prediction.after[device]
-    for part in ("gradient", "loss"):
+    updated = any(span.instruction.kind == "U" for span in row)
+    for part in ("loss",) if updated else ("gradient", "loss"):
         summed = pieces.around(device, "gradient" if part == "gradient" else "loss")
         stop = now + prediction.share * summed.seconds
         yield _Line(part, "", -1, (), now, stop, [summed])

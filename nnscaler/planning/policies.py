@@ -285,6 +285,8 @@ def make_plan(
         runs = len(runs_of(graph)) if chunks > 1 and kind.any_chunks else 1
         chunks = runs if runs > 1 else chunks
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
+    if micro_batches is None and kind.stream:
+        micro_batches = 1  # each batch is one, with an update of its own
     if micro_batches is None:
         micro_batches = None if kind.only is None else kind.only[1]
     if micro_batches is None:

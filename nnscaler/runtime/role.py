@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nnscaler.instructions import FORM, Instruction, StagePasses, check_order
+from nnscaler.instructions import FORM, Instruction, StagePasses, batches_written, check_order
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.layout import State
@@ -27,7 +27,11 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
     A program may be run without all of its backwards, as one without a loss is. Raises ProgramError for anything else
     that `check_order` finds.
     """
-    passes = {stage.index: StagePasses((stage.micro_batches,), "may") for stage in stages}
+    written = batches_written(text.split())
+    passes = {
+        s.index: StagePasses((s.micro_batches if s.staleness is None else written,), "may", s.staleness, s.versions)
+        for s in stages
+    }
     instructions, mistakes = check_order(text.split(), passes)
     if mistakes:
         raise ProgramError(f"SCHEDULE {mistakes[0].message}; {FORM}")
@@ -229,6 +233,8 @@ class Stage:
     ranks: ClassVar[Ranks] = (0,)
     axes: ClassVar[Mapping[str, int]] = {}
     micro_batches: ClassVar[int] = 1
+    staleness: ClassVar[int | None] = None  # of a stream: the updates that a forward goes without
+    versions: ClassVar[int] = 1  # of its parameters that are kept at a time
     time_axes: ClassVar[Mapping[str, int]] = {}
     parameters: ClassVar[Mapping[str, Parameter]] = {}
     frozen: ClassVar[Mapping[str, Parameter]] = {}

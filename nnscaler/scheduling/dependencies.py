@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from nnscaler.errors import NnscalerError
-from nnscaler.instructions import FORM, Instruction, StageEdge, StagePasses, check_order, total_order, waits_of
+from nnscaler.instructions import FORM, Instruction, StageEdge, check_order, total_order, waits_of
 from nnscaler.scheduling.schedule import BACKWARD, Schedule
 
 
@@ -51,10 +51,9 @@ def check_acyclic(schedule: Schedule, edges: Collection[StageEdge]) -> tuple[Ins
 def check_complete(schedule: Schedule) -> None:
     """Check that every stage runs forward once per micro-batch, on its device, and then backward, whole or in halves,
     where a gradient reaches it: else NnscalerError("bad_schedule")."""
-    times = (schedule.micro_batches,)
     for device, order in enumerate(schedule.orders):
-        own = list(schedule.has(device))
-        passes = {s: StagePasses(times, "never" if s in schedule.untrained else "must") for s in own}
+        own = schedule.has(device)
+        passes = {s: schedule.passes(s) for s in own}
         _, mistakes = check_order([str(i) for i in order], passes)
         for mistake in mistakes[:1]:
             help = FORM

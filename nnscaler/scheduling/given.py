@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.instructions import FORM, Instruction, StagePasses, check_order, read_instruction
+from nnscaler.instructions import FORM, Instruction, check_order, read_instruction
+from nnscaler.scheduling.pipedream import delays
 from nnscaler.scheduling.schedule import BACKWARD, Schedule, ScheduleKind
 
 Places = tuple[tuple[int, ...], ...]  # the devices of each stage
@@ -58,16 +59,19 @@ def read_orders(orders: Sequence[GivenOrder], source: str, devices: Places | Non
         devices = _devices(orders, read, source)
     micro_batches = max(i.micro for i in every) + 1
     trained = {i.stage for i in every if i.kind in BACKWARD}
+    stale = delays(len(devices)) if any(i.kind == "U" for i in every) else ()
+    untrained = frozenset(range(len(devices))) - trained
+    made = Schedule(source, tuple(devices), micro_batches, read, untrained, stale)
     for device, order in enumerate(orders):
-        own = [stage for stage, at in enumerate(devices) if device in at]
-        passes = {stage: StagePasses((micro_batches,), "must" if stage in trained else "never") for stage in own}
+        own = made.has(device)
+        passes = {stage: made.passes(stage) for stage in own}
         _, mistakes = check_order(order.words, passes)
         for mistake in mistakes[:1]:
             help = f"there are {len(devices)} stages and {micro_batches} micro-batches, and this device has the stages "
             shared = [stage for stage in own if len(devices[stage]) > 1]
             more = f", of which others run {shared} with it: each of their orders has all passes" if shared else ""
-            raise order.wrong(source, mistake.word, mistake.message, f"{help}{own}{more}")
-    return Schedule(source, devices, micro_batches, read, frozenset(range(len(devices))) - trained)
+            raise order.wrong(source, mistake.word, mistake.message, f"{help}{list(own)}{more}")
+    return made
 
 
 def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:
@@ -115,7 +119,8 @@ def kind_of_orders(orders: Sequence[GivenOrder], source: str, name: str) -> Sche
             )
         return made
 
-    return ScheduleKind(name, name, only, chunks=1, any_chunks=True, given=True, only=has)
+    stream = bool(made.staleness)
+    return ScheduleKind(name, name, only, chunks=1, any_chunks=True, given=True, only=has, stream=stream)
 
 
 def kind_of_function(function: Callable[[int, int, int], object], source: str, name: str) -> ScheduleKind:
@@ -137,7 +142,7 @@ def kind_of_function(function: Callable[[int, int, int], object], source: str, n
             )
         given = [GivenOrder.of_text(_text(order), f"order of device {d}") for d, order in enumerate(orders)]
         found = read_orders(given, source)
-        if found.micro_batches != micro_batches:
+        if found.micro_batches != micro_batches and not found.staleness:
             message = f"{source} has passes of {found.micro_batches} micro-batches, and there are {micro_batches}"
             raise NnscalerError("bad_schedule", message, help="micro-batches are numbered from 0")
         return replace(found, name=name)

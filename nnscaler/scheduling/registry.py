@@ -14,13 +14,14 @@ from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.scheduling.interleaved import INTERLEAVED
 from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
+from nnscaler.scheduling.pipedream import PIPEDREAM, written_for
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
 from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
 from nnscaler.transform.apply import check_places
 from nnscaler.transform.plan import Plan, stage_devices
 
-_KINDS = (GPIPE, ONE_F_ONE_B, INTERLEAVED, INTERLACED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)
+_KINDS = (GPIPE, ONE_F_ONE_B, INTERLEAVED, INTERLACED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V, PIPEDREAM)
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 
@@ -53,7 +54,7 @@ def with_schedule(plan: Plan, schedule: str | ScheduleKind, chunks: int | None =
     name = schedule.partition(":")[0] if isinstance(schedule, str) else kind.name
     chunks = chunks or kind.chunks
     kind.check_chunks(plan.devices, chunks)
-    made = kind(plan.devices, chunks, plan.micro_batches) if kind.given else None
+    made = kind(plan.devices, chunks, _batches(plan, kind)) if kind.given else None
     places = kind.places(plan.devices, chunks) if made is None else made.devices
     each, more = divmod(len(places), plan.devices)
     goes_round = not more and places == stage_devices(plan.devices, each)
@@ -64,6 +65,13 @@ def with_schedule(plan: Plan, schedule: str | ScheduleKind, chunks: int | None =
         stage_devices=() if goes_round else places,
         orders=() if made is None else tuple(made.text(device) for device in range(plan.devices)),
     )
+
+
+def is_stream(plan: Plan) -> bool:
+    """Return whether a plan makes an update after each batch, and no steps. Raises NnscalerError."""
+    if plan.orders:
+        return any(word.startswith("U") for order in plan.orders for word in order.split())
+    return get_schedule(plan.schedule).stream
 
 
 def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
@@ -80,7 +88,7 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
         found = _own(plan)
     else:
         kind = get_schedule(plan.schedule)
-        found = kind(plan.devices, kind.chunks_of(plan.devices, plan.stages), plan.micro_batches)
+        found = kind(plan.devices, kind.chunks_of(plan.devices, plan.stages), _batches(plan, kind))
         if found.devices != plan.places:
             raise NnscalerError(
                 "plan_illegal",
@@ -106,6 +114,22 @@ def _listed(devices: Collection[Collection[int]]) -> list[list[int]]:
     return [list(found) for found in devices]
 
 
+def _batches(plan: Plan, kind: ScheduleKind) -> int:
+    """Return for how many micro-batches, or batches of a stream, the orders of a plan are."""
+    if not kind.stream:
+        return plan.micro_batches
+    _check_whole(plan)
+    return written_for(plan.devices) if kind.only is None else kind.only[1]
+
+
+def _check_whole(plan: Plan) -> None:
+    """Check that the batches of a stream are not cut. Raises NnscalerError("plan_illegal")."""
+    if plan.micro_batches != 1:
+        message = f"schedule {plan.schedule} makes an update after each batch, and the plan cuts it into "
+        help = "each batch of a stream is one micro-batch: --micro-batches 1, and smaller batches"
+        raise NnscalerError("plan_illegal", f"{message}{plan.micro_batches} micro-batches", help=help)
+
+
 def _own(plan: Plan) -> Schedule:
     """Return the schedule that a plan's orders are."""
     source = f"orders of the plan ({plan.schedule})"
@@ -114,7 +138,9 @@ def _own(plan: Plan) -> Schedule:
         raise NnscalerError("bad_schedule", message, help="a text per device: F0.0 F0.1 B0.0 B0.1")
     given = [GivenOrder.of_text(text, f"device {device}") for device, text in enumerate(plan.orders)]
     found = read_orders(given, source, plan.places)
-    if found.micro_batches != plan.micro_batches:
+    if found.staleness:
+        _check_whole(plan)
+    elif found.micro_batches != plan.micro_batches:
         message = f"{source} are for {found.micro_batches} micro-batches, and the plan has {plan.micro_batches}"
         raise NnscalerError("bad_schedule", message, help=f'"micro_batches": {found.micro_batches}')
     return replace(found, name=plan.schedule)

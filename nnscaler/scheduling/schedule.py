@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from inspect import getdoc
+from typing import Literal
 
 from nnscaler.errors import NnscalerError
-from nnscaler.instructions import FORM, Instruction, Kind, read_instruction
+from nnscaler.instructions import FORM, Instruction, Kind, StagePasses, read_instruction
 from nnscaler.transform.plan import stage_devices
 
 BACKWARD: tuple[Kind, ...] = ("B", "I", "W")
@@ -26,6 +27,7 @@ class Schedule:
     micro_batches   number of micro-batches
     orders          by device, its instructions in order
     untrained       stages that no gradient reaches: they have no backward passes
+    staleness       of a stream, by stage: the updates that a forward goes without; (): the step ends with one update
     """
 
     name: str
@@ -33,6 +35,7 @@ class Schedule:
     micro_batches: int
     orders: tuple[tuple[Instruction, ...], ...]
     untrained: frozenset[int] = frozenset()
+    staleness: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -45,6 +48,12 @@ class Schedule:
     def passes_of(self, stage: int) -> list[Instruction]:
         """Return the instructions of a stage, in order: the same on each of its devices."""
         return [i for i in self.orders[self.devices[stage][0]] if i.stage == stage]
+
+    def passes(self, stage: int) -> StagePasses:
+        """Return what `check_order` must find of a stage."""
+        staleness = self.staleness[stage] if self.staleness else None
+        backward: Literal["must", "never"] = "never" if stage in self.untrained else "must"
+        return StagePasses((self.micro_batches,), backward, staleness, 1 + (staleness or 0))
 
     def without_backward(self, stages: Collection[int]) -> Schedule:
         """Return the schedule without the backward passes of the stages that no gradient reaches: these."""
@@ -78,6 +87,7 @@ class ScheduleKind:
     given       whether it is the user's: no name leads to it, so a plan that follows it holds its orders
     in_rounds   whether the devices wait for each other after each pass, so that all take as long as the slowest
     only        the one number of devices, and of micro-batches, that it is for; None: any
+    stream      whether each micro-batch is a batch with an update of its own, so that there is no step
     """
 
     name: str
@@ -91,6 +101,7 @@ class ScheduleKind:
     given: bool = False
     in_rounds: bool = False
     only: tuple[int, int] | None = None
+    stream: bool = False
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
         """Return the order of every device. Raises NnscalerError("plan_illegal") for a number of chunks that it has

@@ -56,11 +56,13 @@ class PassCosts:
     forward    of F
     backward   of B
     weights    of W, which is a part of `backward`; the rest of it is I
+    updates    of U: of summing its gradients; (): they take no time, as the update at the end of a step
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
     weights: Sequence[float]
+    updates: Sequence[float] = ()
 
     @staticmethod
     def alike(stages: int, forward: float = 1.0, backward: float = 2.0, weights: float = 1.0) -> PassCosts:
@@ -72,6 +74,8 @@ class PassCosts:
         stage = instruction.stage
         if instruction.kind == "F":
             return self.forward[stage]
+        if instruction.kind == "U":
+            return self.updates[stage] if self.updates else 0.0
         if instruction.kind == "B":
             return self.backward[stage]
         return self.weights[stage] if instruction.kind == "W" else self.backward[stage] - self.weights[stage]
@@ -147,7 +151,7 @@ def peak_of_stage(schedule: Schedule, stage: int, kept: int = 1, later: int = 1)
 
 
 def _peak(order: Sequence[Instruction], kept: int = 1, later: int = 1) -> int:
-    changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later}
+    changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later, "U": 0}
     trained = {i.stage for i in order if i.kind in BACKWARD}  # other stages keep nothing
     return max(accumulate((changes[i.kind] for i in order if i.stage in trained), initial=0))
 
@@ -155,7 +159,8 @@ def _peak(order: Sequence[Instruction], kept: int = 1, later: int = 1) -> int:
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: str) -> TimelineRows:
     """Return the timeline in multiples of `unit`, which is called `name`. `ranks`: of each role."""
     rows = tuple(
-        TimelineRow(role, ranks[role], tuple(_bar(s, unit) for s in spans)) for role, spans in enumerate(timeline.rows)
+        TimelineRow(role, ranks[role], tuple(_bar(s, unit) for s in spans if s.instruction.kind != "U"))
+        for role, spans in enumerate(timeline.rows)
     )
     return TimelineRows(name, rows, round(timeline.makespan / unit, 4), round(timeline.bubble, 4))
 

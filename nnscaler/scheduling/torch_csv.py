@@ -18,7 +18,7 @@ FORM = (
     "write <stage><kind><micro-batch>, such as 0F0, with the kinds F (forward), B (backward), or I and W (its halves); "
     "an empty cell is idle"
 )
-_PASS = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_PASS = re.compile(r"([0-9]{1,9})([FBIWU])([0-9]{1,9})")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 # what torch puts around passes for its own communication, in its format "compute_comms"
 _OWN = re.compile(r"[0-9]{1,9}(?:(?:SEND|RECV)_[FB][0-9]{1,9}|UNSHARD|RESHARD|REDUCE_GRAD)")

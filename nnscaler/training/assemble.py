@@ -23,6 +23,8 @@ from nnscaler.model_file import find_target, load_loss_function, user_frame, use
 from nnscaler.plan_source import plan_source, read_schedule
 from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.runtime.training.batch import DataPart
+from nnscaler.scheduling.registry import get_schedule, is_stream
+from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.training.compile_once import compile_once
 from nnscaler.training.config import compile_request
 from nnscaler.training.data import Loader, loader
@@ -164,12 +166,14 @@ def make_program(
 
     def compiled() -> Program:
         plan = plan_source(request)
+        schedule = None if isinstance(plan, Plan) else read_schedule(request.schedule)
+        _check_steps(plan, schedule, settings.clip)
         program = parallelize(
             model,
             batch,
             ranks=ranks,
             plan=plan,
-            schedule=None if isinstance(plan, Plan) else read_schedule(request.schedule),
+            schedule=schedule,
             micro_batches=request.micro_batches,
             model=parts.described,
             loss_fn=loss_fn,
@@ -182,6 +186,23 @@ def make_program(
         return program
 
     return compile_once(compiled, model, batch, loss_fn)
+
+
+def _check_steps(plan: object, schedule: str | ScheduleKind | None, clip: float) -> None:
+    """Check that a run's program makes steps. Raises NnscalerError("bad_settings")."""
+    kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
+    if isinstance(plan, Plan) and is_stream(plan):
+        name = plan.schedule
+    elif kind is not None and kind.stream:
+        name = kind.name
+    else:
+        return
+    why = f" and clips the norm of all gradients to {clip:g}" if clip else ""
+    raise NnscalerError(
+        "bad_settings",
+        f"pipeline: schedule {name} updates parameters after each batch, and a run makes steps{why}",
+        help='pipeline = "1f1b"; or call engine.stream in a loop of your own (docs/asynchronous-pipeline.md)',
+    )
 
 
 def make_optimizer(settings: OptimizerSettings, engine: Engine) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ Every rank runs the same loop, and all of them see the same loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
+from nnscaler.runtime.training.stream import StreamExecutor
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.gathered import gathered_state
 from nnscaler.training.optimizers import build_optimizer
@@ -149,6 +150,25 @@ class Engine:
         """Run `step`, and return what the model returns for the global batch, as `predict` does; the loss among it."""
         running, loss = self._trained(batch, last, keep=None)
         return running.executor.returned(loss)
+
+    def stream(self, batches: Iterable[Batch], update: Callable[[], object]) -> Tensor:
+        """Run a stream of batches, with an update after each; return the loss of each global batch at the parameters
+        that it read, on every rank. This is delayed SGD, not what `step` does (docs/asynchronous-pipeline.md).
+
+        `batches`: this data part's rows, of one size, as many on every rank. `update`: makes the optimizer's step from
+        the gradients, which are forgotten then. Raises NnscalerError("no_stream") for a program that makes steps.
+        """
+        running = self._running[self._first_size]
+        executor = running.executor
+        if not isinstance(executor, StreamExecutor):
+            message = f"schedule {self.manifest.schedule} ends each step with one update"
+            raise NnscalerError("no_stream", message, help="compile with schedule pipedream, or call engine.step")
+        executor.take_buffers(self._buffers)
+        executor.loss_scale, before = self.loss_scale, self.context.passes
+        losses = executor.stream(map(self._named, batches), update)
+        self._current, count = running, self.context.passes - before
+        own = torch.stack(losses).double() if losses else torch.zeros(count, dtype=torch.float64, device=self.device)
+        return self.communicator.broadcast(own, running.source, tuple(range(self.world_size)))
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the loss of the global batch with the model in evaluation mode, on every rank; nothing changes."""
@@ -289,6 +309,9 @@ class Engine:
 
     def _trained(self, batch: Batch, last: bool, keep: Collection[str] | None) -> tuple[Running, Tensor | None]:
         """Run forward and backward, and keep the results that are named; None: all."""
+        if isinstance(self._first, StreamExecutor):
+            message = f"schedule {self.manifest.schedule} makes an update after each batch, and has no step"
+            raise NnscalerError("no_step", message, help="call engine.stream(batches, optimizer.step), or use 1f1b")
         running, rows = self._prepared(batch, training=True)
         running.executor.loss_scale = self.loss_scale
         loss = running.executor.step(rows, last=last, keep=keep)

@@ -16,6 +16,7 @@ from nnscaler.runtime.program.program_directory import rank_with_loss
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.stream import executor_of
 from nnscaler.training.sizes import SentProgram, Vouch, folder_of
 
 NO_LOSS = -1
@@ -85,7 +86,8 @@ def run_program(
     if share is not None:  # buffers of the other program are handed over before each run
         buffers = {entry.fqns[0]: entry for entry in program.manifest.buffers}
         state = {**{n: torch.zeros(b.shape, dtype=dtype_named(b.dtype)) for n, b in buffers.items()}, **state}
-    executor = RankExecutor(load_role(folder / role.file), rank, communicator, state, chosen, share=share)
+    module = load_role(folder / role.file)
+    executor = executor_of(module)(module, rank, communicator, state, chosen, share=share)
     stages = stages_of_roles(program, settings.cache)
     source = rank_with_loss(stages) if any(stage.loss is not None for stage in stages) else NO_LOSS
     return Running(executor, source, bool(program.data_axes), program, tuple(stages))

@@ -201,6 +201,8 @@ class Plan:
 
         Raises NnscalerError("plan_illegal") where there are orders of its own, and none for so many micro-batches.
         """
+        if number == self.micro_batches:
+            return self
         if self.orders and number > self.micro_batches:
             message = f"the plan has orders for {self.micro_batches} micro-batches, and {number} are asked for"
             raise NnscalerError("plan_illegal", message, help=f"use {self.micro_batches} or fewer")

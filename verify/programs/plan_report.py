@@ -19,11 +19,17 @@ from verify.programs.proof import Proof
 from verify.programs.reference.eager import Trajectory
 from verify.programs.request import PlanRequest
 from verify.programs.token import reproduce_line
+from verify.programs.training.stream import semantics_of
 from verify.programs.typing.roles.record import NAME as STATE_CHECK
 from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
+
+NOT_THE_MODEL = (
+    "a stream is not the model's training step by step: it was compared with {}, W(t+1) = W(t) - lr * grad "
+    "f(w_0(t-p+1), ..., w_{{p-1}}(t)) for p stages (docs/asynchronous-pipeline.md)"
+)
 
 
 def make_report(
@@ -43,18 +49,26 @@ def make_report(
     findings = _ordered(outcomes, frozenset(read))
     command = prepared.context.command
     again = None if command is None or not findings else reproduce_line(request, command)
-    return Report(
+    told = semantics_of(program)
+    report = Report(
         "verify-plan",
         prepared.name,
         _setting(request, program.summary, reference is not None),
         request.seed,
         tuple(outcome.check for outcome in outcomes if outcome.check.name),
         tuple(f.with_reproduce(again) for f in findings),
-        (*_notes(prepared, reference, request, proof is not None), *(() if proof is None else proof.notes)),
+        (
+            *((NOT_THE_MODEL.format(told),) if told else ()),
+            *_notes(prepared, reference, request, proof is not None),
+            *(() if proof is None else proof.notes),
+        ),
         {**environment(), **_settings(request, reference), "plan": json.dumps(program.axes)},
         seconds,
         _attachments(prepared, outcomes, proof),
     )
+    if not told:
+        return report
+    return replace(report, setting=f"{report.setting}, {'equals' if report.verdict.passes else 'compared with'} {told}")
 
 
 def _attachments(prepared: Prepared, outcomes: Sequence[CheckOutcome], proof: Proof | None) -> Attachments:

@@ -169,6 +169,6 @@ def _certificate(
         weakest_lemma=None if weakest is None else str(weakest),
         sizes=None if sizes is None else sizes.text,
         order=tuple(static.order),
-        assumed=ASSUMED,
+        assumed=(*ASSUMED, *((f"what is wanted is {static.semantics}",) if static.semantics else ())),
         environment=environment(),
     )

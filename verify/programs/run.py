@@ -44,6 +44,7 @@ from verify.programs.role_text import SourceMap
 from verify.programs.single_steps import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.training.run import check_training
+from verify.programs.training.stream import check_stream, is_stream
 from verify.programs.typing.roles.record import Stored, check_batch, check_state
 from verify.results.attachments import ComparedTensor
 from verify.results.finding import Finding
@@ -146,6 +147,9 @@ def _run(
     broken = _not_loadable(prepared)
     if broken is not None:
         return prepared, None, [failed(broken, prepared, 0.0)]
+    if is_stream(prepared.program):
+        outcomes, reference = check_stream(request, prepared, work)
+        return prepared, reference, [*_random_numbers(prepared), *outcomes]
     prepared, reference = _reference(request, prepared)
     not_finite = _not_finite(reference)
     if not_finite is not None:

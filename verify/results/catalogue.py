@@ -46,6 +46,9 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
         "random_numbers_differ": Code(
             "Ranks that must draw the same random numbers do not, or ranks that must not do."
         ),
+        "version_differs": Code(
+            "A batch of a stream reads or updates another version of the parameters than delayed SGD does."
+        ),
         "precision_lost": Code("A line of the program rounds a tensor to a narrower dtype, and the model does not."),
         "record_differs": Code(
             "The manifest beside the program says something else than the program's text or the model."

@@ -67,7 +67,7 @@ class GlooCommunicator(TorchCommunicator):
             work = self._start_recv(content, source, self._tag(call))
             if work is not None:
                 work.wait()
-        self._settle(source, _forward_of(call.key))
+        self._settle(source, _answered(call.key))
         return content.to(self.device)
 
     def _settle(self, destination: int, key: Key | None) -> None:
@@ -191,14 +191,15 @@ def _agreement(call: CommunicationCall) -> str:
     return repr((kind, call.ranks, call.shapes, str(call.dtype), call.reduction, call.source, call.key))
 
 
-def _forward_of(key: Key) -> Key | None:
-    """Return the key of the message whose gradient has `key`; None if `key` is not a gradient's.
+def _answered(key: Key) -> Key | None:
+    """Return the key of the message that has arrived where one with `key` comes back; None for other keys.
 
-    A gradient comes back only after its message has arrived.
+    A gradient comes back only after its message has arrived; and in a stream, where the keys of batches return, a
+    message only after the gradient that was sent back for the last one of its key.
     """
     for place in (len(key) - 1, len(key) - 2):  # a number may follow the direction
-        if place >= 0 and key[place] == "B":
-            return (*key[:place], "F", *key[place + 1 :])
+        if place >= 0 and key[place] in ("F", "B"):
+            return (*key[:place], "B" if key[place] == "F" else "F", *key[place + 1 :])
     return None
 
 

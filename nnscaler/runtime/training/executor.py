@@ -105,6 +105,9 @@ class RankExecutor:
         self._observe, self._running = observe, ("", -1)
         classes = stages_of(self.module, rank)
         self.schedule = parse_schedule(self.module.SCHEDULE, classes)
+        self._updates = any(i.kind == "U" for i in self.schedule)
+        # of a stream, that of one batch
+        self._step = tuple(i for i in self.schedule if not self._updates or (i.micro == 0 and i.kind != "U"))
         self._trained = {i.stage for i in self.schedule if i.kind != "F"}  # the stages that run backward
         given = {} if share is None else share.held
         builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given)
@@ -137,6 +140,8 @@ class RankExecutor:
         """
         if not self._results.with_loss:
             raise ProgramError("the program has no loss, and only runs forward: call predict")
+        if self._updates:
+            raise ProgramError("the program updates its parameters after each batch, and has no step: call stream")
         with torch.enable_grad():
             self._gradients.begin()
             self._results.begin(keep)
@@ -244,7 +249,7 @@ class RankExecutor:
                 with self._working("the gathering of parameters"):
                     gather(self._resting, self.communicator)
             prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
-            for instruction in self.schedule:
+            for instruction in self._step:
                 stage = self.stages[instruction.stage]
                 stage.micro = AxisGroup(MICRO, stage.micro_batches, instruction.micro)
                 if instruction.kind == "F":
@@ -252,9 +257,7 @@ class RankExecutor:
                     if loss is not None:
                         losses.setdefault(stage.index, []).append(loss)
                 elif backward:
-                    with self._working(str(instruction), stage):
-                        self._running = ("backward", instruction.micro)
-                        self._backward.run(stage, instruction, self.loss_scale)
+                    self._go_back(stage, instruction)
             for index, stage in self.stages.items() if update else ():
                 self._update(stage, {**prepared[index], **self._updated.get(index, {})})
             if backward:
@@ -319,6 +322,12 @@ class RankExecutor:
             if keep and trained:
                 self._backward.keep(instruction, outputs, received)
             return outputs["loss"].detach() if stage.loss is not None else None
+
+    def _go_back(self, stage: Stage, instruction: Instruction) -> None:
+        """Run a backward of the micro-batch, or one of its halves."""
+        with self._working(str(instruction), stage):
+            self._running = ("backward", instruction.micro)
+            self._backward.run(stage, instruction, self.loss_scale)
 
     # -- helpers --------------------------------------------------------------------------------------------------
 

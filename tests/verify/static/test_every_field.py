@@ -113,6 +113,7 @@ def programs() -> dict[str, Program]:
         "rested": rested,
         "cast": cast,
         "pieces": pieces,
+        "stream": nnscaler.parallelize(models.perceptron(), models.points(), ranks=2, plan="pp=2", schedule="pipedream"),
     }
 
 
@@ -125,6 +126,8 @@ EDITS: dict[str, tuple[str, str, str]] = {
     "Stage.ranks": ("piped", r"ranks = \(2, 3\)\n    axes", "ranks = (3, 2)\n    axes"),
     "Stage.axes": ("piped", r'axes = \{"tp": 2\}', 'axes = {"dp": 2}'),
     "Stage.micro_batches": ("exchanging", r"micro_batches = 2", "micro_batches = 1"),
+    "Stage.staleness": ("stream", r"staleness = 1", "staleness = 0"),
+    "Stage.versions": ("stream", r"versions = 2", "versions = 1"),
     "Stage.time_axes": ("pieces", r'time_axes = \{"co": 2\}', 'time_axes = {"co": 3}'),
     "Stage.parameters": ("piped", r'        "spare": Parameter[^\n]*\n', ""),
     "Stage.frozen": ("piped", r"    frozen = \{", "    buffers = {"),

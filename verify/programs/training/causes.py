@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from verify.programs.training import causes_of_losses, causes_of_updates
+from verify.programs.training import causes_of_delays, causes_of_losses, causes_of_updates
 from verify.programs.training.trained import Alternatives, Candidate, Compared, Trained
 from verify.results.tolerance import largest
 
@@ -44,7 +44,8 @@ def _sentences(trained: Trained, found: Compared) -> Iterator[str]:
         yield where + neighbour
         return
     known = False
-    for sentence, candidate in _ALTERNATIVES[found.kind](trained, found):
+    alternatives = _ALTERNATIVES if trained.course.delays is None else {**_ALTERNATIVES, **_IN_STREAMS}
+    for sentence, candidate in alternatives[found.kind](trained, found):
         if _explains(found, wrong, candidate):
             yield where + sentence
             known = True
@@ -159,4 +160,8 @@ _ALTERNATIVES: Mapping[str, Callable[[Trained, Compared], Alternatives]] = {
     "parameter": causes_of_updates.of_parameter,
     "buffer": causes_of_losses.of_buffer,
     "evaluation": causes_of_losses.of_evaluation,
+}
+_IN_STREAMS: Mapping[str, Callable[[Trained, Compared], Alternatives]] = {
+    "loss": causes_of_delays.of_loss,
+    "gradient": causes_of_delays.of_gradient,
 }

@@ -42,6 +42,7 @@ class Course:
     draws          random numbers are drawn; False: nothing is dropped
     precision      of every floating tensor; None: the program's own dtypes
     saved_before   the step before which the run is saved, and goes on from what is read; 0: never
+    delays         of a stream, by parameter: the updates that a batch goes without; None: there is no stream
     """
 
     steps: tuple[tuple[Batch, ...], ...]
@@ -55,6 +56,7 @@ class Course:
     draws: bool = True
     precision: str | None = "float64"
     saved_before: int = 0
+    delays: Mapping[str, int] | None = None
 
     def batches(self) -> list[Batch]:
         """Return the batches of all steps, in order."""

@@ -4,7 +4,8 @@ what could have gone wrong."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from verify.programs.prepare import Prepared
 from verify.programs.reference.eager import backward_results, forward_results, record_draws, running_in
 from verify.programs.reference.program_draws import Draw, ProgramDraws
 from verify.programs.training.course import Batch, Course, make_optimizer, make_scheduler
+from verify.programs.training.delays import version_at
 from verify.programs.training.ranks import StepRecord, rates_of, states_of
 
 Draws = tuple[Draw | None, ...]
@@ -41,6 +43,10 @@ class EagerRun:
         """Return the parameters that a step starts from."""
         return self.initial if step <= 0 else self.steps[step - 1].parameters
 
+    def read(self, step: int, delays: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return the parameters that a batch reads which goes without so many updates, by parameter."""
+        return {name: self.before(version_at(step, delay))[name] for name, delay in delays.items()}
+
     def states_before(self, step: int) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the optimizer's states that a step starts from."""
         return {} if step <= 0 else self.steps[step - 1].states
@@ -59,7 +65,10 @@ class EagerModel:
     draws: Mapping[int, Draws] | None
 
     def train(self, course: Course, moved: bool = False) -> EagerRun:
-        """Train a copy on the course. `moved`: from parameters that are moved by one unit of rounding."""
+        """Train a copy on the course. `moved`: from parameters that are moved by one unit of rounding.
+
+        With delays this is delayed SGD: each batch reads every parameter as it was so many updates before.
+        """
         model = copy.deepcopy(self.model)
         if moved:
             _move(model)
@@ -73,7 +82,8 @@ class EagerModel:
         for number, batches in enumerate(course.steps):
             model.zero_grad(set_to_none=True)
             first = course.first_batch(number)
-            with running_in(model, torch.float64, draws):
+            read = EagerRun(initial, tuple(steps), {}, None).read(number, course.delays or {})
+            with running_in(model, torch.float64, draws), _reading(model, read):
                 losses = [self._backward(model, batch, first + i, draws) for i, batch in enumerate(batches)]
             gradients = {n: None if p.grad is None else p.grad.detach().clone() for n, p in trained.items()}
             norm = None
@@ -99,8 +109,10 @@ class EagerModel:
         *,
         dropout: bool = True,
         evaluate: bool = False,
+        back: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """Return loss and gradients of one batch with these parameters. `number`: of the batch, for random numbers."""
+        """Return loss and gradients of one batch with these parameters. `number`: of the batch, for random numbers;
+        `back`: parameters that take their place in memory before the backward."""
         model = copy.deepcopy(self.model)
         draws = self._drawing() if dropout and not evaluate else None
         with running_in(model, torch.float64, draws):
@@ -110,6 +122,8 @@ class EagerModel:
                         parameter.copy_(parameters[name])
             if evaluate:
                 return self._evaluated(model, batch), {}
+            if back is not None:
+                model.register_forward_hook(lambda *_: _overwrite(model, back))
             loss = self._backward(model, batch, number, draws)
             return loss, {n: p.grad for n, p in model.named_parameters()}
 
@@ -200,6 +214,31 @@ def updated(
             optimizer.state[leaf] = {key: value.clone() for key, value in states[name].items()}
     optimizer.step()
     return {n: p.detach() for n, p in leaves.items()}, states_of(optimizer, leaves)
+
+
+@contextmanager
+def _reading(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """While open, these parameters have these values."""
+    newest = {name: p.detach().clone() for name, p in model.named_parameters() if name in values}
+    _set(model, values)
+    try:
+        yield
+    finally:
+        _set(model, newest)
+
+
+def _overwrite(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set values behind autograd's back, which takes them for those of the forward."""
+    for name, parameter in model.named_parameters():
+        if name in values:
+            parameter.data.copy_(values[name])
+
+
+def _set(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in values:
+                parameter.copy_(values[name])
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ The same function runs on the simulator's threads and in processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,20 @@ class Loop:
     def step(self, number: int) -> StepRecord:
         """Make one optimizer step."""
         self.clear()
-        losses = self.accumulate(number)
+        return self.updated(self.accumulate(number))
+
+    def stream(self) -> list[StepRecord]:
+        """Run the batches of all steps as a stream; return its updates."""
+        made: list[StepRecord] = []
+        batches = (self.rows(batch) for batch in self.course.batches())
+        losses = self.engine.stream(batches, lambda: made.append(self.updated(())))
+        if not made:  # nothing is trained here
+            none = StepRecord((), {}, None, {}, {}, {})
+            made = [none] * len(losses)
+        return [replace(step, losses=(_copy(loss),)) for step, loss in zip(made, losses, strict=True)]
+
+    def updated(self, losses: Sequence[Tensor]) -> StepRecord:
+        """Make the update of an optimizer step whose gradients are there."""
         parameters = self.engine.parameters
         gradients = {name: _kept(p.grad) for name, p in parameters.items()}
         norm = self.clip()
@@ -194,8 +207,8 @@ def train_rank(communicator: Communicator, task: TrainTask) -> RankTraining:
     course = task.course
     with CheckedKernels():
         loop, resumed = Loop(_engine(communicator, task), course), Resumed()
-        steps: list[StepRecord] = []
-        for number in range(len(course.steps)):
+        steps: list[StepRecord] = [] if course.delays is None else loop.stream()
+        for number in range(len(course.steps) if course.delays is None else 0):
             if number and number == course.saved_before:
                 again = Loop(_engine(communicator, task), course)
                 resumed = reread(loop.as_run(), again.as_run(), Path(task.cache) / "checkpoints")

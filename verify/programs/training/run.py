@@ -150,7 +150,7 @@ def make_training(request: PlanRequest, prepared: Prepared) -> Training:
     carried = carried_by(sample)
     program = program_of(request, prepared)
     model = eager_model(prepared, request.seed, {})
-    batches, notes = _batches(request, prepared, model, carried)
+    batches, notes = batches_of(request, prepared, model, carried)
     short, more, told = _short(program, prepared, model, batches[-1], carried)
     model = eager_model(prepared, request.seed, more)
     steps = in_steps(batches, request.train_steps)
@@ -160,7 +160,7 @@ def make_training(request: PlanRequest, prepared: Prepared) -> Training:
     if short is not None and len(steps) > 1:
         steps = (*steps[:-1], (short,))
     parameters = {n: p for n, p in prepared.model.named_parameters() if p.requires_grad}
-    rate, norm = _scales(request, prepared, model, steps[0][0])
+    rate, norm = scales(request, prepared, model, steps[0][0])
     course = Course(
         steps,
         evaluation,
@@ -188,7 +188,7 @@ def program_of(request: PlanRequest, prepared: Prepared) -> Program:
     return Program(sources, opened.manifest, plan, prepared.graph, state, dict(sample.tensors), origin)
 
 
-def _batches(
+def batches_of(
     request: PlanRequest, prepared: Prepared, model: EagerModel, carried: frozenset[str]
 ) -> tuple[list[Batch], tuple[str, ...]]:
     """Return one batch more than there are steps, which the model takes."""
@@ -234,7 +234,7 @@ def _short(
     return short, {rows: draws or ()}, ()
 
 
-def _scales(request: PlanRequest, prepared: Prepared, model: EagerModel, batch: Batch) -> tuple[float, float | None]:
+def scales(request: PlanRequest, prepared: Prepared, model: EagerModel, batch: Batch) -> tuple[float, float | None]:
     """Return a learning rate that moves the parameters by a small share, and a norm to which gradients are clipped."""
     copied = copy.deepcopy(prepared.model).double()
     _, gradients = model.compute({}, batch)

@@ -222,6 +222,7 @@ class StaticResult:
     seconds      of wall time
     at_sample    lines that are no operation of the model and do nothing at the sample's sizes, with their places; they
                  may do something at others
+    semantics    what a program trains by that makes no steps; empty: by the model's own gradients
     """
 
     outcomes: tuple[CheckOutcome, ...]
@@ -232,6 +233,7 @@ class StaticResult:
     rows: frozenset[str]
     seconds: float
     at_sample: tuple[str, ...] = ()
+    semantics: str = ""
 
     @property
     def proved(self) -> bool:
@@ -300,7 +302,8 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
     for role, mistake in order.wrong:
         finder.add(role.file, role.schedule_line, mistake)
     instructions = sum(len(role.schedule) for role in roles)
-    outcomes.append(CheckOutcome(_check("schedule has a total order", instructions, finder), finder.take()))
+    ordered = replace(_check("schedule has a total order", instructions, finder), detail=order.semantics)
+    outcomes.append(CheckOutcome(ordered, finder.take()))
 
     known = stored_tensors(graph)
     _check_operators(roles, finder)
@@ -334,7 +337,8 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
     at_sample = tuple(
         f"`{line.text}` in {r.stage.file}:{number}" for r in done for number, line in sorted(r.at_sample.items())
     )
-    return StaticResult(kept, obligations, lines + sum(r.converted for r in done), total, held, rows, 0.0, at_sample)
+    typed = lines + sum(r.converted for r in done)
+    return StaticResult(kept, obligations, typed, total, held, rows, 0.0, at_sample, order.semantics)
 
 
 def _check_operators(roles: Sequence[RoleText], finder: Finder) -> None:

@@ -16,7 +16,8 @@ COLUMN, WIDEST = 900, 2400  # pixels: what a desktop shows without scrolling, an
 _PIXELS = 11  # of the narrowest bar
 Calls = Mapping[int, tuple[CallMark, ...]]  # by role
 NO_CALLS: Calls = MappingProxyType({})
-_COLORS = {"F": "65% 70%", "B": "55% 40%", "I": "65% 28%", "W": "28% 82%"}  # saturation and lightness, by kind
+# saturation and lightness, by kind
+_COLORS = {"F": "65% 70%", "B": "55% 40%", "I": "65% 28%", "W": "28% 82%", "U": "10% 55%"}
 _OTHER = "20% 50%"
 _LIGHT = ("F", "W")  # with dark numbers
 
@@ -51,7 +52,7 @@ def timeline_panel(timeline: TimelineRows | None, calls: Calls = NO_CALLS) -> st
     inside = f'<div style="min-width:{width + 90}px;--names:{names:.1f}em">{body}</div>'
     busy = sum(bar.end - bar.start for lane in lanes for bar in lane.bars) / (end * len(lanes))
     drawn = {bar.kind for lane in lanes for bar in lane.bars}
-    kinds = [kind for kind in _COLORS if kind in drawn] if "W" in drawn else ["F", "B"]
+    kinds = [kind for kind in _COLORS if kind in drawn] if drawn & {"W", "U"} else ["F", "B"]
     remark = f"{_remark(kinds)}; the number is the micro-batch. Idle: {1 - busy:.0%}."
     legends = _legend(hues, kinds) + call_legend(mark for lane in lanes for mark in lane.calls)
     return panel("Schedule", f'{legends}<div class="scroll">{inside}</div>', remark)
@@ -94,10 +95,11 @@ def _color(hue: int, kind: str) -> str:
 
 def _remark(kinds: Sequence[str]) -> str:
     """Say what the colours mean."""
+    updates = ", updates grey" if "U" in kinds else ""
     if "W" not in kinds:
-        return "Forward passes are light, backward passes dark"
+        return f"Forward passes are light, backward passes dark{updates}"
     whole = ", backward passes dark" if "B" in kinds else ""
-    return f"Forward passes are light{whole}; of a backward in two halves, I is darkest and W pale"
+    return f"Forward passes are light{whole}{updates}; of a backward in two halves, I is darkest and W pale"
 
 
 def _times(end: float, unit: str) -> str:

@@ -136,6 +136,7 @@ _UNEVEN = SmallModel(tiny_models.Uneven, tiny_models.pairs)
 _PACKED = SmallModel(tiny_models.Packed, tiny_models.tokens)
 _TIED = SmallModel(tiny_models.Tied, tiny_models.text)
 _WORDS = SmallModel(tiny_models.Words, tiny_models.text)
+_CHAIN = SmallModel(tiny_models.Chain, tiny_models.pairs)
 _RECYCLED = SmallModel(tiny_models.Recycled, tiny_models.pairs)
 _ROWS = tiny_models.rows
 
@@ -168,6 +169,7 @@ TINY: dict[str, Spec] = {
         Spec("staged", "tp=2,pp=2", 4, 2, small=_TIED),
         Spec("recycled", "pp=2", 2, 2, small=_RECYCLED, schedule="3f1b"),
         Spec("recycled, dp", "dp=2", 2, small=_RECYCLED),
+        Spec("stream", "dp=2,pp=3", 6, small=_CHAIN, schedule="pipedream"),
     )
 }
 # those with sections, outer sizes, unequal sizes, copies, buffers and constants

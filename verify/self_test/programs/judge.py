@@ -25,6 +25,9 @@ from verify.programs.prepare import Prepared
 from verify.programs.reference.eager import Settings, logical_state, run_reference
 from verify.programs.role_text import SourceMap
 from verify.programs.single_steps import make_comparison, make_task
+from verify.programs.training.eager import EagerRun
+from verify.programs.training.run import Training, compare_runs, run_ranks
+from verify.programs.training.stream import PLAIN, is_stream, make_stream
 from verify.programs.typing import check_program
 from verify.programs.typing.roles.record import Stored, check_state
 from verify.results.report import Check
@@ -34,6 +37,7 @@ from verify.self_test.programs.corpus import TIMEOUT, Base
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit
 
 Fault = Callable[[], AbstractContextManager[None]]
+STREAMED = 6  # batches of a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,10 @@ class Execution:
             base.prepared.model, base.prepared.sample, steps=base.request.steps, settings=settings
         )
         self.task = make_task(base.request, base.prepared, self.reference, folder)
+        self.streamed: tuple[Training, EagerRun] | None = None
+        if is_stream(base.prepared.program):
+            training = make_stream(base.request, base.prepared, PLAIN, STREAMED)
+            self.streamed = training, training.model.train(training.course)
 
     def write(self, sources: Mapping[str, str]) -> Path:
         """Return the program as files, in a folder of its own."""
@@ -126,6 +134,8 @@ class Execution:
         path = self.write(sources)
         try:
             with fault():
+                if self.streamed is not None:
+                    return self._stream(*self.streamed, sources, path)
                 task = replace(self.task, program=str(path))
                 if state is not None:
                     task = replace(task, state=str(path / "state.pt"))
@@ -144,6 +154,22 @@ class Execution:
         answer = answer_of(outcomes, time.perf_counter() - started)
         wrong = [self._loss_differs(results, step) for step in range(self.base.request.steps)]
         return Executed(answer, wrong[0], any(wrong))
+
+    def _stream(self, training: Training, eager: EagerRun, sources: Mapping[str, str], path: Path) -> Executed:
+        """Run a stream, and compare it with delayed SGD."""
+        started = time.perf_counter()
+        training = replace(training, program=replace(training.program, sources=dict(sources)))
+        prepared = self._opened(path)
+        found = run_ranks(training, self.base.request, prepared, path, "simulator", self.apart)
+        if isinstance(found, Failure):
+            return self._failed(found, path, time.perf_counter() - started)
+        outcomes = compare_runs(training, found, prepared, eager)
+        wrong = [
+            max(len(r.steps) <= i or difference(r.steps[i].losses[0], step.losses[0]).relative for r in found)
+            > FLOAT64_BOUND
+            for i, step in enumerate(eager.steps)
+        ]
+        return Executed(answer_of(outcomes, time.perf_counter() - started), wrong[0], any(wrong))
 
     def _failed(self, failure: Failure, path: Path, seconds: float) -> Executed:
         refuted = failure.verdict is Verdict.REFUTED

@@ -15,6 +15,7 @@ from nnscaler.ir.layout import State
 from nnscaler.tracing.export.custom_gradients import function_of
 from verify.programs.typing.roles.bodies import first_line, read_body
 from verify.programs.typing.roles.text import (
+    STREAM,
     Body,
     ExchangeText,
     InputText,
@@ -25,6 +26,7 @@ from verify.programs.typing.roles.text import (
     StageText,
     StoredText,
     Unreadable,
+    read_stream,
     read_value,
 )
 
@@ -172,7 +174,6 @@ def read_role(file: str, text: str) -> RoleText:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         place = ast.Pass(lineno=getattr(error, "lineno", 0) or 0, col_offset=0)
         raise Unreadable(place, f"is no Python: {error or type(error).__name__}") from error
-    source = text.splitlines()
     stages: list[StageText] = []
     values: dict[str, tuple[int, Any]] = {}
     user: dict[str, str] = {}
@@ -181,7 +182,7 @@ def read_role(file: str, text: str) -> RoleText:
     for node in tree.body:
         match node:
             case ast.ClassDef():
-                stages.append(_stage(file, node, source))
+                stages.append(_stage(file, node, text.splitlines()))
             case ast.Assign(targets=[ast.Name(id="user")], value=ast.Call() as call):
                 user, files = user_operators(call)
             case ast.Assign(targets=[ast.Name(id=name)]) if name in ("STAGES", "RANKS", "SCHEDULE"):
@@ -234,7 +235,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
                 pass
             case _:
                 raise Unreadable(member, f"`{first_line(member)}` is no part of a stage")
-    if (unknown := set(found) - {*_KINDS, *_MEMBERS}) or "forward" not in bodies:
+    if (unknown := set(found) - {*_KINDS, *_MEMBERS, *STREAM}) or "forward" not in bodies:
         raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
     fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
     if len(fixed) < 4:
@@ -265,6 +266,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         tuple(source),
         tuple(_result(call, name) for name, call in _entries(found, "results")),
         time_axes,
+        *read_stream(node, {name: found[name][0] for name in STREAM if name in found}),
     )
 
 
@@ -349,10 +351,8 @@ def _message(call: ast.Call, variable: str) -> MessageText | ExchangeText:
     kind = ast.unparse(call.func)
     if kind == "Exchange":
         _, given = _arguments(call, ("key", "stage", "messages", "backward", "shape", "dtype", "needs_grad"))
-        needs_grad = given.get("needs_grad", True)
-        dtype = given.get("dtype", "float32")
-        sides = (tuple(given["messages"]), tuple(given["backward"]))
-        shape = _shape(call, given["shape"])
+        needs_grad, dtype = given.get("needs_grad", True), given.get("dtype", "float32")
+        sides, shape = (tuple(given["messages"]), tuple(given["backward"])), _shape(call, given["shape"])
         return ExchangeText(call.lineno, given["key"], given["stage"], *sides, shape, dtype, needs_grad, variable)
     if kind == "Receive" and variable:
         _, given = _arguments(call, ("key", "stage", "shape", "dtype", "peers", "needs_grad"))

@@ -190,7 +190,7 @@ class ResultText:
 
 @dataclass(frozen=True)
 class StageText:
-    """One stage class. `loss` is None where the stage computes none."""
+    """One stage class. `loss` is None where the stage computes none, `staleness` where a step ends with one update."""
 
     file: str
     number: int
@@ -211,6 +211,8 @@ class StageText:
     source: tuple[str, ...] = ()
     results: tuple[ResultText, ...] = ()
     time_axes: Mapping[str, int] = field(default_factory=dict)
+    staleness: int | None = None
+    versions: int = 1
 
 
 @dataclass(frozen=True)
@@ -366,3 +368,19 @@ def _arithmetic(node: ast.expr, function: Any, left: Any, right: Any) -> Any:
     if plain or (affine and not (both and function is operator.mul)):
         return _bounded(node, function(left, right))
     raise Unreadable(node, f"`{ast.unparse(node)}` is arithmetic that a rank program does not have")
+
+
+STREAM = ("staleness", "versions")  # what a stage of a stream declares
+
+
+def read_stream(node: ast.ClassDef, found: Mapping[str, ast.expr]) -> tuple[int | None, int]:
+    """Return the staleness of a stage and the versions that it keeps; none, and one, where it declares neither.
+
+    Raises Unreadable for what the runtime would not take.
+    """
+    values = [read_value(found[name]) for name in STREAM if name in found]
+    if not values:
+        return None, 1
+    if len(values) != len(STREAM) or not all(type(v) is int for v in values) or values[0] < 0 or values[1] < 1:
+        raise Unreadable(node, f"`class {node.name}` declares {values} of {' and '.join(STREAM)}")
+    return values[0], values[1]

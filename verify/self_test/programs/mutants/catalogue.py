@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from verify.self_test.programs.compile_in_steps import Text, generation_of
 from verify.self_test.programs.corpus import Base
-from verify.self_test.programs.mutants import arguments, communication, declared, layout, schedule, values
+from verify.self_test.programs.mutants import (
+    arguments,
+    communication,
+    declared,
+    layout,
+    schedule,
+    updates,
+    values,
+)
 from verify.self_test.programs.mutants.graph import generated_mutants
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
@@ -19,6 +27,7 @@ TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *arguments.OPERATORS,
     *declared.OPERATORS,
     *schedule.OPERATORS,
+    *updates.OPERATORS,
     *layout.OPERATORS,
 )
 

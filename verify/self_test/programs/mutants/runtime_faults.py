@@ -16,6 +16,8 @@ from nnscaler.runtime.training import checkpoint, gradients
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.gradients import Gradients, Holding, reduce_gradients
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
+from nnscaler.runtime.training.stream import StreamExecutor
+from nnscaler.runtime.training.versions import Versions
 
 Fault = Callable[[], AbstractContextManager[None]]
 Pairs = Sequence[tuple[Holding, Tensor]]
@@ -149,3 +151,44 @@ def names_of_stages() -> AbstractContextManager[None]:
         ]
 
     return _replaced(checkpoint, "stored_tensors", wrong)
+
+
+# Bugs of what runs a stream.
+
+
+def no_stashing() -> AbstractContextManager[None]:
+    """A backward goes through the newest parameters, whichever its forward read."""
+    return _replaced(Versions, "begin", lambda self: None)
+
+
+def stale_forward() -> AbstractContextManager[None]:
+    """A forward reads the version before the newest one."""
+
+    def read(self: Versions, batch: int) -> None:
+        right(self, batch)
+        last = self._places[(self._made - 1) % self._stage.versions] if self._made else None
+        if last is not None and len(self._places) > 1:
+            self._leaves[batch] = {name: torch.nn.Parameter(value.clone()) for name, value in last.items()}
+            self.again(batch)
+
+    right = Versions.read
+    return _replaced(Versions, "read", read)
+
+
+def repeated_update(times: int) -> Fault:
+    """What an update adds to the parameters is added so many times."""
+
+    def apply(self: StreamExecutor, *given: Any) -> None:
+        before = {p: p.detach().clone() for p in self.parameters.values()}
+        right(self, *given)
+        with torch.no_grad():
+            for p, old in before.items():
+                p.copy_(old + times * (p - old))
+
+    right = StreamExecutor._apply
+    return lambda: _replaced(StreamExecutor, "_apply", apply)
+
+
+def update_before_the_sum() -> AbstractContextManager[None]:
+    """An update takes the gradient of this rank's rows, before the sum over data parts."""
+    return _reducing(lambda pairs, summed, _: [own for _, own in pairs])

@@ -1,0 +1,127 @@
+"""Run a role module whose parameters are updated after each batch, while others are on the way: a stream has no steps.
+
+The order of a device is followed as long as batches come; which version of its parameters a batch reads follows from
+it (`nnscaler.instructions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnscaler.instructions import batches_written, going_on
+from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.training.at_rest import gather
+from nnscaler.runtime.training.autocast import autocast_on, precision_of_run
+from nnscaler.runtime.training.batch import Batch
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.results import total_loss
+from nnscaler.runtime.training.versions import Versions
+
+
+def executor_of(module: ModuleType) -> type[RankExecutor]:
+    """Return what runs a role: one whose stages declare a staleness is a stream's."""
+    return StreamExecutor if any(stage.staleness is not None for stage in module.STAGES) else RankExecutor
+
+
+class StreamExecutor(RankExecutor):
+    """An executor of a program that updates its parameters after each batch. `forward_only` runs one batch through the
+    newest parameters, between streams."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        if len(self.stages) != 1:
+            raise ProgramError(
+                f"rank {self.rank} has the stages {sorted(self.stages)}: a stream has one on each device"
+            )
+        (self._stage,) = self.stages.values()
+        self._written = batches_written(map(str, self.schedule))
+        self._versions: Versions | None = None  # while a stream runs
+
+    def stream(self, batches: Iterable[Batch], update: Callable[[], object]) -> list[Tensor]:
+        """Run a stream of global batches, with an update after each; return their losses on the ranks whose stage
+        computes them, in order.
+
+        `update` makes the optimizer's step of this rank: `.grad` is then the gradient of one batch, complete on every
+        rank, at the parameters that the batch read. When the last batch has been through, the parameters have all
+        updates. Every rank is given as many batches. Raises ProgramError and CommunicationError as `step`.
+        """
+        if self._versions is not None:
+            raise ProgramError(f"rank {self.rank}: a stream runs already")
+        versions = self._versions = Versions(self._stage)
+        self._backward.clear()
+        self._mail.clear()
+        self._results.begin(())
+        self.zero_grad()
+        try:
+            with (
+                torch.enable_grad(),
+                precision_of_run(self.precision),
+                autocast_on(self.device.type),
+                torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
+            ):
+                if self._resting:  # what is not trained
+                    gather(self._resting, self.communicator)
+                losses = self._follow(batches, update, versions)
+                self.communicator.finish()
+        finally:
+            versions.end()
+            self._versions = None
+        return losses
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients to a norm, between streams. Raises ProgramError in one: stages are at different batches,
+        and no gradient of the whole model exists."""
+        if self._versions is not None:
+            message = "in a stream there is no norm of all gradients: the stages are at different batches"
+            raise ProgramError(f"rank {self.rank}: {message}; clip the gradients of this rank by value, or not at all")
+        return super().clip_grad_norm(max_norm, norm_type)
+
+    def _follow(self, batches: Iterable[Batch], update: Callable[[], object], versions: Versions) -> list[Tensor]:
+        """Follow the order for as many batches as there are."""
+        stage, first, begun = self._stage, self.context.passes, 0
+        source, waiting, losses = iter(batches), list[Batch](), list[Tensor]()
+
+        def more(_: int) -> bool:
+            found = next(source, None)
+            waiting.extend(() if found is None else (found,))
+            return found is not None
+
+        for instruction in going_on(self.schedule, more):
+            # messages and leaves are named by places, each of which is free again when the order comes back to it
+            at = replace(instruction, at=(instruction.micro % self._written,))
+            self.context.passes = first + instruction.micro  # by which random numbers are drawn, in backward again
+            if instruction.kind == "F":
+                begun += 1
+                batch = waiting.pop(0)
+                prepared = self._prepare(stage, batch)
+                versions.read(at.micro)
+                loss = self._forward(stage, at, prepared, batch, keep=True)
+                if loss is not None:
+                    with self._working("the sum of the loss"):
+                        losses.append(total_loss(stage, [loss], self.communicator, self.precision))
+            elif instruction.kind == "U":
+                with self._working(str(instruction), stage):
+                    self._apply(at.micro, update, versions)
+            else:
+                versions.again(at.micro)
+                self._go_back(stage, at)
+        self.context.passes = first + begun
+        return losses
+
+    def _apply(self, batch: int, update: Callable[[], object], versions: Versions) -> None:
+        """Sum the gradients of a batch over ranks, and make the update."""
+        self._gradients.begin()
+        versions.gradients(batch)
+        self._gradients.collect(self._stage.index)
+        self._gradients.finish(self.loss_scale)
+        versions.begin()
+        versions.end()  # what `update` may look at
+        update()
+        self.context.step += 1
+        self.zero_grad()
