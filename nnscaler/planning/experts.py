@@ -20,7 +20,7 @@ from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.candidates import spread
 from nnscaler.transform.complete_plan import follow_batch
-from nnscaler.transform.plan import EP, Axes, Plan, SplitStep
+from nnscaler.transform.plan import DP, EP, Axes, Plan, SplitStep
 
 STACKED = 3  # dims of a weight with one matrix per expert
 
@@ -60,6 +60,11 @@ def find_experts(graph: Graph, signatures: Mapping[str, Signature]) -> tuple[Exp
                     assert bound is not None, "it has a split"
                     found[name] = ExpertOperation(name, plain[0].identifier, bound.sizes[plain[0].identifier])
     return tuple(found[op.name] for op in graph.operations if op.name in found)
+
+
+def batch_axes(sharing: int, ep: int) -> Axes:
+    """Return the axes over which the batch is divided, in rank order: of `sharing` ranks, ep has the inner ones."""
+    return tuple((name, size) for name, size in ((DP, sharing // ep), (EP, ep)) if size > 1)
 
 
 def _stacked(graph: Graph) -> frozenset[str]:

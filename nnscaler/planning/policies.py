@@ -16,7 +16,7 @@ from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
-from nnscaler.planning.experts import expert_steps
+from nnscaler.planning.experts import batch_axes, expert_steps
 from nnscaler.planning.recycling import partition_runs, runs_of
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
@@ -281,11 +281,8 @@ def make_plan(
 
 def _mesh_of(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Return the mesh's axes in rank order: of those of dp, ep has the inner ones."""
-    if sizes.get(EP, 1) == 1:
-        return tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)
-    outer = sizes[DP] // sizes[EP]
-    inner = tuple((n, sizes[n]) for n in (EP, TP, PP) if n in sizes)
-    return ((DP, outer), *inner) if outer > 1 else inner
+    ep, rest = sizes.get(EP, 1), tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)
+    return rest if ep == 1 else (*batch_axes(sizes[DP], ep), *(axis for axis in rest if axis[0] != DP))
 
 
 def _factorisations(ranks: int) -> list[dict[str, int]]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.configurations import SCHEDULES
+from nnscaler.planning.experts import batch_axes, expert_steps
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.policies import assign_steps, steps_of
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
-from nnscaler.transform.plan import DP, PP, TP, Plan, RecomputeStep, Step
+from nnscaler.transform.plan import DP, EP, PP, TP, Plan, RecomputeStep, Step
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
@@ -115,8 +116,14 @@ def choices_of(subject: PlanningCache, found: Evaluated) -> dict[str, Choice]:
 def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     """Return the plan that runs a configuration with the choices found for it."""
     c, graph = found.configuration, subject.graph
+    batch = batch_axes(c.dp, c.ep)
+    mesh = (*batch, *((name, size) for name, size in ((TP, c.tp), (PP, c.pp)) if size > 1)) or ((DP, 1),)
+    plan = Plan(mesh, (), c.micro_batches, c.schedule.name)
     steps: list[Step] = []
     notes: tuple[str, ...] = ()
+    if c.ep > 1:
+        plan = replace(plan, data_axes=(DP, EP))
+        steps.extend(expert_steps(graph, subject.signatures, plan, plan.device_axes[0], c.ep))
     if c.tp > 1:
         steps.extend(steps_of(graph, TP, choices_of(subject, found)))
     if c.pp > 1:
@@ -124,9 +131,8 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
         steps.extend(assign_steps(graph, cut))
         notes = cut.notes
     steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
-    steps.extend(c.parameters.steps)
-    mesh = tuple((name, size) for name, size in ((DP, c.dp), (TP, c.tp), (PP, c.pp)) if size > 1)
-    return Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, c.schedule.name, notes=notes)
+    steps.extend(replace(step, axis=axis) for step in c.parameters.steps for axis, _ in batch)
+    return replace(plan, steps=tuple(steps), notes=notes)
 
 
 def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
