@@ -1,12 +1,12 @@
-"""A transformer whose tokens travel to their experts: a router sends each token to two of eight, as far as these have room.
+"""A transformer whose tokens are sent to their experts: a router chooses two of eight for each, which may have no room.
 
     nnscaler verify-plan examples/moe_dispatch.py --ranks 4 --plan dp=4,ep=2
 
-Dispatch has a capacity (Lepikhin et al., GShard, 2020): in each sequence an expert takes the first tokens that choose it,
-and what finds no room goes round the experts on the residual path. What is dispatched is one buffer,
-[experts, batch, room, width]. Under `ep` it goes from ranks with sequences to ranks with experts by all_to_all, and back.
-The balance loss is that of the whole batch: the share of tokens that choose an expert times its mean chance. The sizes are
-all different.
+Dispatch has a capacity (Lepikhin et al., GShard, 2020): in each sequence an expert takes the first tokens that choose
+it, and what finds no room goes round the experts on the residual path. What is dispatched is one buffer, [experts,
+batch, room, width]. Under `ep` it goes from ranks with sequences to ranks with experts by all_to_all, and back. The
+balance loss is that of the whole batch: the share of tokens that choose an expert times its mean chance, so that the
+micro-batches of a pipeline are one (`--micro-batches 1`). The sizes are all different.
 """
 
 from __future__ import annotations

@@ -1,24 +1,26 @@
 """Expert parallelism: experts are divided among ranks that share the batch, and tokens travel between them.
 
-The axis `ep` lies inside of data parallelism. On it the batch is divided as on `dp`, and the operations that multiply by
-experts' weights split the dim in which experts are stacked. Everything else is a matter of layouts: what goes from tokens
-to experts is a conversion from `Sharded(batch)` to `Sharded(experts)`, which is an all_to_all where a model has dispatched
-its tokens into a buffer per expert (Lepikhin et al., GShard, 2020), and back; what a model hands to all experts, as one
-without dispatch does, is gathered.
+The axis `ep` lies inside of data parallelism. On it the batch is divided as on `dp`, and the operations that multiply
+by experts' weights split the dim in which experts are stacked. Everything else is a matter of layouts: what goes from
+tokens to experts is a conversion from `Sharded(batch)` to `Sharded(experts)`, an all_to_all where a model has
+dispatched its tokens into a buffer per expert (Lepikhin et al., GShard, 2020), and back; what a model hands to all
+experts, as one without dispatch does, is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from op_registry.registry import facts_of
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.derive import input_states
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
-from nnscaler.transform.candidates import spread
+from nnscaler.transform.candidates import Candidates, reach
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, EP, Axes, Plan, SplitStep
 
@@ -46,20 +48,28 @@ def find_experts(graph: Graph, signatures: Mapping[str, Signature]) -> tuple[Exp
     dim of something trained out of which integers are made (the best of a router's scores), and for each of whose
     places a product takes another matrix. Names say nothing here.
     """
-    stacks = _stacked(graph)
-    sizes = _chosen_from(graph)
-    found: dict[str, ExpertOperation] = {}
+    stacks, sizes = _stacked(graph), _chosen_from(graph)
+    seeds = {op.name: _seeds(op, signatures[op.name], stacks, sizes) for op in graph.operations}
+    reached = _reached(graph, signatures, 1, [(name, i) for name, found in seeds.items() for i in found])
+    found: list[ExpertOperation] = []
     for op in graph.operations:
-        for identifier in _seeds(op, signatures[op.name], stacks, sizes) if op.name not in found else ():
-            split = Split(identifier)
-            reached = spread(graph, signatures, 1, op, split)
-            for name, splits in reached.items():
-                other, plain = graph.by_name[name], [s for s in splits if s == Split(s.identifier)]
-                if plain and any(n in stacks for n in other.inputs):
-                    bound = signatures[name].bound
-                    assert bound is not None, "it has a split"
-                    found[name] = ExpertOperation(name, plain[0].identifier, bound.sizes[plain[0].identifier])
-    return tuple(found[op.name] for op in graph.operations if op.name in found)
+        bound = signatures[op.name].bound
+        plain = [s.identifier for s in reached[op.name] if s == Split(s.identifier)]
+        if plain and bound is not None and any(name in stacks for name in op.inputs):
+            found.append(ExpertOperation(op.name, plain[0], bound.sizes[plain[0]]))
+    return tuple(found)
+
+
+def _reached(
+    graph: Graph, signatures: Mapping[str, Signature], parts: int, splits: Iterable[tuple[str, str]]
+) -> Candidates:
+    """Return, by operation, the splits that follow from those of these operations along these identifiers."""
+    layouts: dict[str, State] = {}
+    for name, identifier in splits:
+        states = input_states(signatures[name], Split(identifier))
+        pairs = zip(graph.by_name[name].inputs, states, strict=True)
+        layouts.update((tensor, state) for tensor, state in pairs if isinstance(state, Sharded))
+    return reach(graph, signatures, parts, layouts)
 
 
 def batch_axes(sharing: int, ep: int) -> Axes:
@@ -153,22 +163,29 @@ def _with_tokens(
     graph: Graph, signatures: Mapping[str, Signature], plan: Plan, mesh: Axes, steps: tuple[SplitStep, ...]
 ) -> dict[str, Split]:
     """Return the operations after experts that follow them away from the batch, and what they split without experts."""
+
     def chosen(one: Plan) -> dict[str, Choice]:
         made, axes = follow_batch(graph, signatures, one, mesh)
         at = [name for name, _ in axes].index(EP)
         return {name: choices[at] for name, choices in made.items()}
 
     plain, changed = chosen(plan), chosen(replace(plan, steps=(*plan.steps, *steps)))
-    own = {name for step in steps for name in step.operations}
-    moved = {name for name, choice in changed.items() if name in own or choice != plain[name]}
-    before, after = set(own), set(own)  # what has experts behind it, and before it, among what moved
+    own = {name: step.identifier for step in steps for name in step.operations}
+    parts = dict(mesh)[EP]
+    reached = _reached(graph, signatures, parts, own.items())
+    by_experts = {name: choice in reached[name] for name, choice in changed.items()}
+    before, after = set(own), set(own)  # what has experts behind it, and before it, and is divided as they are
     for op in reversed(graph.operations):
-        made = (reader.name for n in op.outputs if n is not None for reader, _ in graph.consumers[n])
-        if op.name in moved and any(name in before for name in made):
+        if by_experts[op.name] and any(r.name in before for n in op.outputs if n for r, _ in graph.consumers[n]):
             before.add(op.name)
     for op in graph.operations:
-        sources = (graph.producers[n].name for n in op.inputs if n in graph.producers)
-        if op.name in moved and any(name in after for name in sources):
+        if by_experts[op.name] and any(graph.producers[n].name in after for n in op.inputs if n in graph.producers):
             after.add(op.name)
-    kept = {op.name: plain[op.name] for op in graph.operations if op.name in after - before}
-    return {name: choice for name, choice in kept.items() if isinstance(choice, Split)}
+    inside = before & after
+    kept: dict[str, Split] = {}
+    for op in graph.operations:
+        choice = plain[op.name]
+        reads = any(graph.producers[n].name in inside for n in op.inputs if n in graph.producers)
+        if reads and op.name not in inside and isinstance(choice, Split) and changed[op.name] != choice:
+            kept[op.name] = choice
+    return kept

@@ -23,7 +23,20 @@ from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
-from nnscaler.transform.plan import DP, EP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
+from nnscaler.transform.plan import (
+    DP,
+    EP,
+    PP,
+    SHARD,
+    TP,
+    ZERO,
+    AssignStep,
+    Plan,
+    ReplicateStep,
+    RestStep,
+    SplitStep,
+    Step,
+)
 from nnscaler.transform.select import select
 
 # Tensor parallelism from annotations alone: the legal choice per operation with the least work and communication.
@@ -138,7 +151,7 @@ AXES = {
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
     PP: "pipeline parallel: layers, or else operations, are split into stages",
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
-    EP: "expert parallel: of the ranks of dp, which ep divides, so many hold the experts of a mixture (ep=N is dp=N,ep=N)",
+    EP: "expert parallel: of the ranks of dp, which ep divides, so many divide the experts (ep=2 is dp=2,ep=2)",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
 }

@@ -67,8 +67,7 @@ PLANS = (
     ),
     (
         "ep=N",
-        "expert parallelism: N of dp's ranks divide the experts of a mixture, and tokens travel to them; dp=4,ep=2 is "
-        "on 4 ranks: docs/expert-parallel.md",
+        "expert parallelism: N of dp's ranks divide the experts, and tokens travel to them: docs/expert-parallel.md",
     ),
     ("dp=2,tp=2,pp=2", "their product, on 8 ranks"),
     ("auto", "the fastest plan that the planner finds for this machine; auto:h100x8 for a cluster: docs/planner.md"),

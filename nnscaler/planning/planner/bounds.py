@@ -122,10 +122,10 @@ def gathering(subject: PlanningCache, c: Configuration, layer: int | None = None
 def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:
     """Bound the seconds of a step from the shapes of the configuration's own micro-batches.
 
-    Where the graph is no chain, the bound holds whatever the memory is. 0 as for `rough_bound`.
+    Where the graph is no chain, or ranks divide experts, the bound holds whatever the memory is.
     """
     if c.ep > 1:
-        return 0.0
+        return c.each * subject.fastest(c.tp, c.parts, c.ep)
     if subject.chain(c.tp, c.parts) is None:
         return c.each * (subject.fastest(c.tp, c.parts) + gathering(subject, c))
     return rough_bound(subject, c, memory, c.parts)

@@ -71,7 +71,7 @@ class PlanningCache:
     _builders: dict[tuple[int, int, AtRest], TableBuilder] = field(default_factory=dict)
     _tables: dict[tuple[int, int, AtRest, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
-    _fastest: dict[tuple[int, int], float] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _chains: dict[tuple[int, int, AtRest], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
@@ -345,10 +345,11 @@ class PlanningCache:
         )
         return self._least[tp]
 
-    def fastest(self, tp: int, parts: int) -> float:
+    def fastest(self, tp: int, parts: int, ep: int = 1) -> float:
         """Return a lower bound of the seconds of one of `parts` of the batch, forward and backward, without a limit of
         memory."""
-        if (tp, parts) not in self._fastest:
-            tables = self.tables(tp, parts, short=True)
-            self._fastest[tp, parts] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound
-        return self._fastest[tp, parts]
+        key = (tp, parts, ep)
+        if key not in self._fastest:
+            tables = self.tables(tp, parts, AtRest(experts=ep), short=True)
+            self._fastest[key] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound
+        return self._fastest[key]

@@ -16,7 +16,7 @@ from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.policies import assign_steps, steps_of
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
-from nnscaler.transform.plan import DP, EP, PP, TP, Plan, RecomputeStep, Step
+from nnscaler.transform.plan import DP, EP, PP, TP, Plan, RecomputeStep, RestStep, Step
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
@@ -131,7 +131,9 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
         steps.extend(assign_steps(graph, cut))
         notes = cut.notes
     steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
-    steps.extend(replace(step, axis=axis) for step in c.parameters.steps for axis, _ in batch)
+    steps.extend(
+        replace(step, axis=axis) for step in c.parameters.steps if isinstance(step, RestStep) for axis, _ in batch
+    )
     return replace(plan, steps=tuple(steps), notes=notes)
 
 
