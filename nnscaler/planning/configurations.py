@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import ScheduleKind
-from nnscaler.transform.plan import DP, PP, TP
+from nnscaler.transform.plan import DP, EP, PP, TP
 
 SCHEDULES = (ONE_F_ONE_B,)  # that are searched
 
@@ -27,6 +28,7 @@ class Configuration:
     recompute       whether all layers (True) or none (False) are recomputed in backward; None: those for which it pays
     parameters      how parameters, gradients and optimizer states rest over dp
     schedule        of the pipeline
+    ep              of the ranks of dp, which it divides, how many divide the experts
     """
 
     dp: int = 1
@@ -36,9 +38,10 @@ class Configuration:
     recompute: bool | None = False
     parameters: ParameterPlacement = WHOLE
     schedule: ScheduleKind = ONE_F_ONE_B
+    ep: int = 1
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{n}={v}" for n, v in ((DP, self.dp), (TP, self.tp), (PP, self.pp)) if v > 1)
+        sizes = " ".join(f"{n}={v}" for n, v in ((DP, self.dp), (EP, self.ep), (TP, self.tp), (PP, self.pp)) if v > 1)
         sizes += f" zero={self.zero}" if self.zero else ""
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return (sizes or "1 rank") + batches + (", recompute" if self.recompute else "")
@@ -48,7 +51,7 @@ class Configuration:
         """Key by which configurations that are alike otherwise are sorted."""
         again = (None, False, True).index(self.recompute)
         schedule = SCHEDULES.index(self.schedule) if self.schedule in SCHEDULES else len(SCHEDULES)
-        return self.dp, self.tp, self.pp, self.micro_batches, again, self.zero, schedule
+        return self.dp, self.tp, self.pp, self.micro_batches, again, self.zero, schedule, self.ep
 
     @property
     def ranks(self) -> int:
@@ -61,8 +64,13 @@ class Configuration:
 
     @property
     def rests(self) -> AtRest:
-        """How parameters rest, and over how many ranks of dp."""
-        return self.parameters.over(self.dp)
+        """How parameters rest, and over how many ranks of dp and ep."""
+        return self.parameters.over(self.dp, self.ep)
+
+    @property
+    def sharing(self) -> AxisPlace:
+        """Where the ranks lie that share the batch, those of dp and ep together."""
+        return AxisPlace(self.dp, self.tp)
 
     @property
     def parts(self) -> int:
@@ -74,7 +82,8 @@ class Configuration:
         """By axis, where its groups lie among the ranks."""
         return {
             TP: AxisPlace(self.tp),
-            DP: AxisPlace(self.dp, self.tp),
+            EP: AxisPlace(self.ep, self.tp),
+            DP: AxisPlace(self.dp // self.ep, self.tp * self.ep),
             PP: AxisPlace(self.pp, self.tp * self.dp),
         }
 
@@ -111,12 +120,12 @@ def divisors(number: int) -> list[int]:
 
 
 def configurations(
-    ranks: int, batch: int, layers: int, each: bool = False, recomputing: bool = True
+    ranks: int, batch: int, layers: int, each: bool = False, recomputing: bool = True, experts: int = 1
 ) -> Iterator[Configuration]:
     """Yield all configurations that divide the batch evenly and give every pipeline device a layer.
 
     `each` says whether layers can be recomputed one by one, `recomputing` whether all can. Those configurations come
-    before the ones that they contain.
+    before the ones that they contain. `experts` is a number that divides those of every layer; 1 for none.
     """
     again: tuple[bool | None, ...] = ((None,) if each else ()) + ((False, True) if layers and recomputing else (False,))
     for tp in divisors(ranks):
@@ -126,5 +135,6 @@ def configurations(
                 continue
             for micro_batches in divisors(batch // dp):
                 ways, schedules = PLACEMENTS[: None if dp > 1 else 1], SCHEDULES[: None if pp > 1 else 1]
-                for recompute, parameters, schedule in product(again, ways, schedules):
-                    yield Configuration(dp, tp, pp, micro_batches, recompute, parameters, schedule)
+                shared = divisors(gcd(dp, experts))
+                for ep, recompute, parameters, schedule in product(shared, again, ways, schedules):
+                    yield Configuration(dp, tp, pp, micro_batches, recompute, parameters, schedule, ep)

@@ -18,6 +18,7 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layers, shared_ends
 from nnscaler.planning.constraints.kinds import SharedEnds
+from nnscaler.planning.experts import batch_axes, expert_steps
 from nnscaler.planning.recycling import partition_runs, runs_of
 from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
@@ -27,6 +28,7 @@ from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
 from nnscaler.transform.plan import (
     DP,
+    EP,
     PP,
     SHARD,
     SHARED,
@@ -187,18 +189,21 @@ def assign_steps(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
 
 OWNED = "owned"
 _WORDS = ("zero", OWNED)  # that are no sizes
+_INSIDE = (*_WORDS, EP)  # that are no ranks of their own
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
     PP: "pipeline parallel: layers, or else operations, are split into stages",
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
+    EP: "expert parallel: of the ranks of dp, which ep divides, so many divide the experts (ep=2 is dp=2,ep=2)",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
 }
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`.
+    """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`. With `ep`
+    there is `dp` as well.
 
     Raises NnscalerError("plan_illegal").
     """
@@ -206,7 +211,7 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, tp=N, pp=N, zero=1|2|3, owned=1"
+            wrong = f"{part!r} is not one of dp=N, shard=N, ep=N, tp=N, pp=N, zero=1|2|3, owned=1"
             if name in sizes:
                 wrong = f"{name} is named twice"
             elif name in AXES and number.isdigit():
@@ -217,6 +222,7 @@ def parse_axes(text: str) -> dict[str, int]:
                 help="for example dp=2,tp=2,pp=2; or a plan.json; or policy.py::function",
             )
         sizes[name] = int(number)
+    _check_experts(text, sizes)
     over = SHARD if SHARD in sizes else DP
     if DP in sizes and ranks_in(sizes) == 1 and sizes.get("zero", 1) <= ZERO:  # a script's dp={ranks}
         for word in _WORDS:
@@ -239,9 +245,28 @@ def parse_axes(text: str) -> dict[str, int]:
     return sizes
 
 
+def _check_experts(text: str, sizes: dict[str, int]) -> None:
+    """Let dp be ep where it is not named. Raises NnscalerError("plan_illegal") where ep does not divide dp."""
+    if EP not in sizes:
+        return
+    ep, dp = sizes[EP], sizes.setdefault(DP, sizes[EP])
+    if SHARD in sizes:
+        message = f"--plan {text!r}: ep={ep} and shard={sizes[SHARD]} both name a part of the ranks of dp"
+        raise NnscalerError("plan_illegal", message, help="leave shard away: zero divides over all ranks of dp")
+    if sizes.get(OWNED):
+        message = f"--plan {text!r}: owned={sizes[OWNED]} with ep={ep}, which makes two axes of dp"
+        raise NnscalerError("plan_illegal", message, help="leave owned away: zero=1 and zero=2 divide each parameter")
+    if dp % ep:
+        raise NnscalerError(
+            "plan_illegal",
+            f"--plan {text!r}: ep={ep} does not divide dp={dp}, whose ranks share the experts",
+            help=f"ep in {[n for n in range(1, dp + 1) if dp % n == 0]}, or ep={ep} alone, which is dp={ep},ep={ep}",
+        )
+
+
 def ranks_in(sizes: Mapping[str, int]) -> int:
     """Return how many ranks the axes mean."""
-    return prod(size for name, size in sizes.items() if name not in _WORDS)
+    return prod(size for name, size in sizes.items() if name not in _INSIDE)
 
 
 def parse_spec(text: str, ranks: int) -> dict[str, int]:
@@ -291,29 +316,35 @@ def make_plan(
         micro_batches = None if kind.only is None else kind.only[1]
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
-    mesh = tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)
+    mesh = _mesh_of(sizes)
     plan = with_schedule(Plan(mesh, (), micro_batches), schedule or DEFAULT.name, chunks)
     if SHARD in sizes:
         plan = replace(plan, data_axes=(DP, SHARD))
     on_tp: tuple[SplitStep | ReplicateStep, ...] = ()
+    experts: tuple[SplitStep, ...] = ()
     ends = _ends_of(graph, signatures, plan)
     cut = None
     if ends is not None:
         cut = interlaced_stages(graph, signatures, pp, ends)
     elif plan.stages > 1:
         cut = stages_of(graph, signatures, pp, plan.stages)
+    if sizes.get(EP, 1) > 1:
+        plan = replace(plan, data_axes=(DP, EP))
+        experts = expert_steps(graph, signatures, plan, plan.device_axes[0], sizes[EP])
+        plan = replace(plan, steps=experts)
     if tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
         whole |= set() if ends is None else ends.both
         on_tp = tensor_parallel(graph, signatures, TP, tp, whole, made, axes)
-    steps: list[Step] = list(on_tp)
+    steps: list[Step] = [*experts, *on_tp]
     if ends is not None and cut is not None:
-        steps = [*of_layers(on_tp, cut), *over_all_ranks(graph, signatures, plan, ends)]
+        steps = [*experts, *of_layers(on_tp, cut), *over_all_ranks(graph, signatures, plan, ends)]
     if cut is not None:
         steps.extend(assign_steps(graph, cut))
         plan = replace(plan, notes=cut.notes)
     if "zero" in sizes:
-        steps.append(RestStep(("*",), SHARD if SHARD in sizes else DP, sizes["zero"], OWNED in sizes))
+        over = [SHARD] if SHARD in sizes else [name for name, _ in mesh if name in (DP, EP)]
+        steps.extend(RestStep(("*",), axis, sizes["zero"], OWNED in sizes) for axis in over)
     return replace(plan, steps=tuple(steps))
 
 
@@ -330,6 +361,12 @@ def _ends_of(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> S
         help = "write a plan.json that assigns operations to it; or take schedule interlaced, whose ends are shared"
         raise NnscalerError("plan_illegal", message, help=help)
     return shared_ends(graph, signatures)
+
+
+def _mesh_of(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return the mesh's axes in rank order: of those of dp, ep has the inner ones."""
+    ep, rest = sizes.get(EP, 1), tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)
+    return rest if ep == 1 else (*batch_axes(sizes[DP], ep), *(axis for axis in rest if axis[0] != DP))
 
 
 def _factorisations(ranks: int) -> list[dict[str, int]]:

@@ -19,6 +19,7 @@ from nnscaler.ir.precision import Precision
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
 SHARED = TP  # along which the devices of a stage on several of them lie
 SHARD = "shard"  # the inner part of data parallelism, over which parameters rest where both are named
+EP = "ep"  # the inner part of data parallelism, over which experts are divided where both are named
 ZERO = 3  # the stage of ZeRO in which parameters rest in shards at all times
 
 
@@ -317,6 +318,9 @@ def _precision(value: Any, source: str) -> Precision:
 
 def describe_axes(axes: Axes) -> str:
     """Return `dp=2 tp=2`."""
+    sizes = dict(axes)
+    if sizes.get(EP, 1) > 1:  # users say how many ranks share the batch, and how many of them the experts
+        axes = ((DP, sizes.get(DP, 1) * sizes[EP]), *(axis for axis in axes if axis[0] != DP))
     return " ".join(f"{name}={size}" for name, size in axes if size > 1) or "1 rank"
 
 

@@ -6,7 +6,6 @@ A row is (example, plan, schedule, micro-batches). The rows without `long` are o
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from types import ModuleType
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 import nnscaler
 import verify
+from nnscaler.planning.policies import parse_axes, ranks_in
 
 Load = Callable[[str], ModuleType]
 
@@ -26,6 +26,14 @@ ONE_OF_EACH = [
     ("swin_hf", "tp=2", None, 1),
     ("t5_hf", "pp=2", "1F1B", 2),
     ("custom_op", "dp=2,tp=2", None, 1),
+    ("moe_dispatch", "dp=4,ep=2", None, 1),
+]
+EXPERTS = [
+    ("moe", "ep=2,pp=2", "1F1B", 4),
+    ("moe", "ep=2,tp=2", None, 2),
+    ("moe", "dp=4,ep=2,zero=3", None, 1),
+    ("moe_dispatch", "ep=4", None, 1),
+    ("moe_dispatch", "ep=2,tp=2,zero=1", None, 1),
 ]
 GPT = [
     *[("gpt", plan, None, micro) for plan, micro in (("dp=8", 1), ("dp=8", 3), ("tp=4", 1), ("tp=4", 2), ("dp=3", 4))],
@@ -45,15 +53,22 @@ OTHERS = [
         ("pp=2", "1F1B", 4),
     )
 ]
+REST = OTHERS + EXPERTS
 ROWS = [
     *ONE_OF_EACH,
-    *(pytest.param(*row, marks=pytest.mark.long) for row in dict.fromkeys(GPT + OTHERS) if row not in ONE_OF_EACH),
+    *(
+        pytest.param(*row, marks=pytest.mark.long)
+        for row in dict.fromkeys(GPT + OTHERS + EXPERTS)
+        if row not in ONE_OF_EACH
+    ),
 ]
-ON_PROCESSES = [row for row in dict.fromkeys(ONE_OF_EACH + GPT + OTHERS) if row[0] in ("gpt", "llama_hf")]
+ON_PROCESSES = [
+    row for row in dict.fromkeys(ONE_OF_EACH + GPT + OTHERS) if row[0] in ("gpt", "llama_hf", "moe_dispatch")
+]
 
 
 def ranks_of(plan: str) -> int:
-    return prod(int(axis.split("=")[1]) for axis in plan.split(","))
+    return ranks_in(parse_axes(plan))
 
 
 def check(example: Load, name: str, plan: str, schedule: str | None, micro_batches: int, backend: str) -> None:

@@ -65,6 +65,10 @@ PLANS = (
         "pp=N",
         "pipeline parallelism: layers (or operations) are split into stages; see --micro-batches and --schedule",
     ),
+    (
+        "ep=N",
+        "expert parallelism: N of dp's ranks divide the experts, and tokens travel to them: docs/expert-parallel.md",
+    ),
     ("dp=2,tp=2,pp=2", "their product, on 8 ranks"),
     ("auto", "the fastest plan that the planner finds for this machine; auto:h100x8 for a cluster: docs/planner.md"),
     ("plan.json", "a plan that `nnscaler plan` or `nnscaler compile` wrote, or that you edited"),

@@ -87,8 +87,8 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
 
 
 def sizes(**wanted: int | bool) -> Constraint:
-    """Fix numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and the stage of ZeRO over dp (`zero`:
-    0 to 3; False is none, and True the one in which parameters rest in shards)."""
+    """Fix numbers: of `dp`, `tp`, `pp`, `ep`, `micro_batches`, whether to `recompute`, and the stage of ZeRO over dp
+    (`zero`: 0 to 3; False is none, and True the one in which parameters rest in shards)."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
     exact = {name: ZERO if name == "zero" and value is True else value for name, value in wanted.items()}
     return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in exact.items()))
@@ -96,7 +96,7 @@ def sizes(**wanted: int | bool) -> Constraint:
 
 def data_parallel() -> Constraint:
     """Split the batch over all ranks, and nothing else."""
-    return Constraint("data parallel", lambda c: c.tp == 1 and c.pp == 1)
+    return Constraint("data parallel", lambda c: c.tp == 1 and c.pp == 1 and c.ep == 1)
 
 
 def tensor_parallel() -> Constraint:

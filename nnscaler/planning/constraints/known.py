@@ -33,6 +33,7 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
     zero = next((step.zero for step in reversed(plan.steps) if isinstance(step, RestStep)), 0)
     sized = sizes(
         **{name: wanted.get(name, 1) for name in (DP, TP, PP)},
+        ep=1,
         micro_batches=plan.micro_batches,
         recompute=again,
         zero=zero,

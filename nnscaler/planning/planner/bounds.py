@@ -86,8 +86,10 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
     """Bound the seconds of a step in which all ranks have `memory` bytes, from the shapes of one of `parts` of the
     batch.
 
-    Infinite where nothing fits, 0 where the graph is no chain.
+    Infinite where nothing fits, 0 where the graph is no chain, and where ranks divide experts: those read and sum less.
     """
+    if c.ep > 1:
+        return 0.0
     rough = subject.rough(c.tp, parts)
     if rough is None:
         return 0.0
@@ -120,8 +122,10 @@ def gathering(subject: PlanningCache, c: Configuration, layer: int | None = None
 def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:
     """Bound the seconds of a step from the shapes of the configuration's own micro-batches.
 
-    Where the graph is no chain, the bound holds whatever the memory is.
+    Where the graph is no chain, or ranks divide experts, the bound holds whatever the memory is.
     """
+    if c.ep > 1:
+        return c.each * subject.fastest(c.tp, c.parts, c.ep)
     if subject.chain(c.tp, c.parts) is None:
         return c.each * (subject.fastest(c.tp, c.parts) + gathering(subject, c))
     return rough_bound(subject, c, memory, c.parts)

@@ -245,7 +245,7 @@ def may_fit(subject: PlanningCache, least: Least, c: Configuration, memory: floa
     The floor counts what rests, and what each layer keeps of one micro-batch. It is compared over all `pp` devices
     together.
     """
-    kept = (least.kept if c.recompute is False else least.handed) / c.parts
+    kept = (least.kept if c.recompute is False else least.handed) / c.parts / c.ep
     return all(
         least.resting / subject.shrinks(c.rests, late) + (0.0 if late else kept) <= memory * c.pp
         for late in c.parameters.moments
@@ -253,6 +253,8 @@ def may_fit(subject: PlanningCache, least: Least, c: Configuration, memory: floa
 
 
 def _bound(subject: PlanningCache, least: Least, c: Configuration) -> float:
-    """Return the first lower bound of a configuration, in seconds of a step."""
+    """Return the first lower bound of a configuration, in seconds of a step; 0 where ranks divide experts."""
+    if c.ep > 1:
+        return 0.0
     once = least.seconds + (least.again if c.recompute else 0.0)
     return c.each * (once / c.parts + gathering(subject, c)) + summing_rate(subject, c) * least.summed / c.pp

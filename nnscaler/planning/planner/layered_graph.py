@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from math import gcd
 
 from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
 from nnscaler.ir.placement import Choice
@@ -13,6 +14,7 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.model import AxisPlace, CostModel
+from nnscaler.planning.experts import expert_steps, find_experts
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
@@ -26,7 +28,7 @@ from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.transform.blocks import Block
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
-from nnscaler.transform.plan import DP, TP
+from nnscaler.transform.plan import DP, EP, TP, Axes, Plan, Step
 from nnscaler.transform.select import Layer
 
 MANY = 8  # layers, from which on some stand for all
@@ -90,11 +92,11 @@ class PlanningCache:
     between: int = 1
     ends: dict[tuple[int, int, int, int, AtRest], EndsEstimate] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
-    _settings: dict[int, Setting] = field(default_factory=dict)
+    _settings: dict[tuple[int, int], Setting] = field(default_factory=dict)
     _builders: dict[tuple[int, int, AtRest], TableBuilder] = field(default_factory=dict)
     _tables: dict[tuple[int, int, AtRest, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
-    _fastest: dict[tuple[int, int], float] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _chains: dict[tuple[int, int, AtRest], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
@@ -113,10 +115,15 @@ class PlanningCache:
 
     def space(self, ranks: int, each: bool = False) -> Iterator[Configuration]:
         """Yield the configurations of so many ranks. Blocks are cut for balance, and too small to be recomputed."""
-        found = configurations(ranks, self.batch, len(self.layers), each, recomputing=not self.blocks)
-        if self.constraint.ends is None:
-            return found
-        return (replace(c, schedule=INTERLACED) if c.pp > 1 else c for c in found)
+        interlaced = self.constraint.ends is not None  # its ends divide what is not experts over all ranks
+        experts = 1 if interlaced else self.experts
+        found = configurations(ranks, self.batch, len(self.layers), each, not self.blocks, experts)
+        return (replace(c, schedule=INTERLACED) if interlaced and c.pp > 1 else c for c in found)
+
+    @cached_property
+    def experts(self) -> int:
+        """The greatest number that divides the experts of every layer; 1 for a model without experts."""
+        return gcd(*(one.experts for one in find_experts(self.graph, self.signatures))) or 1
 
     @property
     def described(self) -> str:
@@ -216,12 +223,17 @@ class PlanningCache:
     def _builder(self, tp: int, parts: int, rests: AtRest = AT_REST_WHOLE) -> TableBuilder:
         key = (tp, parts, rests)
         if key not in self._builders:
-            places = {TP: AxisPlace(tp, self.between), DP: AxisPlace(parts, tp)}
-            if parts not in self._settings:
-                mesh = ((DP, parts),) if parts > 1 else ()
-                self._settings[parts] = make_setting(self.graph, self.signatures, mesh, (), 1, places)
+            ep = rests.experts
+            places = {
+                TP: AxisPlace(tp, self.between),
+                EP: AxisPlace(ep, tp),
+                DP: AxisPlace(parts // ep, tp * ep),
+            }
+            if (parts, ep) not in self._settings:
+                mesh, steps = self._batch(parts, ep)
+                self._settings[parts, ep] = make_setting(self.graph, self.signatures, mesh, (), 1, places, steps)
             searched = ((TP, tp),) if tp > 1 else ()
-            setting = replace(self._settings[parts], searched=searched, places=places)
+            setting = replace(self._settings[parts, ep], searched=searched, places=places)
             options = [self.options(tp)] if tp > 1 else []
             strategies = Strategies(self.graph, self.signatures, setting, options)
             pairs = tuple(pair for group in self.constraint.together for pair in pairwise(group))
@@ -239,6 +251,14 @@ class PlanningCache:
                 self.elsewhere,
             )
         return self._builders[key]
+
+    def _batch(self, parts: int, ep: int) -> tuple[Axes, tuple[Step, ...]]:
+        """Return the axes that cut the batch into `parts`, and the steps that divide experts over `ep` of them."""
+        if ep == 1:
+            return ((DP, parts),) if parts > 1 else (), ()
+        mesh = ((DP, parts // ep), (EP, ep))
+        plan = Plan(mesh, data_axes=(DP, EP))
+        return mesh, expert_steps(self.graph, self.signatures, plan, mesh, ep)
 
     @property
     def elsewhere(self) -> frozenset[str]:
@@ -369,10 +389,11 @@ class PlanningCache:
         )
         return self._least[tp]
 
-    def fastest(self, tp: int, parts: int) -> float:
+    def fastest(self, tp: int, parts: int, ep: int = 1) -> float:
         """Return a lower bound of the seconds of one of `parts` of the batch, forward and backward, without a limit of
         memory."""
-        if (tp, parts) not in self._fastest:
-            tables = self.tables(tp, parts, short=True)
-            self._fastest[tp, parts] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound
-        return self._fastest[tp, parts]
+        key = (tp, parts, ep)
+        if key not in self._fastest:
+            tables = self.tables(tp, parts, AtRest(experts=ep), short=True)
+            self._fastest[key] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound
+        return self._fastest[key]

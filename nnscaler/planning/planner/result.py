@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.constraints.interlaced import between_ends, of_layers
+from nnscaler.planning.experts import batch_axes, expert_steps
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
@@ -18,7 +19,7 @@ from nnscaler.planning.planner.shared_ends import ends_of
 from nnscaler.planning.policies import assign_steps, steps_of
 from nnscaler.scheduling.registry import with_schedule
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
-from nnscaler.transform.plan import DP, PP, SHARED, TP, Plan, RecomputeStep, Step
+from nnscaler.transform.plan import DP, EP, PP, SHARED, TP, Plan, RecomputeStep, RestStep, Step
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
@@ -118,8 +119,15 @@ def choices_of(subject: PlanningCache, found: Evaluated) -> dict[str, Choice]:
 def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     """Return the plan that runs a configuration with the choices found for it."""
     c, graph = found.configuration, subject.graph
+    batch = batch_axes(c.dp, c.ep)
+    mesh = (*batch, *((name, size) for name, size in ((TP, c.tp), (PP, c.pp)) if size > 1)) or ((DP, 1),)
+    plan = Plan(mesh, (), c.micro_batches)
+    experts: tuple[Step, ...] = ()
+    if c.ep > 1:
+        plan = replace(plan, data_axes=(DP, EP))
+        experts = expert_steps(graph, subject.signatures, plan, plan.device_axes[0], c.ep)
     on_tp = steps_of(graph, TP, choices_of(subject, found)) if c.tp > 1 else ()
-    steps: list[Step] = list(on_tp)
+    steps: list[Step] = [*experts, *on_tp]
     notes: tuple[str, ...] = ()
     if c.pp > 1:
         cut = partition_of(subject, found)
@@ -127,14 +135,14 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
         if ends is not None:
             cut = between_ends(graph, subject.signatures, cut, ends)
             shared = steps_of(graph, SHARED, ends_of(subject, c).choices, ends.both)
-            steps = [*of_layers(on_tp, cut), *shared]
+            steps = [*experts, *of_layers(on_tp, cut), *shared]
         steps.extend(assign_steps(graph, cut))
         notes = cut.notes
     steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
-    steps.extend(c.parameters.steps)
-    mesh = tuple((name, size) for name, size in ((DP, c.dp), (TP, c.tp), (PP, c.pp)) if size > 1)
-    made = Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, notes=notes)
-    return with_schedule(made, c.schedule)
+    steps.extend(
+        replace(step, axis=axis) for step in c.parameters.steps if isinstance(step, RestStep) for axis, _ in batch
+    )
+    return with_schedule(replace(plan, steps=tuple(steps), notes=notes), c.schedule)
 
 
 def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:

@@ -25,7 +25,7 @@ from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, ParameterMemory, parameter_memory
 from nnscaler.planning.sharding.problem_config import Setting
-from nnscaler.transform.plan import DP, ZERO, RestStep, Step
+from nnscaler.transform.plan import DP, EP, ZERO, RestStep, Step
 from nnscaler.transform.zero import sharded_at_rest
 
 SIZES = tuple(2.0**n for n in range(10, 42, 2))  # bytes; of the largest, latency is no part
@@ -112,9 +112,9 @@ class ParameterPlacement:
         """
         return sum(min(cost.collective(kind, size, ranks) / size for size in SIZES) for kind in self.each)
 
-    def over(self, ranks: int) -> AtRest:
-        """Return this way for `ranks` ranks of dp."""
-        return AtRest(self, ranks if self.sharded else 1)
+    def over(self, ranks: int, experts: int = 1) -> AtRest:
+        """Return this way for `ranks` ranks that share the batch, of which `experts` divide the experts."""
+        return AtRest(self, ranks if self.sharded else 1, experts)
 
     def memory(self, tensor: LogicalTensor, whole: int, shard: int, optimizer: float) -> ParameterMemory:
         """Return the memory of a parameter with so many elements as it is read, and in a shard of it.
@@ -161,10 +161,15 @@ PLACEMENTS = (WHOLE, ZERO_1, ZERO_2, ZERO_3)  # that are searched
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """A way for parameters to rest, and over how many ranks of dp: 1 where nothing rests in shards."""
+    """A way for parameters to rest.
+
+    ranks     of dp and ep together, over which they rest in shards; 1 where nothing does
+    experts   ranks of ep, each of which has a part of the experts
+    """
 
     placement: ParameterPlacement = WHOLE
     ranks: int = 1
+    experts: int = 1
 
     def shrinks(self, parameters: Iterable[LogicalTensor], optimizer: float, late: bool = False) -> float:
         """Return how many times fewer bytes of these parameters rest on a rank, at most, than where all rests whole.
@@ -177,7 +182,7 @@ class AtRest:
                 held = self.placement.memory(tensor, whole, _MANY, optimizer).total
                 held += self.placement.arriving(tensor, whole) if late else 0
                 found = max(found, WHOLE.memory(tensor, whole, whole, optimizer).total / held)
-        return found
+        return found * self.experts  # where there is nothing but experts
 
 
 AT_REST_WHOLE = AtRest()
@@ -225,22 +230,23 @@ def placed(
 ) -> PlacedParameter:
     """Return what a parameter costs whose leaf lies so. One that cannot be cut over dp rests whole."""
     whole = tuple(state if isinstance(state, Sharded) else INVARIANT for state in leaf)
-    divided = rests.ranks > 1 and rests.placement.divides(tensor)
-    found = _cut(tensor, whole, setting, rests.ranks) if divided else None
+    count, inner = _resting_on(leaf, setting, rests)
+    divided = count > 1 and rests.placement.divides(tensor)
+    found = _cut(tensor, whole, setting, count) if divided else None
     if found is None:
         placement, elements = WHOLE, prod(setting.local(whole, tensor.shape))
         shard = elements
     else:
         placement, (elements, shard) = rests.placement, found
     size, gradient = (elements * element_bytes(dtype) for dtype in (tensor.dtype, gradient_dtype(tensor.dtype)))
-    ranks = AxisPlace(rests.ranks, setting.places[DP].inner)
+    ranks = AxisPlace(count, inner)
     over = _deferred(tensor, leaf, setting)
     forward = 0.0 if placement.forward is None else cost.collective(placement.forward, size, ranks)
     backward = once = 0.0
     if tensor.needs_grad and placement.backward is not None:
         backward = cost.collective(placement.backward, size, ranks)
     for move in placement.moves if found is not None else ():
-        if DP in over or not move.gradients:
+        if DP in over or EP in over or not move.gradients:
             seconds = seconds_per_byte(cost, ranks, move.kind) * (gradient if move.gradients else size)
             backward, once = (backward + seconds, once) if move.each else (backward, once + seconds)
     summed = float(shard * element_bytes(gradient_dtype(tensor.dtype)))
@@ -251,8 +257,17 @@ def placed(
         float(placement.memory(tensor, elements, shard, optimizer).total),
         0.0 if placement.forward is None else float(size),
         float(placement.arriving(tensor, elements)),
-        {name: summed for name in over if name != DP or found is None},
+        {name: summed for name in over if name not in (DP, EP) or found is None},
     )
+
+
+def _resting_on(leaf: Layout, setting: Setting, rests: AtRest) -> tuple[int, int]:
+    """Return over how many ranks a parameter rests in shards, and how far apart they are: experts over dp alone."""
+    places = setting.places
+    if rests.experts == 1:
+        return rests.ranks, places[DP].inner
+    expert = isinstance(leaf[[name for name, _ in setting.axes].index(EP)], Sharded)
+    return (rests.ranks // rests.experts, places[DP].inner) if expert else (rests.ranks, places[EP].inner)
 
 
 def _cut(tensor: LogicalTensor, whole: Layout, setting: Setting, ranks: int) -> tuple[int, int] | None:

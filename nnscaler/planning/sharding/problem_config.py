@@ -12,7 +12,7 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.transform.complete_plan import follow_batch
-from nnscaler.transform.plan import Axes, Plan
+from nnscaler.transform.plan import Axes, Plan, Step
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,16 @@ def make_setting(
     searched: tuple[str, ...],
     micro_batches: int,
     places: Mapping[str, AxisPlace],
+    steps: tuple[Step, ...] = (),
 ) -> Setting:
-    """Return the setting of a mesh (rank order, without pp). The batch goes to the axis `dp` where it is not searched.
+    """Return the setting of a mesh (rank order, without pp). The batch goes to the axes that are not searched; on
+    these, `steps` say what does not follow it.
 
     Raises NnscalerError: plan_illegal where the batch does not divide, micro_batches_coupled.
     """
     free = tuple(a for a in mesh if a[0] in searched)
     given = tuple(a for a in mesh if a[0] not in searched)
-    plan = Plan(mesh, (), micro_batches, data_axes=tuple(name for name, _ in given))
+    plan = Plan(mesh, steps, micro_batches, data_axes=tuple(name for name, _ in given))
     made, axes = follow_batch(graph, signatures, plan, given)
     order = [[name for name, _ in axes].index(name) for name in (*(n for n, _ in given), MICRO)]
     same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}

@@ -60,7 +60,7 @@ def test_it_finds_the_best_of_all(cluster: str, ranks: int, share: float) -> Non
     assert free.best is not None
     memory = free.best.memory * share
     told = search(subject, ranks, memory, few)
-    space = [c for c in configurations(ranks, subject.batch, len(subject.layers)) if few(c)]
+    space = [c for c in subject.space(ranks) if few(c)]
     every = [evaluate(subject, c, memory) for c in space]
     fitting = [e for e in every if e is not None and e.fits]
     if not fitting:
