@@ -95,7 +95,8 @@ def steps_of(graph: Graph, axis: str, choices: Mapping[str, Choice]) -> tuple[St
 def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> Step:
     """Return one choice as a plan step."""
     if isinstance(choice, Split):
-        return SplitStep(operations, axis, choice.identifier, choice.outer, choice.sections, choice.sizes)
+        how = (choice.identifier, choice.outer, choice.sections, choice.sizes, choice.circulating)
+        return SplitStep(operations, axis, *how)
     if isinstance(choice, RunPartial):
         return ReplicateStep(operations, axis, partial=tuple(sorted(choice.slots)))
     return ReplicateStep(operations, axis, deferred=not isinstance(choice, RunInvariant))

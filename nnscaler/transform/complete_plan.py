@@ -6,6 +6,7 @@ Micro-batches come first, since they can communicate nothing, then the axes that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import gcd
 
 from op_registry.annotation.splits import balanced
@@ -125,9 +126,9 @@ def _explicit(
 def _choice(step: SplitStep | ReplicateStep, op: Operation, signature: Signature, parts: int) -> Choice:
     choice: Choice
     if isinstance(step, SplitStep):
-        choice = Split(step.identifier, step.outer, step.sections, step.sizes)
-        if choice == Split(step.identifier):
-            choice = even_or_balanced(signature, step.identifier, parts)
+        choice = Split(step.identifier, step.outer, step.sections, step.sizes, step.circulating)
+        if choice == Split(step.identifier, circulating=step.circulating):
+            choice = replace(choice, sizes=even_or_balanced(signature, step.identifier, parts).sizes)
     elif step.partial:
         choice = RunPartial(frozenset(step.partial))
     else:

@@ -31,6 +31,7 @@ class SplitStep:
     sections     sizes of concatenated parts, each of which is split
     sizes        of unequal pieces, one per rank; without them, a size that does not divide is cut into pieces that
                  differ by one
+    circulating  a second identifier, split alike, whose shards are passed around the axis; empty for none
     """
 
     kind: ClassVar[str] = "split"
@@ -40,6 +41,7 @@ class SplitStep:
     outer: int = 1
     sections: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    circulating: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +298,9 @@ def stage_devices(devices: int, chunks: int) -> tuple[int, ...]:
 
 
 def _told(step: Step) -> dict[str, Any]:
-    """Return the fields of a step without empty lists, and without false ones that are false by default."""
+    """Return the fields of a step without empty lists and texts, and without false ones that are false by default."""
     on = {f.name for f in fields(step) if f.default is True}
-    return {k: v for k, v in asdict(step).items() if v not in ((), False) or k in on}
+    return {k: v for k, v in asdict(step).items() if v not in ((), False, "") or k in on}
 
 
 def _precision(value: Any, source: str) -> Precision:
