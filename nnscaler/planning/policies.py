@@ -16,13 +16,14 @@ from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
+from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.recycling import partition_runs, runs_of
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
-from nnscaler.transform.plan import DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
+from nnscaler.transform.plan import CP, DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 
 # Tensor parallelism from annotations alone: the legal choice per operation with the least work and communication.
@@ -134,6 +135,7 @@ OWNED = "owned"
 _WORDS = ("zero", OWNED)  # that are no sizes
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
+    CP: "context parallel: tokens are split, and attention passes its keys and values around",
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
     PP: "pipeline parallel: layers, or else operations, are split into stages",
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
@@ -151,7 +153,7 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, tp=N, pp=N, zero=1|2|3, owned=1"
+            wrong = f"{part!r} is not one of dp=N, shard=N, cp=N, tp=N, pp=N, zero=1|2|3, owned=1"
             if name in sizes:
                 wrong = f"{name} is named twice"
             elif name in AXES and number.isdigit():
@@ -216,7 +218,7 @@ def make_plan(
     replicate: Sequence[str] = (),
     chunks: int | None = None,
 ) -> Plan:
-    """Return the product of the policies data_parallel, tensor_parallel and pipeline; with `zero`, parameters rest in
+    """Return the product of the policies data_parallel, context_parallel, tensor_parallel and pipeline; with `zero`, parameters rest in
     shards.
 
     `micro_batches` None: as many as a given schedule is for; else twice the pipeline's devices, as far as the batch
@@ -234,18 +236,25 @@ def make_plan(
         micro_batches = None if kind.only is None else kind.only[1]
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
-    mesh = tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)
+    mesh = tuple((n, sizes[n]) for n in (DP, SHARD, CP, TP, PP) if n in sizes)
     plan = with_schedule(Plan(mesh, (), micro_batches), schedule or DEFAULT.name, chunks)
     if SHARD in sizes:
         plan = replace(plan, data_axes=(DP, SHARD))
     steps: list[Step] = []
-    if tp > 1:
+    cp = sizes.get(CP, 1)
+    if cp > 1 or tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
-        steps.extend(tensor_parallel(graph, signatures, TP, tp, whole, made, axes))
+        if cp > 1:
+            choices, notes = context_parallel(graph, signatures, CP, cp, made, axes)
+            steps.extend(steps_of(graph, CP, choices))
+            plan = replace(plan, notes=notes)
+            made, axes = {name: (*before, choices[name]) for name, before in made.items()}, (*axes, (CP, cp))
+        if tp > 1:
+            steps.extend(tensor_parallel(graph, signatures, TP, tp, whole, made, axes))
     if plan.stages > 1:
         cut = stages_of(graph, signatures, pp, plan.stages)
         steps.extend(assign_steps(graph, cut))
-        plan = replace(plan, notes=cut.notes)
+        plan = replace(plan, notes=(*plan.notes, *cut.notes))
     if "zero" in sizes:
         steps.append(RestStep(("*",), SHARD if SHARD in sizes else DP, sizes["zero"], OWNED in sizes))
     return replace(plan, steps=tuple(steps))

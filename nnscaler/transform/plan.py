@@ -16,6 +16,7 @@ from nnscaler.instructions import read_instruction
 from nnscaler.ir.precision import Precision
 
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
+CP = "cp"  # context parallelism: for the tokens of a sequence
 SHARD = "shard"  # the inner part of data parallelism, over which parameters rest where both are named
 ZERO = 3  # the stage of ZeRO in which parameters rest in shards at all times
 
