@@ -25,7 +25,8 @@ class Call:
     """An operator's arguments, with a `TensorArgument` where a tensor stands (also inside lists and tuples).
 
     Other leaves are numbers, strings, booleans, None, or, in what `localize` returns, `Expression`s of mesh
-    coordinates and axes (`AxisArgument`). A dtype is `DType("float32")`; devices and memory formats are dropped by tracing.
+    coordinates and axes (`AxisArgument`). A dtype is `DType("float32")`; devices and memory formats are dropped by
+    tracing.
     """
 
     operator: str

@@ -40,6 +40,7 @@ class Compute:
     call        with the arguments for one shard
     inputs      by slot
     outputs     by position; None for one that is not used
+    circulates  (position of an axis, input slots) of operands that it passes around the ranks of the axis
     """
 
     operation: Operation
@@ -47,6 +48,7 @@ class Compute:
     call: Call
     inputs: tuple[Version, ...]
     outputs: tuple[Version | None, ...]
+    circulates: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +320,7 @@ def again_in(graph: Graph, statements: Sequence[Statement], position: int) -> st
 
 
 def repeated_in_backward(graph: Graph, statements: Sequence[Statement]) -> frozenset[int]:
-    """Return the positions of conversions that run again in backward.
+    """Return the positions of statements that communicate in forward, and run again in backward.
 
     A group is run again up to the last value that backward reads: the rest of it is not needed.
     """
@@ -336,4 +338,5 @@ def repeated_in_backward(graph: Graph, statements: Sequence[Statement]) -> froze
         keeping = [i for i in run if isinstance(s := statements[i], Compute) and kept_inputs(graph, s)]
         last = max(keeping, default=-1)
         found.update(i for i in run if i < last and isinstance(statements[i], Convert))
+        found.update(i for i in run if i <= last and isinstance(s := statements[i], Compute) and s.circulates)
     return frozenset(found)

@@ -28,10 +28,11 @@ from nnscaler.communication.communicated_graph import (
     with_gradients,
 )
 from nnscaler.communication.rest_moves import moves_of
+from nnscaler.communication.rotations import ROTATE, both_ways
 from nnscaler.communication.stored import StoredLayout, outside_region, stored_layouts, whole
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, volume
-from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
+from nnscaler.ir.derive import circulating_slots, input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import (
     INVARIANT,
@@ -138,9 +139,14 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
         live = differentiated(graph, program)
         for statements, times in ((program.prepare, 1), (program.forward, program.stage.micro_batches)):
             for statement in statements:
+                count = times * times_of(statement, program.stage)
+                if isinstance(statement, Compute):
+                    for turn in both_ways(graph, program.stage, statement, live):
+                        shape = graph.tensors[turn.version.tensor].shape
+                        full = full_along(turn.version.layout, sizes, shape, turn.axis)
+                        add(names[turn.axis], ROTATE, prod(full), sizes[turn.axis], count * turn.times)
                 if not isinstance(statement, Convert):
                     continue
-                count = times * times_of(statement, program.stage)
                 move, tensor = statement.move, graph.tensors[statement.source.tensor]
                 full = full_along(move.source, sizes, tensor.shape, move.axis)
                 add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], count)
@@ -239,7 +245,9 @@ def _place(
     for name, layout in zip(op.outputs, made, strict=True):
         outputs.append(None if name is None else builder.add(name, layout, scope))
     call = _localise(builder, graph, op, signature, choices, made)
-    builder.emit(Compute(op, placement, call, inputs, tuple(outputs)), scope)
+    slots = (circulating_slots(signature, choice) for choice in choices)
+    around = tuple((axis, found) for axis, found in enumerate(slots) if found)
+    builder.emit(Compute(op, placement, call, inputs, tuple(outputs), around), scope)
 
 
 def _localise(

@@ -4,8 +4,8 @@ Under `Split(identifier, outer)` an operand that has the identifier is sharded; 
 `Replicated` (its gradient is a partial sum), or `Partial` when it enters additively; an output that lacks it is a
 `Partial` (reduction identifiers only).
 
-Where the split has a `circulating` identifier, an input that lacks the first and has this one is sharded along it, and so
-is its gradient: the operator passes such shards around the axis and adds to their gradients on the way.
+Where the split has a `circulating` identifier, an input that lacks the first and has this one is sharded along it, and
+so is its gradient: the operator passes such shards around the axis and adds to their gradients on the way.
 """
 
 from __future__ import annotations

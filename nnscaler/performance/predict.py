@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import cast
+from typing import Literal, cast
 
 from nnscaler.communication.backward_halves import StatementHalves, statement_halves
 from nnscaler.communication.communicated_graph import (
@@ -26,6 +26,7 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
+from nnscaler.communication.rotations import rotations
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
@@ -297,7 +298,22 @@ def _compute(
     dtype = computes_in(t.dtype for t in (*inputs, *outputs) if t is not None)
     signature = signatures[statement.operation.name]
     forward, backward = cost.compute(signature, shapes_in, shapes_out, dtype)
-    return forward, backward if any(t is not None and t.needs_grad for t in outputs) else 0.0
+    forward += _rotated(graph, stage, statement, "forward", cost)
+    if not any(t is not None and t.needs_grad for t in outputs):
+        return forward, 0.0
+    return forward, backward + _rotated(graph, stage, statement, "backward", cost)
+
+
+def _rotated(
+    graph: Graph, stage: Stage, statement: Compute, way: Literal["forward", "backward"], cost: CostModel
+) -> float:
+    """Return the seconds of the calls inside of an operator, none of which the runtime hides behind computing."""
+    total = 0.0
+    for turn in rotations(graph, stage, statement, way):
+        shape = local_shape(turn.version.layout, stage.sizes, graph.tensors[turn.version.tensor].shape)
+        place = place_of(stage, stage.names[turn.axis])
+        total += turn.times * cost.collective("send", prod(shape) * element_bytes(turn.dtype), place)
+    return total
 
 
 def _convert(graph: Graph, stage: Stage, statement: Convert, cost: CostModel) -> tuple[float, float]:

@@ -23,7 +23,20 @@ from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
-from nnscaler.transform.plan import CP, DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
+from nnscaler.transform.plan import (
+    CP,
+    DP,
+    PP,
+    SHARD,
+    TP,
+    ZERO,
+    AssignStep,
+    Plan,
+    ReplicateStep,
+    RestStep,
+    SplitStep,
+    Step,
+)
 from nnscaler.transform.select import select
 
 # Tensor parallelism from annotations alone: the legal choice per operation with the least work and communication.
@@ -218,8 +231,8 @@ def make_plan(
     replicate: Sequence[str] = (),
     chunks: int | None = None,
 ) -> Plan:
-    """Return the product of the policies data_parallel, context_parallel, tensor_parallel and pipeline; with `zero`, parameters rest in
-    shards.
+    """Return the product of the policies data_parallel, context_parallel, tensor_parallel and pipeline; with `zero`,
+    parameters rest in shards.
 
     `micro_batches` None: as many as a given schedule is for; else twice the pipeline's devices, as far as the batch
     allows; 1 without a pipeline. `replicate`:

@@ -55,8 +55,8 @@ class Cut:
         return index * length, length
 
     def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
-        """Return where in a dim of `size` the entries of the piece of `index` lie: (first, how many) of each run, in the
-        order of the piece. Raises ValueError when the dim does not divide, and for sections."""
+        """Return where in a dim of `size` the entries of the piece of `index` lie: (first, how many) of each run, in
+        the order of the piece. Raises ValueError when the dim does not divide, and for sections."""
         if self.sections:
             raise ValueError(f"sections {self.sections} are no blocks of one size")
         start, length = self._range(size, parts, index)

@@ -46,7 +46,7 @@ class CommunicationError(ProgramError):
 class CommunicationCall:
     """One call of a communicator: enough to compare it with the calls of the group's other ranks, and to print it."""
 
-    kind: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "rotate", "broadcast", "barrier", "send", "recv"
+    kind: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "rotate", "broadcast", "barrier", "send"...
     ranks: tuple[int, ...]  # the group; (source, destination) for messages
     shapes: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype | None = None

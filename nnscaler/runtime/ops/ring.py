@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
 
@@ -38,11 +37,11 @@ def ring_attention(
     sizes: tuple[int, ...] = (),
     mask_of_keys: bool = False,
 ) -> Tensor:
-    """[*, l, e], [*, s, e], [*, s, v] -> [*, l, v]: attention of this rank's queries to the keys of all ranks of `over`.
+    """[*, l, e], [*, s, e], [*, s, v] -> [*, l, v]: attention of a rank's queries to the keys of all ranks.
 
-    The axis cuts queries and keys alike: into `outer` blocks, each of which is divided, or into unequal `sizes`. `mask`
-    has this rank's rows and all columns, or, `mask_of_keys`, one row for all queries and this rank's columns. `causal`
-    goes by the places in the whole.
+    The axis `over` cuts queries and keys alike: into `outer` blocks, each of which is divided, or into unequal `sizes`.
+    `mask` has this rank's rows and all columns, or, `mask_of_keys`, one row for all queries and this rank's columns.
+    `causal` goes by the places in the whole.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):
@@ -177,7 +176,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         with ctx.ring.over.connected().at(ctx.place):
-            return (*_backward(ctx.ring, ctx.saved_tensors, wide(gradients[0]), ctx.needs_input_grad[3]), None)
+            return (*_backward(ctx.ring, ctx.saved_tensors, wide(gradients[0]), ctx.needs_input_grad), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,17 +192,42 @@ class Block:
         return Block(ring.rotated(self.key, step, -2), ring.rotated(self.value, step, -2), mask)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockGradient:
+    """The gradients of the block at hand; None for what nobody asks for."""
+
+    key: Tensor | None
+    value: Tensor | None
+    mask: Tensor | None
+
+    def rotated(self, ring: Ring, step: int) -> BlockGradient:
+        dims = ((self.key, -2), (self.value, -2), (self.mask, -1))
+        return BlockGradient(*(None if g is None else ring.rotated(g, step, dim) for g, dim in dims))
+
+    def add(self, columns: int, key: Tensor, value: Tensor) -> None:
+        """Add to the gradients of the first columns."""
+        for target, term in ((self.key, key), (self.value, value)):
+            if target is not None:
+                _add(target[..., :columns, :], term)
+
+
 def _backward(
-    ring: Ring, saved: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor], gradient: Tensor, of_mask: bool
+    ring: Ring,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor],
+    gradient: Tensor,
+    wanted: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of queries, keys, values and mask (`of_mask`), from that of the result."""
+    """Return the gradients of queries, keys, values and mask, where they are `wanted`, from that of the result."""
     query, key, value, mask, result, normaliser = saved
     inner = (gradient * wide(result)).sum(-1, keepdim=True)
     to_query = torch.zeros_like(wide(query))
     around = mask if ring.mask_of_keys else None
     here = Block(key, value, around)
-    to_mask = MaskGradient(ring, mask if of_mask else None)
-    back = Block(torch.zeros_like(wide(key)), torch.zeros_like(wide(value)), to_mask.around)
+    to_mask = MaskGradient(ring, mask if wanted[3] else None)
+    to_key, to_value = (
+        torch.zeros_like(wide(t)) if asked else None for t, asked in zip((key, value), wanted[1:3], strict=True)
+    )
+    back = BlockGradient(to_key, to_value, to_mask.around)
     for step in ring.steps():
         of_block = here.mask if ring.mask_of_keys else ring.mask_at(mask, step)
         to_block = back.mask if ring.mask_of_keys else to_mask.at(step)
@@ -211,8 +235,7 @@ def _backward(
             scores = ring.scores(query, here.key, of_block, rows, columns, hidden)
             weights, above = (scores - normaliser[..., rows, :]).exp(), gradient[..., rows, :]
             slope = weights * (above @ wide(here.value[..., :columns, :]).mT - inner[..., rows, :])
-            _add(back.value[..., :columns, :], weights.mT @ above)
-            _add(back.key[..., :columns, :], slope.mT @ wide(query[..., rows, :]) * ring.scale)
+            back.add(columns, slope.mT @ wide(query[..., rows, :]) * ring.scale, weights.mT @ above)
             _add(to_query[..., rows, :], slope @ wide(here.key[..., :columns, :]) * ring.scale)
             if to_block is not None:
                 _add(_part(to_block, rows, columns), slope)

@@ -2,7 +2,8 @@
 
 The query length is free; a causal call counts positions from the first row, so that it splits into contiguous blocks
 that know theirs. Queries and keys may be split over one axis too: keys and values then go around its ranks (ring
-attention: Liu, Zaharia, Abbeel, 2023), each of which is told what rows and columns it has. Heads of grouped queries are `(h g)` over the key's `h`: a split of `g` replicates keys and values.
+attention: Liu, Zaharia, Abbeel, 2023), each of which is told what rows and columns it has. Heads of grouped queries are
+`(h g)` over the key's `h`: a split of `g` replicates keys and values.
 """
 
 from __future__ import annotations

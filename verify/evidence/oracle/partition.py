@@ -20,12 +20,11 @@ from nnscaler.ir.derive import input_states, output_states, shards_of
 from nnscaler.ir.layout import Partial, State, gradient_state, shape_of_rank
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
-from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.cut import Cut
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
-from verify.evidence.inputs.operand_shards import Lay, gather, lay_of, local_shape, ranks_of, spread
+from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
 from verify.evidence.options import Safeguards
 from verify.evidence.oracle.random_calls import random_arguments
 from verify.evidence.oracle.tolerance import Bound
@@ -161,10 +160,11 @@ def compare_partition(
     cotangents = [[column[rank] for column in pieces] for rank in range(len(leaves))]
     comparison.loosen(_growth(whole.cotangents, partition.output_gradients, cotangents))
     try:
-        gradients = gradients_of(outputs, cotangents, leaves) if together is None else []
-        if together is not None:  # each rank waits for the others in its own backward
+        if together is None:
+            gradients = gradients_of(outputs, cotangents, leaves)
+        else:  # each rank waits for the others in its own backward
             each = list(zip(outputs, cotangents, leaves, strict=True))
-            gradients = together.run(lambda of: gradients_of(*([given] for given in each[of.rank]))[0])
+            gradients = together.run(lambda of: gradients_of(*zip(each[of.rank], strict=True))[0])
     except Exception as error:
         raise ShardRaised(partition.inputs[0].ranks()[0] if partition.inputs else (), [], error) from error
     comparison.gradients(whole, partition, gradients)
@@ -199,7 +199,7 @@ def run_shards(
     def run(number: int, communicator: Communicator | None) -> Any:
         rank, part = ranks[number], leaves[number]
         coordinates = dict(zip(AXES, rank, strict=False))
-        groups = {} if communicator is None else _groups(partition.parts, ranks, number, communicator)
+        groups = {} if communicator is None else groups_of(AXES, partition.parts, number, communicator)
         args, kwargs = with_tensors(partition.call, part, coordinates, dtype, groups)
         if spec.random:
             kwargs = {**kwargs, **partition.random_arguments(rank)}
@@ -214,17 +214,6 @@ def run_shards(
     if together is not None:
         return together.run(lambda communicator: run(communicator.rank, communicator))
     return [run(number, None) for number in range(len(leaves))]
-
-
-def _groups(
-    parts: Sequence[int], ranks: Sequence[tuple[int, ...]], number: int, communicator: Communicator
-) -> dict[str, AxisGroup]:
-    """Return the ranks of each axis among which the rank of this number is."""
-    own, found = ranks[number], dict[str, AxisGroup]()
-    for position, (axis, size) in enumerate(zip(AXES, parts, strict=False)):
-        members = tuple(ranks.index((*own[:position], i, *own[position + 1 :])) for i in range(size))
-        found[axis] = AxisGroup(axis, size, own[position], members, communicator)
-    return found
 
 
 def _local_call(

@@ -188,8 +188,7 @@ def prove(subject: ClaimedCall, tested: Mapping[Claim, Evidence], deadline: floa
     """
     small = subject.small
     undecided = [c for c in subject.claims if tested[c].verdict.passes and tested[c].open]
-    plain = [c for c in undecided if isinstance(c, Splits) and not c.uneven and not c.circulating]
-    wanted = {_target(c): c for c in (*(c for c in undecided if isinstance(c, Passes)), *plain)}
+    wanted = {_target(c): c for c in undecided if isinstance(c, Passes) or (isinstance(c, Splits) and c.by_one_shard)}
     leaders = tuple(t for t in wanted if isinstance(t, str))
     linear = tuple(t for t in wanted if isinstance(t, frozenset))
     base = Base(small.inputs, small.signature, leaders, linear)

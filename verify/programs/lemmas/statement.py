@@ -86,6 +86,11 @@ class Splits:
         around = f", `{self.circulating}` going around" if self.circulating else ""
         return f"splits `{self.identifier}`" + (" into unequal shards" if self.uneven else "") + around
 
+    @property
+    def by_one_shard(self) -> bool:
+        """Whether a proof may follow the call of one shard, which is the same on every rank and waits for none."""
+        return not self.uneven and not self.circulating
+
 
 @dataclass(frozen=True, slots=True)
 class Passes:

@@ -35,7 +35,8 @@ def with_axes(line: Assignment, names: Sequence[str]) -> Assignment:
     """Return a line with its axes told from its tensors: `self.cp` is one of `names`, which no stored tensor has."""
 
     def read(value: Any) -> Any:
-        return AxisArgument(value.name) if isinstance(value, Variable) and value.stored and value.name in names else value
+        of_axis = isinstance(value, Variable) and value.stored and value.name in names
+        return AxisArgument(value.name) if of_axis else value
 
     return replace(line, kwargs={name: read(value) for name, value in line.kwargs.items()})
 
