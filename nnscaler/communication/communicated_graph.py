@@ -14,6 +14,7 @@ from nnscaler.ir.conversion import Move
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Layout, Sharded
 from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
+from nnscaler.ir.rotations import Circulates
 from nnscaler.transform.saved_tensors import kept_slots
 
 
@@ -48,7 +49,7 @@ class Compute:
     call: Call
     inputs: tuple[Version, ...]
     outputs: tuple[Version | None, ...]
-    circulates: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    circulates: Circulates = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,13 @@ from nnscaler.communication.communicated_graph import (
     differentiated,
     times_of,
     with_gradients,
+    writes,
 )
 from nnscaler.communication.rest_moves import moves_of
-from nnscaler.communication.rotations import ROTATE, both_ways
 from nnscaler.communication.stored import StoredLayout, outside_region, stored_layouts, whole
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, volume
-from nnscaler.ir.derive import circulating_slots, input_layouts, output_layouts, shards_of
+from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import (
     INVARIANT,
@@ -46,6 +46,7 @@ from nnscaler.ir.layout import (
     with_state,
 )
 from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph
+from nnscaler.ir.rotations import ROTATE, Direction, circulation, rotations
 from nnscaler.ir.signature import Signature
 
 # Tensors that go to a later stage: rank to rank where the meshes have one shape, by regions where they do not.
@@ -141,10 +142,13 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
             for statement in statements:
                 count = times * times_of(statement, program.stage)
                 if isinstance(statement, Compute):
-                    for turn in both_ways(graph, program.stage, statement, live):
-                        shape = graph.tensors[turn.version.tensor].shape
-                        full = full_along(turn.version.layout, sizes, shape, turn.axis)
-                        add(names[turn.axis], ROTATE, prod(full), sizes[turn.axis], count * turn.times)
+                    operands = [graph.tensors[v.tensor] for v in statement.inputs]
+                    ways: tuple[Direction, ...] = ("forward", "backward")
+                    for way in ways[: 1 + any(v.variable in live for v in writes(statement))]:
+                        for turn in rotations(statement.circulates, operands, sizes, way):
+                            layout, shape = statement.inputs[turn.slot].layout, operands[turn.slot].shape
+                            ring = prod(full_along(layout, sizes, shape, turn.axis))
+                            add(names[turn.axis], ROTATE, ring, sizes[turn.axis], count * turn.times)
                 if not isinstance(statement, Convert):
                     continue
                 move, tensor = statement.move, graph.tensors[statement.source.tensor]
@@ -245,9 +249,7 @@ def _place(
     for name, layout in zip(op.outputs, made, strict=True):
         outputs.append(None if name is None else builder.add(name, layout, scope))
     call = _localise(builder, graph, op, signature, choices, made)
-    slots = (circulating_slots(signature, choice) for choice in choices)
-    around = tuple((axis, found) for axis, found in enumerate(slots) if found)
-    builder.emit(Compute(op, placement, call, inputs, tuple(outputs), around), scope)
+    builder.emit(Compute(op, placement, call, inputs, tuple(outputs), circulation(signature, choices)), scope)
 
 
 def _localise(

@@ -29,10 +29,10 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.regions import Message as Block
 from nnscaler.communication.regions import in_micro_batch, transfer
-from nnscaler.communication.rotations import ROTATE, rotations
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.layout import DeviceMesh, Layout, Partial, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
+from nnscaler.ir.rotations import ROTATE, Direction, rotations
 
 # Groups of ranks and sizes of elements: the units of a program's communication profile.
 
@@ -227,10 +227,12 @@ def _rotations(graph: Graph, program: StageProgram, statement: Compute, part: Pa
     stage = program.stage
     module, where = describe_cause(statement.operation, program)
     found: dict[CallClass, int] = {}
-    for turn in rotations(graph, stage, statement, "backward" if part == "backward" else "forward"):
-        name, shape = stage.names[turn.axis], graph.tensors[turn.version.tensor].shape
+    operands = [graph.tensors[v.tensor] for v in statement.inputs]
+    direction: Direction = "backward" if part == "backward" else "forward"
+    for turn in rotations(statement.circulates, operands, stage.sizes, direction):
+        name, layout, shape = stage.names[turn.axis], statement.inputs[turn.slot].layout, operands[turn.slot].shape
         groups = groups_over(stage.mesh, (name,))
-        for size, members in by_bytes(groups, stage, turn.version.layout, shape, turn.dtype).items():
+        for size, members in by_bytes(groups, stage, layout, shape, turn.dtype).items():
             call = CallClass(ROTATE, part, phase, stage.index, name, turn.dtype, size, members, module, where)
             found[call] = found.get(call, 0) + turn.times
     for call, times in found.items():

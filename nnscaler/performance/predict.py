@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, cast
+from typing import cast
 
 from nnscaler.communication.backward_halves import StatementHalves, statement_halves
 from nnscaler.communication.communicated_graph import (
@@ -26,11 +26,11 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
-from nnscaler.communication.rotations import rotations
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
 from nnscaler.ir.placement import Stage
+from nnscaler.ir.rotations import Direction, as_computed, rotations
 from nnscaler.ir.signature import Signature
 from nnscaler.performance.calls_around import PricedCall, calls_around, ranks_of, taken
 from nnscaler.planning.cost.collectives import seconds_per_byte
@@ -290,7 +290,8 @@ def _compute(
 ) -> tuple[float, float]:
     outputs = [None if v is None else graph.tensors[v.tensor] for v in statement.outputs]
     inputs = [graph.tensors[v.tensor] for v in statement.inputs]
-    shapes_in = [local_shape(v.layout, stage.sizes, t.shape) for v, t in zip(statement.inputs, inputs, strict=True)]
+    layouts = as_computed(statement.circulates, [v.layout for v in statement.inputs])
+    shapes_in = [local_shape(x, stage.sizes, t.shape) for x, t in zip(layouts, inputs, strict=True)]
     shapes_out = [
         None if v is None or t is None else local_shape(v.layout, stage.sizes, t.shape)
         for v, t in zip(statement.outputs, outputs, strict=True)
@@ -304,13 +305,11 @@ def _compute(
     return forward, backward + _rotated(graph, stage, statement, "backward", cost)
 
 
-def _rotated(
-    graph: Graph, stage: Stage, statement: Compute, way: Literal["forward", "backward"], cost: CostModel
-) -> float:
+def _rotated(graph: Graph, stage: Stage, statement: Compute, way: Direction, cost: CostModel) -> float:
     """Return the seconds of the calls inside of an operator, none of which the runtime hides behind computing."""
-    total = 0.0
-    for turn in rotations(graph, stage, statement, way):
-        shape = local_shape(turn.version.layout, stage.sizes, graph.tensors[turn.version.tensor].shape)
+    operands, total = [graph.tensors[v.tensor] for v in statement.inputs], 0.0
+    for turn in rotations(statement.circulates, operands, stage.sizes, way):
+        shape = local_shape(statement.inputs[turn.slot].layout, stage.sizes, operands[turn.slot].shape)
         place = place_of(stage, stage.names[turn.axis])
         total += turn.times * cost.collective("send", prod(shape) * element_bytes(turn.dtype), place)
     return total

@@ -11,7 +11,7 @@ from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import ScheduleKind
-from nnscaler.transform.plan import DP, PP, TP
+from nnscaler.transform.plan import CP, DP, PP, TP
 
 SCHEDULES = (ONE_F_ONE_B,)  # that are searched
 
@@ -22,11 +22,12 @@ class Configuration:
 
     dp              ranks that share the batch
     tp              ranks that share operators
-    pp              pipeline devices, outermost in rank order; then come dp and tp
+    pp              pipeline devices, outermost in rank order; then come dp, cp and tp
     micro_batches   parts into which the batch of a dp rank is cut in time
     recompute       whether all layers (True) or none (False) are recomputed in backward; None: those for which it pays
     parameters      how parameters, gradients and optimizer states rest over dp
     schedule        of the pipeline
+    cp              ranks that share the tokens of a sequence
     """
 
     dp: int = 1
@@ -36,9 +37,11 @@ class Configuration:
     recompute: bool | None = False
     parameters: ParameterPlacement = WHOLE
     schedule: ScheduleKind = ONE_F_ONE_B
+    cp: int = 1
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{n}={v}" for n, v in ((DP, self.dp), (TP, self.tp), (PP, self.pp)) if v > 1)
+        named = ((DP, self.dp), (CP, self.cp), (TP, self.tp), (PP, self.pp))
+        sizes = " ".join(f"{n}={v}" for n, v in named if v > 1)
         sizes += f" zero={self.zero}" if self.zero else ""
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return (sizes or "1 rank") + batches + (", recompute" if self.recompute else "")
@@ -52,7 +55,7 @@ class Configuration:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     @property
     def zero(self) -> int:
@@ -74,8 +77,9 @@ class Configuration:
         """By axis, where its groups lie among the ranks."""
         return {
             TP: AxisPlace(self.tp),
-            DP: AxisPlace(self.dp, self.tp),
-            PP: AxisPlace(self.pp, self.tp * self.dp),
+            CP: AxisPlace(self.cp, self.tp),
+            DP: AxisPlace(self.dp, self.tp * self.cp),
+            PP: AxisPlace(self.pp, self.tp * self.cp * self.dp),
         }
 
     def live(self, device: int) -> int:

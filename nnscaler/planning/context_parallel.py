@@ -14,7 +14,7 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import around_axis, explain_illegal_choice, is_legal
-from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
@@ -22,6 +22,8 @@ from nnscaler.transform.candidates import reach
 from nnscaler.transform.propagate import FollowAxis, follow
 
 BLOCKS = 8  # of the sequence on a rank, at most: the last rank then has a sixteenth more work than the average
+
+LONG = 16384  # rows of attention, from which on the planner divides them
 
 Signatures = Mapping[str, Signature]
 Rings = Mapping[str, Split]  # by operation, how it passes its operands around
@@ -62,25 +64,44 @@ def context_parallel(
     return choices, tuple(notes)
 
 
-def _able(graph: Graph, signatures: Signatures, parts: int) -> Rings:
-    """Return the operations that can pass operands around. Raises NnscalerError where there is none."""
+def contexts(graph: Graph, signatures: Signatures, ranks: int) -> tuple[int, ...]:
+    """Return how many ranks the planner lets share a sequence: 1, and where rows of attention are `LONG`, the powers of
+    two that divide `ranks` and leave each rank a block."""
+    able = _rings(graph, signatures)
+    longest = max((_length(signatures[name], split.identifier) for name, split in able.items()), default=0)
+    if longest < LONG:
+        return (1,)
+    return tuple(2**i for i in range(ranks.bit_length()) if ranks % 2**i == 0 and longest % (BLOCKS * 2**i) == 0)
+
+
+def _rings(graph: Graph, signatures: Signatures) -> Rings:
+    """Return the operations that can pass operands around, and how."""
     found: dict[str, Split] = {}
-    reasons: list[tuple[Operation, str]] = []
     for op in graph.operations:
         signature = signatures[op.name]
-        if signature.spec is None or not signature.spec.circulates or signature.bound is None:
-            continue
-        names = [first for first, _ in signature.spec.circulates if first in signature.bound.sizes]
-        split = around_axis(signature, Split(names[0])) if names else None
+        pairs = signature.spec.circulates if signature.spec is not None and signature.bound is not None else ()
+        splits = (around_axis(signature, Split(first)) for first, _ in pairs if _has(signature, first))
+        split = next((s for s in splits if s is not None), None)
         if split is not None:
             found[op.name] = split
-        else:
-            reasons.append((op, f"`{op.operator}` is annotated `{signature.bound.text}` in this call"))
+    return found
+
+
+def _has(signature: Signature, identifier: str) -> bool:
+    return signature.bound is not None and identifier in signature.bound.sizes
+
+
+def _able(graph: Graph, signatures: Signatures, parts: int) -> Rings:
+    """Return the operations that can pass operands around. Raises NnscalerError where there is none."""
+    found = _rings(graph, signatures)
     if found:
         return found
-    if reasons:
-        op, why = reasons[0]
-        message = f"cp={parts}: no attention of the model can pass its keys around: {why}"
+    specs = ((op, signatures[op.name]) for op in graph.operations)
+    refused = next(((op, s.bound) for op, s in specs if s.spec is not None and s.spec.circulates), None)
+    if refused is not None:
+        op, bound = refused
+        why = "" if bound is None else f": `{op.operator}` is annotated `{bound.text}` in this call"
+        message = f"cp={parts}: no attention of the model can pass its keys around{why}"
         help = "attention with dropout draws from torch's generator: build the model with dropout 0, or drop cp"
         raise NnscalerError("plan_illegal", message, where=op.where, help=help)
     raise NnscalerError(

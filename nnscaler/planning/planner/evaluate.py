@@ -20,7 +20,7 @@ from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution
 from nnscaler.planning.solver.solve import solve, solve_within
 from nnscaler.transform.balance import balanced_cuts, cut_limits
 from nnscaler.transform.partition_stages import SLACK
-from nnscaler.transform.plan import DP, PP, TP
+from nnscaler.transform.plan import CP, DP, PP, TP
 
 # Cut a pipeline between layers, as evenly as their times allow and where the constraints leave it.
 
@@ -119,7 +119,7 @@ class Evaluated:
 
 def weights_of(subject: PlanningCache, c: Configuration) -> Weights:
     """Return how often the parts of a step count in a configuration."""
-    sizes = {DP: c.dp, TP: c.tp}
+    sizes = {DP: c.dp, CP: c.cp, TP: c.tp}
     rates = {axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in sizes.items() if size > 1}
     return Weights(c.each, 1 / c.pp, rates, c.live(0), c.recompute is True)
 

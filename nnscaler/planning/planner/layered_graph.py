@@ -12,6 +12,7 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints.kinds import Constraint
+from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough
@@ -25,7 +26,7 @@ from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.blocks import Block
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
-from nnscaler.transform.plan import DP, TP
+from nnscaler.transform.plan import CP, DP, TP
 from nnscaler.transform.select import Layer
 
 MANY = 8  # layers, from which on some stand for all
@@ -62,6 +63,7 @@ class PlanningCache:
     cost: CostModel
     constraint: Constraint = FREE
     optimizer: float = OPTIMIZER_BYTES
+    cp: int = 1
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
@@ -88,7 +90,10 @@ class PlanningCache:
 
     def space(self, ranks: int, each: bool = False) -> Iterator[Configuration]:
         """Yield the configurations of so many ranks. Blocks are cut for balance, and too small to be recomputed."""
-        return configurations(ranks, self.batch, len(self.layers), each, recomputing=not self.blocks)
+        if ranks % self.cp:
+            return
+        for c in configurations(ranks // self.cp, self.batch, len(self.layers), each, recomputing=not self.blocks):
+            yield c if self.cp == 1 else replace(c, cp=self.cp)
 
     @property
     def described(self) -> str:
@@ -188,10 +193,11 @@ class PlanningCache:
     def _builder(self, tp: int, parts: int, rests: AtRest = AT_REST_WHOLE) -> TableBuilder:
         key = (tp, parts, rests)
         if key not in self._builders:
-            places = {TP: AxisPlace(tp), DP: AxisPlace(parts, tp)}
+            places = {TP: AxisPlace(tp), CP: AxisPlace(self.cp, tp), DP: AxisPlace(parts, tp * self.cp)}
             if parts not in self._settings:
                 mesh = ((DP, parts),) if parts > 1 else ()
-                self._settings[parts] = make_setting(self.graph, self.signatures, mesh, (), 1, places)
+                made = make_setting(self.graph, self.signatures, mesh, (), 1, places)
+                self._settings[parts] = made if self.cp == 1 else self._with_tokens(made)
             searched = ((TP, tp),) if tp > 1 else ()
             setting = replace(self._settings[parts], searched=searched, places=places)
             options = [self.options(tp)] if tp > 1 else []
@@ -210,6 +216,22 @@ class PlanningCache:
                 self.optimizer,
             )
         return self._builders[key]
+
+    def _with_tokens(self, setting: Setting) -> Setting:
+        """Return the setting with the axis that splits tokens, the last one of the mesh."""
+        graph, size = self.graph, self.cp
+        choices, _ = context_parallel(graph, self.signatures, CP, size, setting.made, setting.axes)
+        same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+        joined = {name: (*before[:-1], choices[name], before[-1]) for name, before in setting.made.items()}
+        shared = {name: same.setdefault(made, made) for name, made in joined.items()}
+        return replace(setting, given=(*setting.given, (CP, size)), made=shared)
+
+    def tokens(self) -> Mapping[str, Choice]:
+        """Return, by operation, its choice on the axis that splits tokens."""
+        if self.cp == 1:
+            return {}
+        setting = self._builder(1, 1).setting
+        return {name: made[-2] for name, made in setting.made.items()}
 
     def tables(self, tp: int, parts: int, rests: AtRest = AT_REST_WHOLE, short: bool = False) -> Tables:
         """Return the cost tables for operators split over `tp`, with one of `parts` of the batch.

@@ -15,7 +15,7 @@ from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.policies import assign_steps, steps_of
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
-from nnscaler.transform.plan import DP, PP, TP, Plan, RecomputeStep, Step
+from nnscaler.transform.plan import CP, DP, PP, TP, Plan, RecomputeStep, Step
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
@@ -117,6 +117,8 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     c, graph = found.configuration, subject.graph
     steps: list[Step] = []
     notes: tuple[str, ...] = ()
+    if c.cp > 1:
+        steps.extend(steps_of(graph, CP, subject.tokens()))
     if c.tp > 1:
         steps.extend(steps_of(graph, TP, choices_of(subject, found)))
     if c.pp > 1:
@@ -125,7 +127,7 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
         notes = cut.notes
     steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
     steps.extend(c.parameters.steps)
-    mesh = tuple((name, size) for name, size in ((DP, c.dp), (TP, c.tp), (PP, c.pp)) if size > 1)
+    mesh = tuple((name, size) for name, size in ((DP, c.dp), (CP, c.cp), (TP, c.tp), (PP, c.pp)) if size > 1)
     return Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, c.schedule.name, notes=notes)
 
 

@@ -163,8 +163,11 @@ def compare_partition(
         if together is None:
             gradients = gradients_of(outputs, cotangents, leaves)
         else:  # each rank waits for the others in its own backward
-            each = list(zip(outputs, cotangents, leaves, strict=True))
-            gradients = together.run(lambda of: gradients_of(*zip(each[of.rank], strict=True))[0])
+
+            def back(of: Communicator) -> tuple[Tensor | None, ...]:
+                return gradients_of([outputs[of.rank]], [cotangents[of.rank]], [leaves[of.rank]])[0]
+
+            gradients = together.run(back)
     except Exception as error:
         raise ShardRaised(partition.inputs[0].ranks()[0] if partition.inputs else (), [], error) from error
     comparison.gradients(whole, partition, gradients)
