@@ -21,7 +21,7 @@ from nnscaler.ir.signature import Signature
 from nnscaler.transform.candidates import reach
 from nnscaler.transform.propagate import FollowAxis, follow
 
-BLOCKS = 8  # of the sequence on a rank, at most: the last rank then has a sixteenth more work than the average
+BLOCKS = 8  # of the sequence on a rank, at most: the last rank then has an eighth more work than the average
 
 LONG = 16384  # rows of attention, from which on the planner divides them
 

@@ -134,6 +134,8 @@ def _choice(step: SplitStep | ReplicateStep, op: Operation, signature: Signature
     else:
         choice = RunReplicated() if step.deferred else RunInvariant()
     reason = explain_illegal_choice(signature, choice, parts)
+    if isinstance(choice, Split) and choice.circulating and step.axis == MICRO:
+        reason = f"the pieces of {MICRO} are moments, which cannot communicate {choice.circulating!r}"
     if reason:
         raise illegal(op, signature, f"{step.kind} of {op.name} over {step.axis}={parts}: {reason}", parts)
     return choice
