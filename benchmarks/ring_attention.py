@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operators of this thread make, while they live. `peak`: the most at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: set[int] = set()
 
@@ -98,8 +98,8 @@ def peak(attention: Attention, ranks: int, tokens: int, heads: int, width: int) 
         )
         own = [torch.randn(heads, tokens, width, requires_grad=True) for _ in range(3)]
         with LiveBytes() as counter:
-            attention(*own, over).sum().backward()
-        return counter.peak
+            attention(own[0], own[1], own[2], over).sum().backward()
+        return int(counter.peak)
 
     return max(Simulator(ranks).run(one))
 

@@ -1,4 +1,4 @@
-"""Llama 3 8B on sequences of 131,072 tokens, on the meta device: fewer sequences than ranks, so that tokens are divided.
+"""Llama 3 8B on sequences of 131,072 tokens, on the meta device: fewer sequences than ranks, so tokens are divided.
 
 nnscaler plan examples/llama_long.py --ranks 32 --cluster h100x8
 nnscaler compile examples/llama_long.py --ranks 32 --plan cp=4,tp=8 --out build/

@@ -10,6 +10,7 @@ from typing import Any
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.configurations import SCHEDULES
+from nnscaler.planning.context_parallel import LONG
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
@@ -23,6 +24,7 @@ SEARCHED = (
     "between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times (ZeRO-3); cuts between layers (without "
     "numbered ones, at borders of modules) that balance the stages; " + " and ".join(kind.title for kind in SCHEDULES)
 )
+OF_TOKENS = f"cp beside these, a power of two, where attention has {LONG} rows or more"
 NOT_SEARCHED = (
     "other schedules and several stages per device; pipelines of models with one numbered layer; recomputation in "
     "models without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some "
@@ -72,7 +74,7 @@ class Certificate:
             "memory_bytes": round(self.memory),
             "memory_limit_bytes": round(self.memory_limit),
             "configurations": {"solved": self.solved, "pruned": self.left, "too_large": self.too_large},
-            "searched": SEARCHED,
+            "searched": f"{SEARCHED}; {OF_TOKENS}",
             "not_searched": NOT_SEARCHED,
             "cost_model": self.cost_model,
             "cluster": self.cluster,

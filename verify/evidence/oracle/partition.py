@@ -189,12 +189,8 @@ def _shard_leaves(whole: Whole, partition: Partition, generator: torch.Generator
 def run_shards(
     partition: Partition, leaves: Sequence[Sequence[Tensor]], dtype: torch.dtype, together: Simulator | None = None
 ) -> list[Any]:
-    """Run the operator on the shards of every rank and return its results. Raises ShardRaised.
-
-    `together`: runs all ranks at once, of an operator that communicates.
-    """
-    signature = partition.signature
-    spec = signature.spec
+    """Run the operator on the shards of every rank, `together` where ranks communicate. Raises ShardRaised."""
+    spec = partition.signature.spec
     assert spec is not None
     ranks = ranks_of(partition.parts)
     function: Callable[..., Any] = function_of(partition.call.operator, spec)
