@@ -19,7 +19,8 @@ class Event:
 
     lane         compute: an instruction, with the calls that it makes; communication: a call of a collective, or an
                  end of a message
-    kind         F, B, I, W, U, prepare, step; of a call: all_reduce, all_gather, reduce_scatter, all_to_all, send, recv
+    kind         F, B, I, W, U, prepare, step; of a call: all_reduce, all_gather, reduce_scatter, all_to_all, rotate,
+                 send, recv
     device       pipeline device
     ranks        of the device, that do it; one where it was measured
     start, end   seconds since the step began

@@ -25,7 +25,8 @@ class Call:
     """An operator's arguments, with a `TensorArgument` where a tensor stands (also inside lists and tuples).
 
     Other leaves are numbers, strings, booleans, None, or, in what `localize` returns, `Expression`s of mesh
-    coordinates. A dtype is `DType("float32")`; devices and memory formats are dropped by tracing.
+    coordinates and axes (`AxisArgument`). A dtype is `DType("float32")`; devices and memory formats are dropped by
+    tracing.
     """
 
     operator: str
@@ -59,6 +60,13 @@ class DType:
 
 
 @dataclass(frozen=True, slots=True)
+class AxisArgument:
+    """The ranks of a mesh axis as an argument, of an operator that communicates among them."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class AxisShard:
     """How one mesh axis splits an identifier of size n, viewed as (outer, n / outer).
 
@@ -67,6 +75,7 @@ class AxisShard:
     outer      how many blocks there are
     sizes      of unequal pieces of each block; empty: they are equal
     sections   sizes of concatenated parts, each of which is cut into `parts` equal pieces
+    circulates whether the ranks of the axis pass their pieces around, inside of the operator
     """
 
     axis: str
@@ -74,6 +83,7 @@ class AxisShard:
     outer: int = 1
     sizes: tuple[int, ...] = ()
     sections: tuple[int, ...] = ()
+    circulates: bool = False
 
     @property
     def contiguous(self) -> bool:

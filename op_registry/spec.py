@@ -57,6 +57,8 @@ class OperatorSpec:
                    of a set give a partial sum. May be a function of the call. Affine calls have none
     contiguous     identifiers that may only be split into contiguous blocks by one axis (their hook uses an offset)
     shape_argument (position, keyword, output): that argument lists the sizes of that output, and follows its shard
+    circulates     identifiers of the results, each with one of operands that lack it: both may be split over one axis,
+                   and what lacks the first is passed around the axis, inside of what `localize` makes of the call
     localize       rewrites a call for one shard; arguments are (call, shards by identifier); may change the operator.
                    Raises `Refusal` with a reason where it cannot
     uneven         shards may have unequal sizes. None: they may where no hook rewrites the call; a hook that reads
@@ -85,6 +87,7 @@ class OperatorSpec:
     linear: LinearSets | Callable[[Call], LinearSets] = ()
     contiguous: frozenset[str] = frozenset()
     shape_argument: tuple[int, str, int] | None = None
+    circulates: tuple[tuple[str, str], ...] = ()
     localize: Callable[[Call, Shards], Call] | None = None
     uneven: bool | None = None
     flops: Callable[[Mapping[str, int]], int] | None = None

@@ -80,7 +80,7 @@ def counted(program: Program, folder: Path) -> Counter[Made]:
 def handed_over(call: CommunicationCall) -> int:
     """Elements of what a rank gives; of the rank that gives most, where the call lists those of the whole group."""
     elements, ranks = [torch.Size(shape).numel() for shape in call.shapes], len(call.ranks)
-    if call.kind == "all_gather" and len(elements) == ranks:
+    if call.kind in ("all_gather", "rotate") and len(elements) == ranks:
         return max(elements)
     if call.kind == "all_to_all" and len(elements) == ranks * ranks:
         return max(sum(elements[i * ranks : (i + 1) * ranks]) for i in range(ranks))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from op_registry.call import Call, DType, TensorArgument
+from op_registry.call import AxisArgument, Call, DType, TensorArgument
 from op_registry.expression import Coefficient, Expression
 
 from nnscaler.ir.conversion import Move
@@ -21,6 +21,8 @@ def literal(value: Any, variables: Sequence[str]) -> str:
             return variables[index]
         case DType(name=name):
             return f"dtypes.{name}"
+        case AxisArgument(name=name):
+            return f"self.{name}"
         case Expression():
             return expression(value)
         case bool() | None | str():

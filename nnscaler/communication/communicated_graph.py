@@ -14,6 +14,7 @@ from nnscaler.ir.conversion import Move
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Layout, Sharded
 from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
+from nnscaler.ir.rotations import Circulates
 from nnscaler.transform.saved_tensors import kept_slots
 
 
@@ -40,6 +41,7 @@ class Compute:
     call        with the arguments for one shard
     inputs      by slot
     outputs     by position; None for one that is not used
+    circulates  (position of an axis, input slots) of operands that it passes around the ranks of the axis
     """
 
     operation: Operation
@@ -47,6 +49,7 @@ class Compute:
     call: Call
     inputs: tuple[Version, ...]
     outputs: tuple[Version | None, ...]
+    circulates: Circulates = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +325,7 @@ def again_in(graph: Graph, statements: Sequence[Statement], position: int) -> st
 
 
 def repeated_in_backward(graph: Graph, statements: Sequence[Statement]) -> frozenset[int]:
-    """Return the positions of conversions that run again in backward.
+    """Return the positions of statements that communicate in forward, and run again in backward.
 
     A group is run again up to the last value that backward reads: the rest of it is not needed.
     """
@@ -340,4 +343,5 @@ def repeated_in_backward(graph: Graph, statements: Sequence[Statement]) -> froze
         keeping = [i for i in run if isinstance(s := statements[i], Compute) and kept_inputs(graph, s)]
         last = max(keeping, default=-1)
         found.update(i for i in run if i < last and isinstance(statements[i], Convert))
+        found.update(i for i in run if i <= last and isinstance(s := statements[i], Compute) and s.circulates)
     return frozenset(found)

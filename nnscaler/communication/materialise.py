@@ -26,6 +26,7 @@ from nnscaler.communication.communicated_graph import (
     differentiated,
     times_of,
     with_gradients,
+    writes,
 )
 from nnscaler.communication.rest_moves import moves_of
 from nnscaler.communication.stored import StoredLayout, outside_region, stored_layouts, whole
@@ -45,6 +46,7 @@ from nnscaler.ir.layout import (
     with_state,
 )
 from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph
+from nnscaler.ir.rotations import ROTATE, Direction, circulation, rotations
 from nnscaler.ir.signature import Signature
 
 # Tensors that go to a later stage: rank to rank where the meshes have one shape, by regions where they do not.
@@ -138,9 +140,17 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
         live = differentiated(graph, program)
         for statements, times in ((program.prepare, 1), (program.forward, program.stage.micro_batches)):
             for statement in statements:
+                count = times * times_of(statement, program.stage)
+                if isinstance(statement, Compute):
+                    operands = [graph.tensors[v.tensor] for v in statement.inputs]
+                    ways: tuple[Direction, ...] = ("forward", "backward")
+                    for way in ways[: 1 + any(v.variable in live for v in writes(statement))]:
+                        for turn in rotations(statement.circulates, operands, sizes, way):
+                            layout, shape = statement.inputs[turn.slot].layout, operands[turn.slot].shape
+                            ring = prod(full_along(layout, sizes, shape, turn.axis))
+                            add(names[turn.axis], ROTATE, ring, sizes[turn.axis], count * turn.times)
                 if not isinstance(statement, Convert):
                     continue
-                count = times * times_of(statement, program.stage)
                 move, tensor = statement.move, graph.tensors[statement.source.tensor]
                 full = full_along(move.source, sizes, tensor.shape, move.axis)
                 add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], count)
@@ -239,7 +249,7 @@ def _place(
     for name, layout in zip(op.outputs, made, strict=True):
         outputs.append(None if name is None else builder.add(name, layout, scope))
     call = _localise(builder, graph, op, signature, choices, made)
-    builder.emit(Compute(op, placement, call, inputs, tuple(outputs)), scope)
+    builder.emit(Compute(op, placement, call, inputs, tuple(outputs), circulation(signature, choices)), scope)
 
 
 def _localise(

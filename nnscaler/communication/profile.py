@@ -4,7 +4,8 @@ It is computed from the communicated graph and the schedule, without running any
 programs make on the simulator: kinds, groups, bytes and times are theirs.
 
 `bytes` is what a rank hands to one call: the whole tensor of an all_reduce, the shard of an all_gather, all pieces of a
-reduce_scatter or an all_to_all, one message. `wire_bytes` is what a rank then sends in a ring algorithm.
+reduce_scatter or an all_to_all, one message, the block that is rotated. `wire_bytes` is what a rank then sends in a
+ring algorithm.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.profile_at_rest import rest_calls
 from nnscaler.communication.profile_calls import CallClass, CallSite, Ranks, calls_of_stage, ranks_text
+from nnscaler.ir.rotations import ROTATE
 from nnscaler.manifest import CommunicationClass, CommunicationProfile, CommunicationTotal, When
 from nnscaler.scheduling.schedule import BACKWARD, Schedule
 
@@ -49,7 +51,7 @@ class CollectiveClass:
     def wire_bytes(self) -> float:
         """Bytes that one rank sends in one step."""
         size = len(self.members[0])
-        if self.call.kind == "send/recv":
+        if self.call.kind in ("send/recv", ROTATE):
             return float(self.call.bytes * self.calls)
         if self.call.kind == "all_gather":
             return float(self.call.bytes * (size - 1) * self.calls)

@@ -1,4 +1,5 @@
-"""The calls of a stage: conversions forward and backward, messages to other stages, the sum of the loss."""
+"""The calls of a stage: conversions forward and backward, rotations inside of operators, messages to other stages, the
+sum of the loss."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from nnscaler.communication.regions import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.layout import DeviceMesh, Layout, Partial, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
+from nnscaler.ir.rotations import ROTATE, Direction, rotations
 
 # Groups of ranks and sizes of elements: the units of a program's communication profile.
 
@@ -160,6 +162,11 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
     halves = statement_halves(graph, program)
     causes = _causes(program.forward)
     for i, statement in enumerate(program.forward):
+        if isinstance(statement, Compute) and statement.circulates:
+            differentiates = any(v.variable in live for v in writes(statement))
+            ways: list[tuple[Part, str, bool]] = [("forward", "F", True), ("backward", "I", differentiates)]
+            for part, phase, made in (*ways, ("recompute", "W" if halves[i].again else "I", i in again)):
+                yield from _sites(part, i, _rotations(graph, program, statement, part, phase) if made else ())
         if isinstance(statement, Convert):
             cause, times = causes[i], micro_batches * times_of(statement, program.stage)
             ahead = _conversion(graph, program, statement, "forward", "F", cause, times)
@@ -213,6 +220,23 @@ def _conversion(
             kind, direction, phase, stage.index, name, tensor.dtype, size, members, module, where, reduction=reduction
         )
         yield call, times, ()
+
+
+def _rotations(graph: Graph, program: StageProgram, statement: Compute, part: Part, phase: str) -> Iterator[Calls]:
+    """Yield the calls inside of an operator that passes operands around an axis, equal ones together."""
+    stage = program.stage
+    module, where = describe_cause(statement.operation, program)
+    found: dict[CallClass, int] = {}
+    operands = [graph.tensors[v.tensor] for v in statement.inputs]
+    direction: Direction = "backward" if part == "backward" else "forward"
+    for turn in rotations(statement.circulates, operands, stage.sizes, direction):
+        name, layout, shape = stage.names[turn.axis], statement.inputs[turn.slot].layout, operands[turn.slot].shape
+        groups = groups_over(stage.mesh, (name,))
+        for size, members in by_bytes(groups, stage, layout, shape, turn.dtype).items():
+            call = CallClass(ROTATE, part, phase, stage.index, name, turn.dtype, size, members, module, where)
+            found[call] = found.get(call, 0) + turn.times
+    for call, times in found.items():
+        yield call, times * stage.micro_batches * times_of(statement, stage), ()
 
 
 def _causes(statements: Sequence[Statement]) -> Mapping[int, Operation | None]:

@@ -87,6 +87,8 @@ def volume(collective: str | None, elements: int, parts: int) -> float:
     share = (parts - 1) / parts * elements
     if collective == "all_reduce":
         return 2 * share
+    if collective == "rotate":
+        return elements / parts
     return share / parts if collective == "all_to_all" else share
 
 

@@ -3,14 +3,18 @@
 Under `Split(identifier, outer)` an operand that has the identifier is sharded; an input that lacks it is
 `Replicated` (its gradient is a partial sum), or `Partial` when it enters additively; an output that lacks it is a
 `Partial` (reduction identifiers only).
+
+Where the split has a `circulating` identifier, an input that lacks the first and has this one is sharded along it, and
+so is its gradient: the operator passes such shards around the axis and adds to their gradients on the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand, Factor
-from op_registry.annotation.splits import balanced, shard_of, splittable
+from op_registry.annotation.splits import balanced, explain_sizes, shard_of, splittable
 from op_registry.call import AxisShard
 
 from nnscaler.ir.graph import Graph, Operation
@@ -34,7 +38,25 @@ def operand_state(bound: BoundAnnotation, operand: BoundOperand | None, split: S
     if operand is None:
         return None
     found = shard_of(bound, operand, split.identifier, split.outer, split.sizes, split.sections)
+    if found is None and split.circulating:
+        found = shard_of(bound, operand, split.circulating, split.outer, split.sizes)
     return None if found is None else Sharded(found.dim, found.outer, found.sections, found.sizes)
+
+
+def circulating_slots(signature: Signature, choice: Choice) -> tuple[int, ...]:
+    """Return the input slots whose shards are passed around the axis under this choice."""
+    if not isinstance(choice, Split) or not choice.circulating or signature.bound is None:
+        return ()
+    found = enumerate(signature.bound.inputs)
+    own, second = choice.identifier, choice.circulating
+    return tuple(i for i, o in found if o is not None and own not in o.identifiers() and second in o.identifiers())
+
+
+def around_axis(signature: Signature, choice: Split) -> Split | None:
+    """Return the choice with what circulates under it; None where the operator passes nothing around."""
+    second = dict(signature.spec.circulates).get(choice.identifier) if signature.spec is not None else None
+    known = second is not None and signature.bound is not None and second in signature.bound.sizes
+    return replace(choice, circulating=second or "") if known else None
 
 
 def input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
@@ -126,8 +148,9 @@ def shards_of(
     result: dict[str, tuple[AxisShard, ...]] = {}
     for choice, (axis, parts) in zip(choices, axes, strict=True):
         if isinstance(choice, Split) and signature.bound is not None:
-            shard = AxisShard(axis, parts, choice.outer, choice.sizes, choice.sections)
-            for identifier in signature.bound.tied.get(choice.identifier, (choice.identifier,)):
+            around = (choice.circulating,) if choice.circulating else ()
+            shard = AxisShard(axis, parts, choice.outer, choice.sizes, choice.sections, bool(around))
+            for identifier in (*signature.bound.tied.get(choice.identifier, (choice.identifier,)), *around):
                 result[identifier] = (*result.get(identifier, ()), shard)
     return result
 
@@ -152,9 +175,29 @@ def _explain_illegal_choice(signature: Signature, choice: Split | RunPartial, pa
         return f"`{signature.bound.text}` has no identifier {choice.identifier!r}"
     if choice.sizes and not signature.spec.allows_uneven:
         return f"the hook of {signature.spec.name} does not know shards of unequal sizes"
-    if (choice.outer > 1 or choice.sections) and choice.identifier in signature.spec.contiguous:
+    if choice.circulating:
+        reason = _explain_circulating(signature, choice, parts)
+        if reason:
+            return reason
+    elif (choice.outer > 1 or choice.sections) and choice.identifier in signature.spec.contiguous:
         return f"{choice.identifier!r} can only be split into contiguous blocks"
     return splittable(signature.bound, choice.identifier, parts, choice.outer, choice.sizes, choice.sections)
+
+
+def _explain_circulating(signature: Signature, choice: Split, parts: int) -> str | None:
+    """Say why what circulates cannot be split as the identifier is; None if it can."""
+    allowed = around_axis(signature, choice)
+    second = choice.circulating
+    if allowed != choice or signature.bound is None:
+        return f"{second!r} does not circulate while {choice.identifier!r} is split"
+    size = signature.bound.sizes[second]
+    if choice.sections:
+        return f"{second!r} circulates in blocks, not in sections"
+    if choice.sizes:
+        return explain_sizes(choice.sizes, parts, choice.outer, size)
+    if size % (choice.outer * parts):
+        return f"{second!r} has size {size}, which does not divide by {choice.outer} x {parts}"
+    return None
 
 
 def explain_illegal_choices(

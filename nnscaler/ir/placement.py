@@ -33,16 +33,20 @@ class Split:
     outer        how many blocks it has, each of which is split
     sections     sizes of concatenated parts, each of which is split; excludes `outer` and `sizes`
     sizes        of unequal pieces of each block, one per rank
+    circulating  a second identifier, split alike: operands that lack the first have it, and are passed around the
+                 ranks of the axis inside of the operator; empty for none
     """
 
     identifier: str
     outer: int = 1
     sections: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    circulating: str = ""
 
     def __str__(self) -> str:
         how = f" outer {self.outer}" if self.outer > 1 else f" sections {self.sections}" if self.sections else ""
-        return f"split {self.identifier}{how}" + (f" sizes {self.sizes}" if self.sizes else "")
+        around = f" circulating {self.circulating}" if self.circulating else ""
+        return f"split {self.identifier}{how}" + (f" sizes {self.sizes}" if self.sizes else "") + around
 
 
 @dataclass(frozen=True, slots=True)

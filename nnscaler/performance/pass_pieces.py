@@ -126,9 +126,15 @@ class Pieces:
         found = self._places.get((program.stage.index, part, at), ())
         passes = 1 if part == "prepare" else program.stage.micro_batches
         calls = []
+        of_ranks: dict[tuple[Ranks, ...], int] = {}  # the calls of the same ranks are made one after another
+        for _, site in found:
+            of_ranks[site.call.members] = of_ranks.get(site.call.members, 0) + site.times // passes
+        made = dict.fromkeys(of_ranks, 0)
         for number, site in found:
-            each = seconds * passes / site.times
-            calls += [self._call(device, number, site, i * each, (i + 1) * each) for i in range(site.times // passes)]
+            each, before = seconds / of_ranks[site.call.members], made[site.call.members]
+            span = range(before, before + site.times // passes)
+            calls += [self._call(device, number, site, i * each, (i + 1) * each) for i in span]
+            made[site.call.members] = span.stop
         return Piece(seconds, tuple(call for call in calls if call.ranks))
 
     def _call(self, device: int, number: int, site: CallSite, start: float, end: float) -> PieceCall:

@@ -30,6 +30,7 @@ from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
 from nnscaler.ir.placement import Stage
+from nnscaler.ir.rotations import Direction, as_computed, rotations
 from nnscaler.ir.signature import Signature
 from nnscaler.performance.calls_around import PricedCall, calls_around, taken
 from nnscaler.planning.cost.collectives import seconds_per_byte
@@ -296,7 +297,8 @@ def _compute(
 ) -> tuple[float, float]:
     outputs = [None if v is None else graph.tensors[v.tensor] for v in statement.outputs]
     inputs = [graph.tensors[v.tensor] for v in statement.inputs]
-    shapes_in = [local_shape(v.layout, stage.sizes, t.shape) for v, t in zip(statement.inputs, inputs, strict=True)]
+    layouts = as_computed(statement.circulates, [v.layout for v in statement.inputs])
+    shapes_in = [local_shape(x, stage.sizes, t.shape) for x, t in zip(layouts, inputs, strict=True)]
     shapes_out = [
         None if v is None or t is None else local_shape(v.layout, stage.sizes, t.shape)
         for v, t in zip(statement.outputs, outputs, strict=True)
@@ -304,7 +306,20 @@ def _compute(
     dtype = computes_in(t.dtype for t in (*inputs, *outputs) if t is not None)
     signature = signatures[statement.operation.name]
     forward, backward = cost.compute(signature, shapes_in, shapes_out, dtype)
-    return forward, backward if any(t is not None and t.needs_grad for t in outputs) else 0.0
+    forward += _rotated(graph, stage, statement, "forward", cost)
+    if not any(t is not None and t.needs_grad for t in outputs):
+        return forward, 0.0
+    return forward, backward + _rotated(graph, stage, statement, "backward", cost)
+
+
+def _rotated(graph: Graph, stage: Stage, statement: Compute, way: Direction, cost: CostModel) -> float:
+    """Return the seconds of the calls inside of an operator, none of which the runtime hides behind computing."""
+    operands, total = [graph.tensors[v.tensor] for v in statement.inputs], 0.0
+    for turn in rotations(statement.circulates, operands, stage.sizes, way):
+        shape = local_shape(statement.inputs[turn.slot].layout, stage.sizes, operands[turn.slot].shape)
+        place = place_of(stage, stage.names[turn.axis])
+        total += turn.times * cost.collective("send", prod(shape) * element_bytes(turn.dtype), place)
+    return total
 
 
 def _convert(graph: Graph, stage: Stage, statement: Convert, cost: CostModel) -> tuple[float, float]:

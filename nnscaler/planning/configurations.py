@@ -12,7 +12,7 @@ from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import ScheduleKind
-from nnscaler.transform.plan import DP, EP, PP, TP
+from nnscaler.transform.plan import CP, DP, EP, PP, TP
 
 SCHEDULES = (ONE_F_ONE_B,)  # that are searched
 
@@ -23,12 +23,13 @@ class Configuration:
 
     dp              ranks that share the batch
     tp              ranks that share operators
-    pp              pipeline devices, outermost in rank order; then come dp and tp
+    pp              pipeline devices, outermost in rank order; then come dp, cp and tp
     micro_batches   parts into which the batch of a dp rank is cut in time
     recompute       whether all layers (True) or none (False) are recomputed in backward; None: those for which it pays
     parameters      how parameters, gradients and optimizer states rest over dp
     schedule        of the pipeline
     ep              of the ranks of dp, which it divides, how many divide the experts
+    cp              ranks that share the tokens of a sequence
     """
 
     dp: int = 1
@@ -39,9 +40,11 @@ class Configuration:
     parameters: ParameterPlacement = WHOLE
     schedule: ScheduleKind = ONE_F_ONE_B
     ep: int = 1
+    cp: int = 1
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{n}={v}" for n, v in ((DP, self.dp), (EP, self.ep), (TP, self.tp), (PP, self.pp)) if v > 1)
+        named = ((DP, self.dp), (EP, self.ep), (CP, self.cp), (TP, self.tp), (PP, self.pp))
+        sizes = " ".join(f"{n}={v}" for n, v in named if v > 1)
         sizes += f" zero={self.zero}" if self.zero else ""
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return (sizes or "1 rank") + batches + (", recompute" if self.recompute else "")
@@ -51,11 +54,11 @@ class Configuration:
         """Key by which configurations that are alike otherwise are sorted."""
         again = (None, False, True).index(self.recompute)
         schedule = SCHEDULES.index(self.schedule) if self.schedule in SCHEDULES else len(SCHEDULES)
-        return self.dp, self.tp, self.pp, self.micro_batches, again, self.zero, schedule, self.ep
+        return self.dp, self.tp, self.pp, self.micro_batches, again, self.zero, schedule, self.ep, self.cp
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     @property
     def zero(self) -> int:
@@ -70,7 +73,7 @@ class Configuration:
     @property
     def sharing(self) -> AxisPlace:
         """Where the ranks lie that share the batch, those of dp and ep together."""
-        return AxisPlace(self.dp, self.tp)
+        return AxisPlace(self.dp, self.tp * self.cp)
 
     @property
     def parts(self) -> int:
@@ -82,9 +85,10 @@ class Configuration:
         """By axis, where its groups lie among the ranks."""
         return {
             TP: AxisPlace(self.tp),
-            EP: AxisPlace(self.ep, self.tp),
-            DP: AxisPlace(self.dp // self.ep, self.tp * self.ep),
-            PP: AxisPlace(self.pp, self.tp * self.dp),
+            CP: AxisPlace(self.cp, self.tp),
+            EP: AxisPlace(self.ep, self.tp * self.cp),
+            DP: AxisPlace(self.dp // self.ep, self.tp * self.cp * self.ep),
+            PP: AxisPlace(self.pp, self.tp * self.cp * self.dp),
         }
 
     def live(self, device: int) -> int:

@@ -18,6 +18,7 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layers, shared_ends
 from nnscaler.planning.constraints.kinds import SharedEnds
+from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.experts import batch_axes, expert_steps
 from nnscaler.planning.recycling import partition_runs, runs_of
 from nnscaler.scheduling.interlaced import around
@@ -27,6 +28,7 @@ from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
 from nnscaler.transform.plan import (
+    CP,
     DP,
     EP,
     PP,
@@ -153,7 +155,8 @@ def steps_of(
 def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> SplitStep | ReplicateStep:
     """Return one choice as a plan step."""
     if isinstance(choice, Split):
-        return SplitStep(operations, axis, choice.identifier, choice.outer, choice.sections, choice.sizes)
+        how = (choice.identifier, choice.outer, choice.sections, choice.sizes, choice.circulating)
+        return SplitStep(operations, axis, *how)
     if isinstance(choice, RunPartial):
         return ReplicateStep(operations, axis, partial=tuple(sorted(choice.slots)))
     return ReplicateStep(operations, axis, deferred=not isinstance(choice, RunInvariant))
@@ -192,6 +195,7 @@ _WORDS = ("zero", OWNED)  # that are no sizes
 _INSIDE = (*_WORDS, EP)  # that are no ranks of their own
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
+    CP: "context parallel: tokens are split, and attention passes its keys and values around",
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
     PP: "pipeline parallel: layers, or else operations, are split into stages",
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
@@ -211,7 +215,7 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, ep=N, tp=N, pp=N, zero=1|2|3, owned=1"
+            wrong = f"{part!r} is not one of dp=N, shard=N, ep=N, cp=N, tp=N, pp=N, zero=1|2|3, owned=1"
             if name in sizes:
                 wrong = f"{name} is named twice"
             elif name in AXES and number.isdigit():
@@ -296,8 +300,8 @@ def make_plan(
     replicate: Sequence[str] = (),
     chunks: int | None = None,
 ) -> Plan:
-    """Return the product of the policies data_parallel, tensor_parallel and pipeline; with `zero`, parameters rest in
-    shards.
+    """Return the product of the policies data_parallel, context_parallel, tensor_parallel and pipeline; with `zero`,
+    parameters rest in shards.
 
     `micro_batches` None: as many as a given schedule is for; else twice the pipeline's devices, as far as the batch
     allows; 1 without a pipeline. `replicate`:
@@ -321,7 +325,7 @@ def make_plan(
     if SHARD in sizes:
         plan = replace(plan, data_axes=(DP, SHARD))
     on_tp: tuple[SplitStep | ReplicateStep, ...] = ()
-    experts: tuple[SplitStep, ...] = ()
+    given: tuple[Step, ...] = ()  # to experts and tokens
     ends = _ends_of(graph, signatures, plan)
     cut = None
     if ends is not None:
@@ -330,18 +334,25 @@ def make_plan(
         cut = stages_of(graph, signatures, pp, plan.stages)
     if sizes.get(EP, 1) > 1:
         plan = replace(plan, data_axes=(DP, EP))
-        experts = expert_steps(graph, signatures, plan, plan.device_axes[0], sizes[EP])
-        plan = replace(plan, steps=experts)
-    if tp > 1:
+        given = expert_steps(graph, signatures, plan, plan.device_axes[0], sizes[EP])
+        plan = replace(plan, steps=given)
+    cp = sizes.get(CP, 1)
+    if cp > 1 or tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
-        whole |= set() if ends is None else ends.both
-        on_tp = tensor_parallel(graph, signatures, TP, tp, whole, made, axes)
-    steps: list[Step] = [*experts, *on_tp]
+        if cp > 1:
+            choices, notes = context_parallel(graph, signatures, CP, cp, made, axes)
+            given = (*given, *steps_of(graph, CP, choices))
+            plan = replace(plan, notes=notes)
+            made, axes = {name: (*before, choices[name]) for name, before in made.items()}, (*axes, (CP, cp))
+        if tp > 1:
+            whole |= set() if ends is None else ends.both
+            on_tp = tensor_parallel(graph, signatures, TP, tp, whole, made, axes)
+    steps: list[Step] = [*given, *on_tp]
     if ends is not None and cut is not None:
-        steps = [*experts, *of_layers(on_tp, cut), *over_all_ranks(graph, signatures, plan, ends)]
+        steps = [*given, *of_layers(on_tp, cut), *over_all_ranks(graph, signatures, plan, ends)]
     if cut is not None:
         steps.extend(assign_steps(graph, cut))
-        plan = replace(plan, notes=cut.notes)
+        plan = replace(plan, notes=(*plan.notes, *cut.notes))
     if "zero" in sizes:
         over = [SHARD] if SHARD in sizes else [name for name, _ in mesh if name in (DP, EP)]
         steps.extend(RestStep(("*",), axis, sizes["zero"], OWNED in sizes) for axis in over)
@@ -365,7 +376,7 @@ def _ends_of(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> S
 
 def _mesh_of(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Return the mesh's axes in rank order: of those of dp, ep has the inner ones."""
-    ep, rest = sizes.get(EP, 1), tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)
+    ep, rest = sizes.get(EP, 1), tuple((n, sizes[n]) for n in (DP, SHARD, CP, TP, PP) if n in sizes)
     return rest if ep == 1 else (*batch_axes(sizes[DP], ep), *(axis for axis in rest if axis[0] != DP))
 
 

@@ -54,6 +54,14 @@ class Cut:
         length = size // (self.outer * parts)
         return index * length, length
 
+    def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
+        """Return where in a dim of `size` the entries of the piece of `index` lie: (first, how many) of each run, in
+        the order of the piece. Raises ValueError when the dim does not divide, and for sections."""
+        if self.sections:
+            raise ValueError(f"sections {self.sections} are no blocks of one size")
+        start, length = self._range(size, parts, index)
+        return [(start + block * (size // self.outer), length) for block in range(self.outer)]
+
     def shape_of(self, whole: Sequence[int], parts: int, index: int) -> tuple[int, ...]:
         """Return the shape of the piece of `index`, from that of the whole, which is taken to divide."""
         size = self.sizes[index] * self.outer if self.sizes else whole[self.dim] // parts

@@ -117,8 +117,10 @@ def _size(signature: Signature, identifier: str) -> int | None:
 
 
 def _is_legal(step: SplitStep, signature: Signature, parts: int) -> bool:
-    split = Split(step.identifier, step.outer, step.sections, step.sizes)
-    return is_legal(signature, split if _shaped(step) else even_or_balanced(signature, step.identifier, parts), parts)
+    split = Split(step.identifier, step.outer, step.sections, step.sizes, step.circulating)
+    if not _shaped(step):
+        split = replace(split, sizes=even_or_balanced(signature, step.identifier, parts).sizes)
+    return is_legal(signature, split, parts)
 
 
 def _of_size(step: SplitStep, old: int, new: int) -> SplitStep:

@@ -6,6 +6,7 @@ Micro-batches come first, since they can communicate nothing, then the axes that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import gcd
 
 from op_registry.annotation.splits import balanced
@@ -125,14 +126,16 @@ def _explicit(
 def _choice(step: SplitStep | ReplicateStep, op: Operation, signature: Signature, parts: int) -> Choice:
     choice: Choice
     if isinstance(step, SplitStep):
-        choice = Split(step.identifier, step.outer, step.sections, step.sizes)
-        if choice == Split(step.identifier):
-            choice = even_or_balanced(signature, step.identifier, parts)
+        choice = Split(step.identifier, step.outer, step.sections, step.sizes, step.circulating)
+        if choice == Split(step.identifier, circulating=step.circulating):
+            choice = replace(choice, sizes=even_or_balanced(signature, step.identifier, parts).sizes)
     elif step.partial:
         choice = RunPartial(frozenset(step.partial))
     else:
         choice = RunReplicated() if step.deferred else RunInvariant()
     reason = explain_illegal_choice(signature, choice, parts)
+    if isinstance(choice, Split) and choice.circulating and step.axis == MICRO:
+        reason = f"the pieces of {MICRO} are moments, which cannot communicate {choice.circulating!r}"
     if reason:
         raise illegal(op, signature, f"{step.kind} of {op.name} over {step.axis}={parts}: {reason}", parts)
     return choice

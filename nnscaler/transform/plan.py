@@ -18,6 +18,7 @@ from nnscaler.ir.precision import Precision
 
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
 SHARED = TP  # along which the devices of a stage on several of them lie
+CP = "cp"  # context parallelism: for the tokens of a sequence
 SHARD = "shard"  # the inner part of data parallelism, over which parameters rest where both are named
 EP = "ep"  # the inner part of data parallelism, over which experts are divided where both are named
 ZERO = 3  # the stage of ZeRO in which parameters rest in shards at all times
@@ -34,6 +35,7 @@ class SplitStep:
     sections     sizes of concatenated parts, each of which is split
     sizes        of unequal pieces, one per rank; without them, a size that does not divide is cut into pieces that
                  differ by one
+    circulating  a second identifier, split alike, whose shards are passed around the axis; empty for none
     """
 
     kind: ClassVar[str] = "split"
@@ -43,6 +45,7 @@ class SplitStep:
     outer: int = 1
     sections: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    circulating: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +307,9 @@ def stage_devices(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _told(step: Step) -> dict[str, Any]:
-    """Return the fields of a step without empty lists, and without false ones that are false by default."""
+    """Return the fields of a step without empty lists and texts, and without false ones that are false by default."""
     on = {f.name for f in fields(step) if f.default is True}
-    return {k: v for k, v in asdict(step).items() if v not in ((), False) or k in on}
+    return {k: v for k, v in asdict(step).items() if v not in ((), False, "") or k in on}
 
 
 def _precision(value: Any, source: str) -> Precision:

@@ -60,6 +60,10 @@ exit codes of --missing:
 """
 PLANS = (
     ("dp=N", "data parallelism: the batch is split, parameters are copied, gradients are summed"),
+    (
+        "cp=N",
+        "context parallelism: tokens are split, and attention passes keys around: docs/context-parallel.md",
+    ),
     ("tp=N", "tensor parallelism: matrices are split, found from the operators' annotations"),
     (
         "pp=N",

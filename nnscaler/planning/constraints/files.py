@@ -42,11 +42,11 @@ from nnscaler.planning.constraints.kinds import (
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
 from nnscaler.planning.sharding.parameter_placement import PLACEMENTS
-from nnscaler.transform.plan import DP, EP, PP, TP
+from nnscaler.transform.plan import CP, DP, EP, PP, TP
 
 _ALONE = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
 _POLICIES = {"megatron": megatron, "sequence_parallel": sequence_parallel}
-_NUMBERS = (DP, TP, PP, EP, "micro_batches")
+_NUMBERS = (DP, CP, TP, PP, EP, "micro_batches")
 _FLAGS = ("recompute", "zero")
 _STAGES = tuple(placement.zero for placement in PLACEMENTS)
 _KEYS: Mapping[str, frozenset[str]] = {

@@ -87,8 +87,8 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
 
 
 def sizes(**wanted: int | bool) -> Constraint:
-    """Fix numbers: of `dp`, `tp`, `pp`, `ep`, `micro_batches`, whether to `recompute`, and the stage of ZeRO over dp
-    (`zero`: 0 to 3; False is none, and True the one in which parameters rest in shards)."""
+    """Fix numbers: of `dp`, `cp`, `tp`, `pp`, `ep`, `micro_batches`, whether to `recompute`, and the stage of ZeRO
+    over dp (`zero`: 0 to 3; False is none, and True the one in which parameters rest in shards)."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
     exact = {name: ZERO if name == "zero" and value is True else value for name, value in wanted.items()}
     return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in exact.items()))
@@ -96,17 +96,17 @@ def sizes(**wanted: int | bool) -> Constraint:
 
 def data_parallel() -> Constraint:
     """Split the batch over all ranks, and nothing else."""
-    return Constraint("data parallel", lambda c: c.tp == 1 and c.pp == 1 and c.ep == 1)
+    return Constraint("data parallel", lambda c: c.tp == c.pp == c.cp == c.ep == 1)
 
 
 def tensor_parallel() -> Constraint:
     """Split operations over all ranks."""
-    return Constraint("tensor parallel", lambda c: c.dp == 1 and c.pp == 1)
+    return Constraint("tensor parallel", lambda c: c.dp == c.pp == c.cp == 1)
 
 
 def pipeline() -> Constraint:
     """Let every rank run a stage."""
-    return Constraint("pipeline", lambda c: c.dp == 1 and c.tp == 1)
+    return Constraint("pipeline", lambda c: c.dp == c.tp == c.cp == 1)
 
 
 def replicate(graph: Graph, operations: Sequence[str]) -> Constraint:

@@ -21,7 +21,7 @@ from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution
 from nnscaler.planning.solver.solve import solve, solve_within
 from nnscaler.transform.balance import balanced_cuts, cut_limits
 from nnscaler.transform.partition_stages import SLACK
-from nnscaler.transform.plan import DP, EP, PP, TP
+from nnscaler.transform.plan import CP, DP, EP, PP, TP
 
 # Cut a pipeline between layers, as evenly as their times allow and where the constraints leave it.
 
@@ -120,7 +120,7 @@ class Evaluated:
 
 def weights_of(subject: PlanningCache, c: Configuration) -> Weights:
     """Return how often the parts of a step count in a configuration."""
-    sizes = {DP: c.dp // c.ep, TP: c.tp}
+    sizes = {DP: c.dp // c.ep, CP: c.cp, TP: c.tp}
     rates = {axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in sizes.items() if size > 1}
     if c.ep > 1:  # what is no expert's is summed over dp and ep at once
         rates[EP] = max(0.0, seconds_per_byte(subject.cost, c.sharing) - rates.get(DP, 0.0))

@@ -79,6 +79,7 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster, show_bytes
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints import Constraint
+from nnscaler.planning.context_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.branch_and_bound import Search, search
@@ -192,15 +193,37 @@ def find_plan(
     Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted; it names the
     constraint that cannot hold.
     """
+    priced, kept, optimizer = cost or AnalyticCost(cluster), constraint or FREE, bytes_of_optimizer(optimizer_bytes)
     with _without_collector():
-        subject = PlanningCache(
-            graph,
-            signatures,
-            cost or AnalyticCost(cluster),
-            constraint or FREE,
-            bytes_of_optimizer(optimizer_bytes),
-        )
-        return _find_plan(subject, cluster, memory, constraint, progress)
+        every: list[Found] = []
+        refused: list[NnscalerError] = []
+        for cp in contexts(graph, signatures, cluster.devices):
+            subject = PlanningCache(graph, signatures, priced, kept, optimizer, cp)
+            try:
+                every.append(_find_plan(subject, cluster, memory, constraint, progress))
+            except NnscalerError as error:  # what cp=1 says is said, where none has a plan
+                refused.append(error)
+        if not every:
+            raise refused[0]
+        return _best_of(every)
+
+
+def _best_of(every: Sequence[Found]) -> Found:
+    """Return the fastest plan found, certified within all that were searched: no plan of any is below the least
+    bound."""
+    best = min(every, key=lambda found: found.certificate.seconds)
+    if len(every) == 1:
+        return best
+    parts = [found.certificate for found in every]
+    bound = min(part.bound for part in parts)
+    gap = max(0.0, 1 - bound / best.certificate.seconds)
+    solved, left, too_large = (sum(getattr(p, name) for p in parts) for name in ("solved", "left", "too_large"))
+    told = sorted((p.configuration, p.seconds, True) for p in parts if p is not best.certificate)
+    others = sorted((*told, *best.certificate.runners_up), key=lambda one: (not one[2], one[1]))[:5]
+    found = replace(
+        best.certificate, bound=bound, gap=gap, solved=solved, left=left, too_large=too_large, runners_up=tuple(others)
+    )
+    return replace(best, certificate=found)
 
 
 @contextmanager

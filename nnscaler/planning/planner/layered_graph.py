@@ -13,6 +13,7 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints.kinds import Constraint
+from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.experts import expert_steps, find_experts
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
@@ -28,7 +29,7 @@ from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.transform.blocks import Block
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
-from nnscaler.transform.plan import DP, EP, TP, Axes, Plan, Step
+from nnscaler.transform.plan import CP, DP, EP, TP, Axes, Plan, Step
 from nnscaler.transform.select import Layer
 
 MANY = 8  # layers, from which on some stand for all
@@ -86,6 +87,7 @@ class PlanningCache:
     cost: CostModel
     constraint: Constraint = FREE
     optimizer: float = OPTIMIZER_BYTES
+    cp: int = 1
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
@@ -116,9 +118,12 @@ class PlanningCache:
     def space(self, ranks: int, each: bool = False) -> Iterator[Configuration]:
         """Yield the configurations of so many ranks. Blocks are cut for balance, and too small to be recomputed."""
         interlaced = self.constraint.ends is not None  # its ends divide what is not experts over all ranks
+        if ranks % self.cp or (interlaced and self.cp > 1):
+            return
         experts = 1 if interlaced else self.experts
-        found = configurations(ranks, self.batch, len(self.layers), each, not self.blocks, experts)
-        return (replace(c, schedule=INTERLACED) if interlaced and c.pp > 1 else c for c in found)
+        for c in configurations(ranks // self.cp, self.batch, len(self.layers), each, not self.blocks, experts):
+            made = replace(c, schedule=INTERLACED) if interlaced and c.pp > 1 else c
+            yield made if self.cp == 1 else replace(made, cp=self.cp)
 
     @cached_property
     def experts(self) -> int:
@@ -226,12 +231,14 @@ class PlanningCache:
             ep = rests.experts
             places = {
                 TP: AxisPlace(tp, self.between),
-                EP: AxisPlace(ep, tp),
-                DP: AxisPlace(parts // ep, tp * ep),
+                CP: AxisPlace(self.cp, tp),
+                EP: AxisPlace(ep, tp * self.cp),
+                DP: AxisPlace(parts // ep, tp * self.cp * ep),
             }
             if (parts, ep) not in self._settings:
                 mesh, steps = self._batch(parts, ep)
-                self._settings[parts, ep] = make_setting(self.graph, self.signatures, mesh, (), 1, places, steps)
+                made = make_setting(self.graph, self.signatures, mesh, (), 1, places, steps)
+                self._settings[parts, ep] = made if self.cp == 1 else self._with_tokens(made)
             searched = ((TP, tp),) if tp > 1 else ()
             setting = replace(self._settings[parts, ep], searched=searched, places=places)
             options = [self.options(tp)] if tp > 1 else []
@@ -259,6 +266,22 @@ class PlanningCache:
         mesh = ((DP, parts // ep), (EP, ep))
         plan = Plan(mesh, data_axes=(DP, EP))
         return mesh, expert_steps(self.graph, self.signatures, plan, mesh, ep)
+
+    def _with_tokens(self, setting: Setting) -> Setting:
+        """Return the setting with the axis that splits tokens, the last one of the mesh."""
+        graph, size = self.graph, self.cp
+        choices, _ = context_parallel(graph, self.signatures, CP, size, setting.made, setting.axes)
+        same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+        joined = {name: (*before[:-1], choices[name], before[-1]) for name, before in setting.made.items()}
+        shared = {name: same.setdefault(made, made) for name, made in joined.items()}
+        return replace(setting, given=(*setting.given, (CP, size)), made=shared)
+
+    def tokens(self) -> Mapping[str, Choice]:
+        """Return, by operation, its choice on the axis that splits tokens."""
+        if self.cp == 1:
+            return {}
+        setting = self._builder(1, 1).setting
+        return {name: made[-2] for name, made in setting.made.items()}
 
     @property
     def elsewhere(self) -> frozenset[str]:

@@ -11,6 +11,7 @@ from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.constraints.interlaced import between_ends, of_layers
+from nnscaler.planning.context_parallel import LONG
 from nnscaler.planning.experts import batch_axes, expert_steps
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
@@ -19,7 +20,7 @@ from nnscaler.planning.planner.shared_ends import ends_of
 from nnscaler.planning.policies import assign_steps, steps_of
 from nnscaler.scheduling.registry import with_schedule
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
-from nnscaler.transform.plan import DP, EP, PP, SHARED, TP, Plan, RecomputeStep, RestStep, Step
+from nnscaler.transform.plan import CP, DP, EP, PP, SHARED, TP, Plan, RecomputeStep, RestStep, Step
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
@@ -27,6 +28,7 @@ SEARCHED = (
     "between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times (ZeRO-3); cuts between layers (without "
     "numbered ones, at borders of modules) that balance the stages; " + " and ".join(kind.title for kind in SCHEDULES)
 )
+OF_TOKENS = f"cp beside these, a power of two, where attention has {LONG} rows or more"
 NOT_SEARCHED = (
     "other schedules and several stages per device; pipelines of models with one numbered layer; recomputation in "
     "models without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some "
@@ -76,7 +78,7 @@ class Certificate:
             "memory_bytes": round(self.memory),
             "memory_limit_bytes": round(self.memory_limit),
             "configurations": {"solved": self.solved, "pruned": self.left, "too_large": self.too_large},
-            "searched": SEARCHED,
+            "searched": f"{SEARCHED}; {OF_TOKENS}",
             "not_searched": NOT_SEARCHED,
             "cost_model": self.cost_model,
             "cluster": self.cluster,
@@ -120,7 +122,8 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     """Return the plan that runs a configuration with the choices found for it."""
     c, graph = found.configuration, subject.graph
     batch = batch_axes(c.dp, c.ep)
-    mesh = (*batch, *((name, size) for name, size in ((TP, c.tp), (PP, c.pp)) if size > 1)) or ((DP, 1),)
+    inner = ((CP, c.cp), (TP, c.tp), (PP, c.pp))
+    mesh = (*batch, *(axis for axis in inner if axis[1] > 1)) or ((DP, 1),)
     plan = Plan(mesh, (), c.micro_batches)
     experts: tuple[Step, ...] = ()
     if c.ep > 1:
@@ -129,6 +132,8 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     on_tp = steps_of(graph, TP, choices_of(subject, found)) if c.tp > 1 else ()
     steps: list[Step] = [*experts, *on_tp]
     notes: tuple[str, ...] = ()
+    if c.cp > 1:
+        steps = [*experts, *steps_of(graph, CP, subject.tokens()), *on_tp]
     if c.pp > 1:
         cut = partition_of(subject, found)
         ends = subject.constraint.ends

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Sharded
+from nnscaler.ir.rotations import Circulates, Direction, as_computed, circulation, rotations
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.cost.model import CostModel, Shape
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, parameter_memory
@@ -236,7 +237,13 @@ class TableBuilder:
         ]
         made = [t for t in outputs if t is not None]
         dtype = computes_in(t.dtype for t in (*(t for t, _ in inputs), *made))
-        forward, backward = self.cost.compute(self.signatures[op.name], shapes_in, shapes_out, dtype)
+        signature = self.signatures[op.name]
+        around = circulation(signature, (*strategy.choices, *setting.made[op.name]))
+        every = zip(inputs, as_computed(around, strategy.needs), strict=True)
+        computed = [setting.local(n, t.shape) for (t, _), n in every]
+        forward, backward = self.cost.compute(signature, computed, shapes_out, dtype)
+        forward += self._rotated(around, inputs, shapes_in, "forward")
+        backward += self._rotated(around, inputs, shapes_in, "backward")
         if not any(t.needs_grad for t in made):
             backward = 0.0
         once = resting = gathered = arriving = 0.0
@@ -264,6 +271,17 @@ class TableBuilder:
             if t is not None and shape is not None and leaves_layer
         )
         return (forward, backward, once, resting, kept, handed, arriving), sums
+
+    def _rotated(
+        self, around: Circulates, inputs: Sequence[tuple[LogicalTensor, bool]], shapes: Sequence[Shape], way: Direction
+    ) -> float:
+        """Return the seconds in which operands go around an axis inside of the operation, hidden behind nothing."""
+        setting, total = self.setting, 0.0
+        for turn in rotations(around, [t for t, _ in inputs], setting.sizes, way):
+            place = setting.places[setting.axes[turn.axis][0]]
+            size = prod(shapes[turn.slot]) * element_bytes(turn.dtype)
+            total += turn.times * self.cost.collective("send", size, place)
+        return total
 
     def _kept_slots(self, op: Operation) -> tuple[int, ...]:
         """Return the inputs that backward reads."""

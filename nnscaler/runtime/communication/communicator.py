@@ -46,7 +46,7 @@ class CommunicationError(ProgramError):
 class CommunicationCall:
     """One call of a communicator: enough to compare it with the calls of the group's other ranks, and to print it."""
 
-    kind: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "send", "recv"
+    kind: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "rotate", "broadcast", "barrier", "send"...
     ranks: tuple[int, ...]  # the group; (source, destination) for messages
     shapes: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype | None = None
@@ -58,8 +58,10 @@ class CommunicationCall:
 
     def arriving(self, rank: int) -> list[tuple[int, ...]]:
         """Return the shapes that each rank of the group gives to `rank` in an all_gather, reduce_scatter or
-        all_to_all."""
+        all_to_all; in a rotation only the one before it does."""
         here, count = self.ranks.index(rank), len(self.ranks)
+        if self.kind == "rotate":
+            return [self.shapes[here - 1 if len(self.shapes) == count else 0]]
         if self.kind == "all_gather":
             return list(self.shapes) if len(self.shapes) == count else [self.shapes[0]] * count
         if len(self.shapes) == count * count:
@@ -98,6 +100,7 @@ class Communicator(Protocol):
     def all_to_all(
         self, pieces: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Sequence[Shape]] | None = None
     ) -> list[Tensor]: ...
+    def rotate(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> Tensor: ...
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor: ...
     def barrier(self, ranks: Sequence[int]) -> None: ...
     def send(self, tensor: Tensor, destination: int, key: Key) -> None: ...
@@ -191,6 +194,16 @@ class CommunicatorBase:
         values = [p.detach().contiguous() for p in pieces]
         return [values[0].clone()] if len(call.ranks) == 1 else self._all_to_all(values, call)
 
+    def rotate(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> Tensor:
+        """Give the tensor to the next rank of the group, and return that of the one before, the last being before the
+        first. `shapes`: of every rank's tensor, where they differ."""
+        given = _shapes([tensor]) if shapes is None else tuple(map(tuple, shapes))
+        call = self._record(CommunicationCall("rotate", tuple(ranks), given, tensor.dtype))
+        if shapes is not None:
+            self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
+        value = tensor.detach()
+        return value.clone() if len(call.ranks) == 1 else self._rotate(value.contiguous(), call)
+
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
         """Return the `tensor` of rank `source`; on the other ranks it gives the shape and dtype."""
         call = self._record(
@@ -256,6 +269,9 @@ class CommunicatorBase:
         raise AssertionError("implementations define this")
 
     def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
+        raise AssertionError("implementations define this")
+
+    def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         raise AssertionError("implementations define this")
 
     def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:

@@ -116,6 +116,14 @@ class GlooCommunicator(TorchCommunicator):
             received[mine] = received[mine].clone()
             return [r.to(p.device) for r, p in zip(received, pieces, strict=True)]
 
+    def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
+        with self._inside(call):
+            before, after = neighbours(call.ranks, self.rank)
+            value, (shape,) = _host(tensor), call.arriving(self.rank)
+            arriving = value.new_empty(shape)
+            self._exchange({after: value}, {before: arriving}, call)
+            return arriving.to(tensor.device)
+
     def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         with self._inside(call):
             assert call.source is not None
@@ -183,6 +191,12 @@ class GlooCommunicator(TorchCommunicator):
                     raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
             self._tags[agreement] = tag
         return self._tags[agreement]
+
+
+def neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return the ranks before and after this one on the ring of a group."""
+    here = ranks.index(rank)
+    return ranks[here - 1], ranks[(here + 1) % len(ranks)]
 
 
 def _agreement(call: CommunicationCall) -> str:

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key
 from nnscaler.runtime.communication.distributed import Reporter
-from nnscaler.runtime.communication.gloo import GlooCommunicator
+from nnscaler.runtime.communication.gloo import GlooCommunicator, neighbours
 
 _ANNOUNCEMENT = 1024  # bytes
 _ANNOUNCE_TAG = 1
@@ -121,6 +121,19 @@ class NcclCommunicator(GlooCommunicator):
             results = [wide[0].new_empty(there[rank]) for rank in sorted(call.ranks)]
             torch.distributed.all_to_all(results, wide, group)
             return [t.to(pieces[0].dtype) for t in _in_axis_order(results, call.ranks)]
+
+    def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
+        group = self._native(call)
+        if group is None:
+            return super()._rotate(tensor, call)
+        with self._inside(call):
+            before, after = neighbours(call.ranks, self.rank)
+            value, (shape,) = _wide(tensor), call.arriving(self.rank)
+            arriving, p2p = value.new_empty(shape), torch.distributed
+            sides = [p2p.P2POp(p2p.isend, value, after, group), p2p.P2POp(p2p.irecv, arriving, before, group)]
+            for work in p2p.batch_isend_irecv(sides):  # both sides at once: ranks that wait in turn would all wait
+                work.wait()
+            return arriving.to(tensor.dtype)
 
     def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         group = self._native(call)

@@ -58,7 +58,7 @@ def handed_over(call: CommunicationCall) -> int:
     """Return the elements that a rank gives to a call; of the rank that gives most, where the call lists those of the
     whole group."""
     elements, ranks = [prod(shape) for shape in call.shapes], len(call.ranks)
-    if call.kind == "all_gather" and len(elements) == ranks:
+    if call.kind in ("all_gather", "rotate") and len(elements) == ranks:
         return max(elements)
     if call.kind == "all_to_all" and len(elements) == ranks * ranks:
         return max(sum(elements[i * ranks : (i + 1) * ranks]) for i in range(ranks))
@@ -150,6 +150,9 @@ class RecordingCommunicator:
         self, pieces: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Sequence[Shape]] | None = None
     ) -> list[Tensor]:
         return self._timed(lambda: self._made.all_to_all(pieces, ranks, shapes))
+
+    def rotate(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> Tensor:
+        return self._timed(lambda: self._made.rotate(tensor, ranks, shapes))
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
         return self._timed(lambda: self._made.broadcast(tensor, source, ranks))

@@ -248,6 +248,8 @@ def _answer(call: CommunicationCall, given: dict[int, Contribution]) -> dict[int
         return {r: [_reduce([given[s][i] for s in ranks], call.reduction)] for i, r in enumerate(ranks)}
     if call.kind == "all_to_all":
         return {r: [given[s][i].clone() for s in ranks] for i, r in enumerate(ranks)}
+    if call.kind == "rotate":
+        return {r: [given[ranks[i - 1]][0].clone()] for i, r in enumerate(ranks)}
     if call.kind == "broadcast":
         assert call.source is not None
         return {r: [given[call.source][0].clone()] for r in ranks}
@@ -273,6 +275,9 @@ class SimulatedCommunicator(CommunicatorBase):
 
     def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
         return self._exchange.meet(self.rank, call, pieces)
+
+    def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
+        return self._exchange.meet(self.rank, call, [tensor])[0]
 
     def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         return self._exchange.meet(self.rank, call, [tensor])[0]

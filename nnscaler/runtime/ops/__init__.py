@@ -28,6 +28,7 @@ from nnscaler.runtime.ops.random import (
     random_normal,
     random_uniform,
 )
+from nnscaler.runtime.ops.ring import ring_attention
 from nnscaler.runtime.ops.tensor import (
     batch_mean,
     batch_normalise,
@@ -74,6 +75,7 @@ __all__ = [
     "random_normal",
     "random_uniform",
     "recurrent_cell",
+    "ring_attention",
     "running_statistic",
     "view_as_complex",
     "write_block",

@@ -1,7 +1,9 @@
 """Attention and recurrent networks. Batch and head dims are free; the key length, time and hidden units are frozen.
 
 The query length is free; a causal call counts positions from the first row, so that it splits into contiguous blocks
-that know theirs. Heads of grouped queries are `(h g)` over the key's `h`: a split of `g` replicates keys and values.
+that know theirs. Queries and keys may be split over one axis too: keys and values then go around its ranks (ring
+attention: Liu, Zaharia, Abbeel, 2023), each of which is told what rows and columns it has. Heads of grouped queries are
+`(h g)` over the key's `h`: a split of `g` replicates keys and values.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from op_registry.builtin._dims import (
     listed,
     tensor,
 )
-from op_registry.call import Call, TensorArgument
+from op_registry.call import AxisArgument, Call, TensorArgument
 from op_registry.expression import block_start
-from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
+from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Refusal, Shards
 
 _ROWS = "nnscaler.causal_rows"  # what a block of rows runs
+_RING = "nnscaler.ring_attention"  # what a rank runs whose keys and values go around an axis
 
 
 def _drops(call: Call) -> bool:
     """Its dropout draws from torch's generator, which knows nothing of logical positions."""
-    return call.operator != _ROWS and bool(call.get(4, "dropout_p", 0.0) > 0.0)
+    return call.operator not in (_ROWS, _RING) and bool(call.get(4, "dropout_p", 0.0) > 0.0)
 
 
 def _grouped(call: Call) -> int:
@@ -70,13 +73,43 @@ def _attention(call: Call) -> AnnotationResult:
 
 
 def _localize(call: Call, shards: Shards) -> Call:
-    """A block of the rows of a causal call."""
+    """A block of the rows of a causal call; or the rows and columns of a rank, of which the columns go around."""
+    if "s" in shards:
+        return _ring(call, shards)
     if "q" not in shards:
         return call
     query, key, value = (tensor(call, i, name) for i, name in enumerate(("query", "key", "value")))
     first = block_start("q", query.shape[-2], shards["q"])
     options = (call.get(6, "scale"), bool(call.get(7, "enable_gqa", False)))
     return Call(_ROWS, (query, key, value, first, *options), {}, call.outputs)
+
+
+def _ring(call: Call, shards: Shards) -> Call:
+    """One axis cuts rows and columns alike. Arguments that say what is the default are left out."""
+    rows = [shard for name in ("q", "l") for shard in shards.get(name, ())]
+    if len(shards["s"]) != 1 or len(rows) != 1:
+        raise Refusal("keys and values go around one axis, and no second one splits the rows")
+    (only,) = shards["s"]
+    query, key, value = (tensor(call, i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = call.get(3, "attn_mask")
+    given: dict[str, object] = {
+        "over": AxisArgument(only.axis),
+        "causal": bool(call.get(5, "is_causal", False)),
+        "scale": call.get(6, "scale"),
+        "enable_gqa": bool(call.get(7, "enable_gqa", False)),
+        "outer": only.outer if only.outer > 1 else None,
+        "sizes": only.sizes or None,
+        "mask_of_keys": isinstance(mask, TensorArgument) and _lacks_rows(call, mask),
+    }
+    kept = {name: argument for name, argument in given.items() if argument is not None and argument is not False}
+    masks = (mask,) if isinstance(mask, TensorArgument) else ()
+    return Call(_RING, (query, key, value, *masks), kept, call.outputs)
+
+
+def _lacks_rows(call: Call, mask: TensorArgument) -> bool:
+    """Return whether the mask has a column for each key, and one row for all queries."""
+    columns = mask.shape[-1] != 1 or tensor(call, 1, "key").shape[-2] == 1
+    return columns and (mask.ndim < 2 or (mask.shape[-2] == 1 and tensor(call, 0, "query").shape[-2] != 1))
 
 
 def _linear(call: Call) -> LinearSets:
@@ -170,6 +203,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         _attention,
         linear=_linear,
         contiguous=frozenset({"q"}),
+        circulates=(("q", "s"), ("l", "s")),
         localize=_localize,
         uneven=True,
         flops=attention_flops,

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.call import Call, DType, TensorArgument
+from op_registry.call import AxisArgument, Call, DType, TensorArgument
 from op_registry.expression import Expression
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime import ops
+from nnscaler.runtime.communication.comm import AxisGroup
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,22 @@ def make_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], kind: s
 
 
 def with_tensors(
-    call: Call, tensors: Sequence[Tensor], coordinates: Mapping[str, int], dtype: torch.dtype = torch.float64
+    call: Call,
+    tensors: Sequence[Tensor],
+    coordinates: Mapping[str, int],
+    dtype: torch.dtype = torch.float64,
+    groups: Mapping[str, AxisGroup] = MappingProxyType({}),
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments to call with: tensors in their places, expressions evaluated at `coordinates`, and `dtype`
-    for arguments that are a floating dtype."""
+    """Return the arguments to call with: tensors in their places, expressions evaluated at `coordinates`, the ranks of
+    an axis from `groups`, and `dtype` for arguments that are a floating dtype."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, TensorArgument):
             return tensors[value.index]
         if isinstance(value, Expression):
             return value.evaluate(coordinates)
+        if isinstance(value, AxisArgument):
+            return groups[value.name]
         if isinstance(value, DType):
             named: torch.dtype = getattr(torch, value.name)
             return dtype if named.is_floating_point else named

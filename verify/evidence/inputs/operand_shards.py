@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.layout import Partial, Sharded, State
+from nnscaler.runtime.communication.comm import AxisGroup
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.cut import Cut, cut_of, nested
 from verify.evidence.inputs.values import random_terms
 
@@ -39,6 +41,18 @@ class Lay:
 def ranks_of(parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the coordinates of every rank of a mesh, row-major."""
     return tuple(product(*(range(p) for p in parts)))
+
+
+def groups_of(
+    axes: Sequence[str], parts: tuple[int, ...], number: int, communicator: Communicator
+) -> dict[str, AxisGroup]:
+    """Return the ranks of each axis among which the rank of this number is."""
+    ranks = ranks_of(parts)
+    own, found = ranks[number], dict[str, AxisGroup]()
+    for position, (axis, size) in enumerate(zip(axes, parts, strict=False)):
+        members = tuple(ranks.index((*own[:position], i, *own[position + 1 :])) for i in range(size))
+        found[axis] = AxisGroup(axis, size, own[position], members, communicator)
+    return found
 
 
 def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from op_registry.bind_call import localise
-from op_registry.call import Call
+from op_registry.call import AxisArgument, Call
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
 from nnscaler.ir.layout import Partial, State, gradient_state, shape_of_rank
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
+from nnscaler.runtime.communication.communicator import CommunicationError, Communicator
+from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.cut import Cut
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
-from verify.evidence.inputs.operand_shards import Lay, gather, lay_of, local_shape, ranks_of, spread
+from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
 from verify.evidence.options import Safeguards
 from verify.evidence.oracle.random_calls import random_arguments
 from verify.evidence.oracle.tolerance import Bound
@@ -83,6 +85,11 @@ class Partition:
         """Partial maxima have no gradient: neither side gets one."""
         return any(isinstance(s, Partial) and s.reduction != "sum" for states in self.states_out for s in states)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether the ranks of an axis wait for each other inside of the operator."""
+        return any(isinstance(value, AxisArgument) for value in (*self.call.args, *self.call.kwargs.values()))
+
     def random_arguments(self, rank: Sequence[int]) -> dict[str, Any]:
         """Return the arguments that a random operator takes beside its own, on one rank."""
         tensors = self.signature.call.tensors()
@@ -134,7 +141,8 @@ def compare_partition(
 ) -> Compared:
     """Run the shards and compare them with the whole. Raises ShardRaised."""
     leaves = _shard_leaves(whole, partition, generator)
-    results = run_shards(partition, leaves, whole.dtype)
+    together = Simulator(len(leaves)) if partition.communicates else None
+    results = run_shards(partition, leaves, whole.dtype, together)
     outputs = [outputs_of(r) for r in results]
     comparison = _Comparison(bound, safeguards.mutants, _tells_nothing(whole, partition))
     comparison.loosen(_growth(whole.concrete.tensors, partition.inputs, leaves))
@@ -152,7 +160,14 @@ def compare_partition(
     cotangents = [[column[rank] for column in pieces] for rank in range(len(leaves))]
     comparison.loosen(_growth(whole.cotangents, partition.output_gradients, cotangents))
     try:
-        gradients = gradients_of(outputs, cotangents, leaves)
+        if together is None:
+            gradients = gradients_of(outputs, cotangents, leaves)
+        else:  # each rank waits for the others in its own backward
+
+            def back(of: Communicator) -> tuple[Tensor | None, ...]:
+                return gradients_of([outputs[of.rank]], [cotangents[of.rank]], [leaves[of.rank]])[0]
+
+            gradients = together.run(back)
     except Exception as error:
         raise ShardRaised(partition.inputs[0].ranks()[0] if partition.inputs else (), [], error) from error
     comparison.gradients(whole, partition, gradients)
@@ -171,25 +186,33 @@ def _shard_leaves(whole: Whole, partition: Partition, generator: torch.Generator
     return [as_leaves([column[rank] for column in columns], whole.dtype, unwanted) for rank in range(count)]
 
 
-def run_shards(partition: Partition, leaves: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Any]:
-    """Run the operator on the shards of every rank and return its results. Raises ShardRaised."""
-    signature = partition.signature
-    spec = signature.spec
+def run_shards(
+    partition: Partition, leaves: Sequence[Sequence[Tensor]], dtype: torch.dtype, together: Simulator | None = None
+) -> list[Any]:
+    """Run the operator on the shards of every rank, `together` where ranks communicate. Raises ShardRaised."""
+    spec = partition.signature.spec
     assert spec is not None
     ranks = ranks_of(partition.parts)
     function: Callable[..., Any] = function_of(partition.call.operator, spec)
-    results: list[Any] = []
-    for rank, part in zip(ranks, leaves, strict=True):
+
+    def run(number: int, communicator: Communicator | None) -> Any:
+        rank, part = ranks[number], leaves[number]
         coordinates = dict(zip(AXES, rank, strict=False))
-        args, kwargs = with_tensors(partition.call, part, coordinates, dtype)
+        groups = {} if communicator is None else groups_of(AXES, partition.parts, number, communicator)
+        args, kwargs = with_tensors(partition.call, part, coordinates, dtype, groups)
         if spec.random:
             kwargs = {**kwargs, **partition.random_arguments(rank)}
         try:
             with torch.enable_grad():
-                results.append(function(*args, **kwargs))
+                return function(*args, **kwargs)
         except Exception as error:
+            if isinstance(error, CommunicationError) and error.secondary:
+                raise
             raise ShardRaised(rank, [tuple(t.shape) for t in part], error) from error
-    return results
+
+    if together is not None:
+        return together.run(lambda communicator: run(communicator.rank, communicator))
+    return [run(number, None) for number in range(len(leaves))]
 
 
 def _local_call(

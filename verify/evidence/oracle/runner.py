@@ -307,7 +307,7 @@ class Runner:
             shapes = ", ".join(str(tuple(t.shape)) for t in prepared.whole.concrete.tensors)
             self.progress(f"shards of a call on shapes {shapes}, {_said(case)}")
         try:
-            if prepared.on_meta:
+            if prepared.on_meta and not partition.communicates:
                 self._preflight(prepared, partition, case)
             compared = compare_partition(prepared.whole, partition, generator, prepared.bound, self.options.safeguards)
         except ShardRaised as raised:

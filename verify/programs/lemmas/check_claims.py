@@ -33,6 +33,7 @@ KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers
 AGAIN, NEXT = 3, 101  # representative calls that are tried, and how far their seeds are apart
 PARTS = (2, 3, 4)
 MESH = (3, 2)  # of a case with two axes
+EVEN, ODD = 24, 13  # of what is split while something goes around: two blocks in 2, 3 and 4 parts, or unequal ones
 
 # What a proof takes for granted and the compiler refuses otherwise: a partial maximum of a tensor with a gradient.
 _GRANTED = frozenset({"no gradient flows through a partial maximum"})
@@ -136,24 +137,33 @@ def _draws(small: Representative) -> Iterator[Inputs]:
 
 
 def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[Case]:
+    inputs = _cut_alike(claim, inputs)
     if isinstance(claim, Together):
-        first, second = claim.identifiers
-        yield Case(inputs, (Split(first, 2 if first == second else 1), Split(second)), MESH)
+        (first, second), (one, other) = claim.pair
+        outer = 2 if first == second else 1
+        yield Case(inputs, (Split(first, outer, circulating=one), Split(second, circulating=other)), MESH)
         return
     if isinstance(claim, Splits) and claim.uneven:
         for parts in PARTS:
-            yield Case(inputs, (Split(claim.identifier),), (parts,), uneven=True)
+            yield Case(inputs, (Split(claim.identifier, circulating=claim.circulating),), (parts,), uneven=True)
         return
     for choice in _choices(claim, strided):
         for parts in PARTS if isinstance(claim, Splits) else PARTS[:2]:
             yield Case(inputs, (choice,), (parts,))
 
 
+def _cut_alike(claim: Claim, inputs: Inputs) -> Inputs:
+    """Return inputs in which what goes around has the size of what is split: one axis cuts both alike."""
+    alike = {name for s in _alone(claim) if s.circulating for name in (s.identifier, s.circulating)}
+    size = ODD if isinstance(claim, Splits) and claim.uneven else EVEN
+    return replace(inputs, sizes=tuple((name, size) for name in sorted(alike))) if alike else inputs
+
+
 def _choices(claim: Claim, strided: set[str]) -> tuple[Choice, ...]:
     match claim:
-        case Splits(identifier):
+        case Splits(identifier, _, around):
             outers = (1, 2) if identifier in strided else (1,)
-            return tuple(Split(identifier, outer) for outer in outers)
+            return tuple(Split(identifier, outer, circulating=around) for outer in outers)
         case Passes(slots):
             return (RunPartial(slots),)
     return (RunInvariant(), RunReplicated())
@@ -178,7 +188,7 @@ def prove(subject: ClaimedCall, tested: Mapping[Claim, Evidence], deadline: floa
     """
     small = subject.small
     undecided = [c for c in subject.claims if tested[c].verdict.passes and tested[c].open]
-    wanted = {_target(c): c for c in undecided if isinstance(c, Passes) or (isinstance(c, Splits) and not c.uneven)}
+    wanted = {_target(c): c for c in undecided if isinstance(c, Passes) or (isinstance(c, Splits) and c.by_one_shard)}
     leaders = tuple(t for t in wanted if isinstance(t, str))
     linear = tuple(t for t in wanted if isinstance(t, frozenset))
     base = Base(small.inputs, small.signature, leaders, linear)
@@ -190,16 +200,25 @@ def prove(subject: ClaimedCall, tested: Mapping[Claim, Evidence], deadline: floa
             claimed = wanted[target]
             found[claimed] = replace(_strengthened(small, claimed, tested[claimed], strength), open=strength.open)
     for claim in undecided:
+        if any(s.circulating for s in _alone(claim)):
+            found[claim] = replace(found[claim], blocker="its ranks communicate, and were run", open=False)
+            continue
         if isinstance(claim, Splits) and claim.uneven:
             found[claim] = _unevenly(small, claim, found)
         elif isinstance(claim, Together):
             found[claim] = _composed(small, claim, found)
         else:
             continue
-        names = claim.identifiers if isinstance(claim, Together) else (claim.identifier,)
-        leant_on = [found[Splits(name)] for name in names if Splits(name) in found]
+        leant_on = [found[Splits(s.identifier)] for s in _alone(claim) if Splits(s.identifier) in found]
         found[claim] = replace(found[claim], open=any(e.open for e in leant_on))
     return found
+
+
+def _alone(claim: Claim) -> tuple[Splits, ...]:
+    """Return the splits of which a claim is one."""
+    if isinstance(claim, Together):
+        return claim.alone
+    return (claim,) if isinstance(claim, Splits) else ()
 
 
 def _target(claim: Splits | Passes) -> Target:

@@ -75,13 +75,21 @@ def obligations_of(partitioned: PartitionedGraph, signatures: Mapping[str, Signa
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The identifier (the first of those split together) may be split. `uneven`: into shards of unequal sizes."""
+    """The identifier (the first of those split together) may be split. `uneven`: into shards of unequal sizes.
+    `circulating`: while what has this one goes around the axis."""
 
     identifier: str
     uneven: bool = False
+    circulating: str = ""
 
     def __str__(self) -> str:
-        return f"splits `{self.identifier}`" + (" into unequal shards" if self.uneven else "")
+        around = f", `{self.circulating}` going around" if self.circulating else ""
+        return f"splits `{self.identifier}`" + (" into unequal shards" if self.uneven else "") + around
+
+    @property
+    def by_one_shard(self) -> bool:
+        """Whether a proof may follow the call of one shard, which is the same on every rank and waits for none."""
+        return not self.uneven and not self.circulating
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +104,23 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Two identifiers, or one of them twice, are split by two axes at once."""
+    """Two identifiers, or one of them twice, are split by two axes at once. `circulating`: what goes around each."""
 
     identifiers: tuple[str, str]
+    circulating: tuple[str, str] = ("", "")
 
     def __str__(self) -> str:
-        first, second = self.identifiers
+        first, second = (n + (f", {around}" if around else "") for n, around in zip(*self.pair, strict=True))
         return f"splits `{first}` by two axes" if first == second else f"splits `{first}` and `{second}` by two axes"
+
+    @property
+    def pair(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        return self.identifiers, self.circulating
+
+    @property
+    def alone(self) -> tuple[Splits, ...]:
+        """What is claimed of each split by itself, which one axis makes."""
+        return tuple(dict.fromkeys(Splits(n, False, around) for n, around in zip(*self.pair, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +139,10 @@ def claims_of(obligation: Obligation) -> tuple[Claim, ...]:
     signature = obligation.signature
     choices = [c for c, (_, size) in zip(obligation.choices, obligation.axes, strict=True) if size > 1]
     found = dict.fromkeys(_of_choice(signature, c) for c in choices)
-    found |= dict.fromkeys(Splits(_leader(signature, c.identifier), True) for c in choices if _is_uneven(c))
-    splits = [_leader(signature, c.identifier) for c in choices if isinstance(c, Split)]
-    found |= dict.fromkeys(Together(pair) for pair in _pairs(splits))
+    uneven = (c for c in choices if _is_uneven(c))
+    found |= dict.fromkeys(Splits(_leader(signature, c.identifier), True, c.circulating) for c in uneven)
+    splits = [(_leader(signature, c.identifier), c.circulating) for c in choices if isinstance(c, Split)]
+    found |= dict.fromkeys(Together((a[0], b[0]), (a[1], b[1])) for a, b in _pairs(splits))
     if not splits and not any(isinstance(c, RunPartial) for c in choices):
         found[RunsWhole()] = None
     return tuple(found)
@@ -135,7 +154,7 @@ def _is_uneven(choice: Choice) -> TypeGuard[Split]:
 
 def _of_choice(signature: Signature, choice: Choice) -> Claim:
     if isinstance(choice, Split):
-        return Splits(_leader(signature, choice.identifier))
+        return Splits(_leader(signature, choice.identifier), False, choice.circulating)
     return Passes(choice.slots) if isinstance(choice, RunPartial) else RunsWhole()
 
 
@@ -146,7 +165,7 @@ def _leader(signature: Signature, identifier: str) -> str:
     return signature.bound.tied.get(identifier, (identifier,))[0]
 
 
-def _pairs(splits: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _pairs(splits: Sequence[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     for first, second in combinations(splits, 2):
         yield (first, second) if first <= second else (second, first)
 

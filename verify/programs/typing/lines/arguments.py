@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from op_registry.bind_call import Shape
-from op_registry.call import Call, DType, TensorArgument, iterate_tensors
+from op_registry.call import AxisArgument, Call, DType, TensorArgument, iterate_tensors
 from op_registry.expression import Expression
 from op_registry.registry import facts_of
 
@@ -28,6 +29,16 @@ def variables(value: Any) -> Iterator[Variable]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from variables(item)
+
+
+def with_axes(line: Assignment, names: Sequence[str]) -> Assignment:
+    """Return a line with its axes told from its tensors: `self.cp` is one of `names`, which no stored tensor has."""
+
+    def read(value: Any) -> Any:
+        of_axis = isinstance(value, Variable) and value.stored and value.name in names
+        return AxisArgument(value.name) if of_axis else value
+
+    return replace(line, kwargs={name: read(value) for name, value in line.kwargs.items()})
 
 
 def difference(
@@ -109,6 +120,8 @@ def _text(value: Any) -> str:
             return "a tensor"
         case DType(name=name):
             return name
+        case AxisArgument(name=name):
+            return f"self.{name}"
         case Expression():
             return str(value)
         case list() | tuple():

@@ -16,7 +16,7 @@ from typing import Any
 from op_registry.annotation.splits import balanced
 from op_registry.expression import Expression
 
-from nnscaler.ir.derive import is_legal, resolve
+from nnscaler.ir.derive import around_axis, is_legal, resolve
 from nnscaler.ir.layout import Invariant, Replicated, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
@@ -91,12 +91,15 @@ def every_split(signature: Signature, outers: Sequence[int]) -> Iterator[Choice]
 
 
 def _resolved(signature: Signature, states: Sequence[State], parts: int) -> Iterator[Choice]:
-    """Yield the splits that shard some operand as it is sharded."""
+    """Yield the splits that shard some operand as it is sharded, also with what then circulates."""
     if signature.bound is not None:
         for operand, state in zip(signature.bound.inputs, states, strict=True):
             split = resolve(operand, state, parts)
             if split is not None:
                 yield split
+                around = around_axis(signature, split)
+                if around is not None:
+                    yield around
 
 
 def _output_only(signature: Signature, parts: int, told: Told) -> Iterator[Choice]:

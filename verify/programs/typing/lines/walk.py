@@ -12,7 +12,7 @@ from itertools import islice, product
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout
-from verify.programs.typing.lines.arguments import draws_numbers, variables
+from verify.programs.typing.lines.arguments import draws_numbers, variables, with_axes
 from verify.programs.typing.lines.conversions import convert
 from verify.programs.typing.lines.forms import NoCall, canonical
 from verify.programs.typing.lines.idle import (
@@ -217,6 +217,8 @@ class Walk:
             message = f"`{line.function}` cannot be called as in `{line.text}`: {error}"
             self._wrong(line, Mistake("operation_differs", message))
             return
+        if not line.is_conversion:
+            line = with_axes(line, self.reading.axes.names)
         if line.is_conversion and not isinstance(line.kwargs.get("x"), Variable):
             self._wrong(line, Mistake("program_unreadable", f"`{line.text}` converts something else than one tensor"))
             return
