@@ -92,17 +92,18 @@ def _legal_options(
 
 
 def over_all_ranks(
-    graph: Graph, signatures: Mapping[str, Signature], plan: Plan, ends: SharedEnds
+    graph: Graph, signatures: Mapping[str, Signature], plan: Plan, ends: SharedEnds, whole: Collection[str] = ()
 ) -> tuple[SplitStep | ReplicateStep, ...]:
     """Return steps for what all devices of an interlaced pipeline run: its large parameters are split over all ranks,
-    and the rest of it as is cheapest.
+    operations in `whole` are replicated, and the rest is done as is cheapest.
 
     Raises NnscalerError("plan_illegal") for a parameter that cannot be cut into as many parts.
     """
     mesh = plan.mesh_axes[0]
     made, axes = follow_batch(graph, signatures, plan, mesh)
     parts = dict(mesh)[SHARED]
-    options = _legal_options(graph, signatures, (SHARED, parts), set(graph.by_name) - ends.both, made, axes)
+    outside = set(graph.by_name) - ends.both
+    options = _legal_options(graph, signatures, (SHARED, parts), outside.union(whole), made, axes)
     for name, identifiers in ends.cut.items():
         cut = tuple(c for c in options[name] if isinstance(c, Split) and c.identifier in identifiers)
         if not cut:
@@ -110,7 +111,8 @@ def over_all_ranks(
                 "plan_illegal",
                 f"no parameter that {name} reads can be cut into {parts} parts, one for each rank of the pipeline",
                 where=graph.by_name[name].where,
-                help=f"it may be split along {', '.join(sorted(identifiers))}; take fewer ranks, or other operations",
+                help=f"it may be split along {', '.join(sorted(identifiers))}; take fewer ranks, or other operations; "
+                "and --replicate none of them",
             )
         options[name] = cut
     return steps_of(graph, SHARED, cheapest_choices(graph, signatures, parts, options), ends.both)
@@ -345,11 +347,11 @@ def make_plan(
             plan = replace(plan, notes=notes)
             made, axes = {name: (*before, choices[name]) for name, before in made.items()}, (*axes, (CP, cp))
         if tp > 1:
-            whole |= set() if ends is None else ends.both
-            on_tp = tensor_parallel(graph, signatures, TP, tp, whole, made, axes)
+            apart = whole if ends is None else whole | ends.both
+            on_tp = tensor_parallel(graph, signatures, TP, tp, apart, made, axes)
     steps: list[Step] = [*given, *on_tp]
     if ends is not None and cut is not None:
-        steps = [*given, *of_layers(on_tp, cut), *over_all_ranks(graph, signatures, plan, ends)]
+        steps = [*given, *of_layers(on_tp, cut), *over_all_ranks(graph, signatures, plan, ends, whole)]
     if cut is not None:
         steps.extend(assign_steps(graph, cut))
         plan = replace(plan, notes=(*plan.notes, *cut.notes))

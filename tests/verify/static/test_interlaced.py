@@ -15,6 +15,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan, parse_axes
 from nnscaler.tracing import Traced, trace
 from tests.traced_examples import loaded, traced
+from tests.verify.static.mutants import equivalent, mutants
 from verify.programs.random_plans import ON_ANY_DEVICES, random_shared_plan
 from verify.programs.typing import check_program
 from verify.programs.typing.check import StaticResult
@@ -134,6 +135,22 @@ def test_wrong_texts_are_refuted(both: bool, name: str, edit: Callable[[str], st
     result = checked(found, **texts)
     assert not result.proved
     assert code in {found for found, _ in told(result)}, (name, told(result))
+
+
+@pytest.mark.long
+def test_every_edit_of_a_line_that_both_roles_have_is_refuted() -> None:
+    found = program("gpt", "pp=2")
+    first, second = (f"\n{found.sources[f'role_{i}.py']}\n" for i in (0, 1))
+    lines, tried = found.sources["role_0.py"].split("\n"), 0
+    for mutant in mutants(found.sources["role_0.py"]):
+        old, more = lines[mutant.line - 1], mutant.text.count("\n") - len(lines) + 2
+        new = "\n".join(mutant.text.split("\n")[mutant.line - 1 : mutant.line - 1 + more])
+        if f"\n{old}\n" in second:
+            texts = [text.replace(f"\n{old}\n", f"\n{new}\n")[1:-1] for text in (first, second)]
+            tried += 1
+            result = checked(found, role_0=texts[0], role_1=texts[1])
+            assert not result.proved or equivalent(mutant), (mutant.kind, mutant.line, mutant.after)
+    assert tried > 90
 
 
 def test_a_comment_is_no_other_text() -> None:
