@@ -114,12 +114,12 @@ def check_order(
 
     Every stage runs forward once at each place in time. Where it has gradients, it runs backward once, after forward:
     whole, or first I and then W. In a stream every backward has its update; forwards read the versions that are
-    declared, and backwards the same ones; also where the stream goes on for as long as any. Returns the instructions
-    that could be read, each once, and all mistakes.
+    declared, and backwards the same ones; also where the stream goes on for as long as any, if the order shows how.
+    Returns the instructions that could be read, each once, and all mistakes.
     """
     order, mistakes = _check(words, stages)
     stale = [passes.staleness for passes in stages.values() if passes.staleness is not None]
-    if stale and not mistakes:
+    if stale and not mistakes and all(shows_its_middle(passes) for passes in stages.values()):
         # its middle repeats itself: when no batch is among the first ones any more, nothing new can happen
         count = max(passes.times[0] for passes in stages.values()) + max(stale) + 2
         longer = {stage: replace(passes, times=(count,)) for stage, passes in stages.items()}
@@ -187,6 +187,12 @@ def _mistakes_at(
             what = "its forward" if earlier == forward else f"{earlier}"
             yield OrderMistake("early", str(later), f"runs {later} before {what}")
             return
+
+
+def shows_its_middle(passes: StagePasses) -> bool:
+    """Return whether the order of a stream is written for so many batches that the last two forwards are not among the
+    first ones, which read what no update has changed: only then is it known how it goes on."""
+    return passes.staleness is None or passes.times[0] >= passes.staleness + 2
 
 
 def batches_written(words: Iterable[str]) -> int:

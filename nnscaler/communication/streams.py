@@ -44,8 +44,8 @@ def _check_stage(graph: Graph, program: StageProgram, schedule: Schedule) -> Non
             why = f"the stages {stages} have copies of it, which would be {delays} updates behind: no longer one tensor"
             help = "untie it, or cut the model so that all of its uses are in one stage"
         elif stored.rest:
-            why = f"it rests in shards (zero), which are gathered once a step, and {version}"
-            help = "leave zero out of the plan"
+            why = f"it rests in shards (zero=1 or 2), which are gathered once a step, and {version}"
+            help = "leave zero out of the plan, or use zero=3, which gathers shards where they are read"
         elif tensor.master:
             why = f"it rests in {tensor.master}, and is cast once a step; {version}"
             help = "leave the precision out, or build the model in it"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nnscaler.instructions import FORM, Instruction, StagePasses, batches_written, check_order
+from nnscaler.instructions import FORM, Instruction, StagePasses, batches_written, check_order, shows_its_middle
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.layout import State
@@ -33,6 +33,8 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
         for s in stages
     }
     instructions, mistakes = check_order(text.split(), passes)
+    if not all(map(shows_its_middle, passes.values())):
+        raise ProgramError(f"SCHEDULE is written for {written} batches, and does not show how a stream goes on")
     if mistakes:
         raise ProgramError(f"SCHEDULE {mistakes[0].message}; {FORM}")
     return instructions

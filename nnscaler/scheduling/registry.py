@@ -140,6 +140,10 @@ def _own(plan: Plan) -> Schedule:
     found = read_orders(given, source, plan.places)
     if found.staleness:
         _check_whole(plan)
+        if found.micro_batches < written_for(plan.devices):
+            message = f"{source} are a stream's, written for {found.micro_batches} batches"
+            help = f"write them for {written_for(plan.devices)}: it goes on as between the last two forwards"
+            raise NnscalerError("bad_schedule", message, help=help)
     elif found.micro_batches != plan.micro_batches:
         message = f"{source} are for {found.micro_batches} micro-batches, and the plan has {plan.micro_batches}"
         raise NnscalerError("bad_schedule", message, help=f'"micro_batches": {found.micro_batches}')

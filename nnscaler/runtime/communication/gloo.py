@@ -67,7 +67,8 @@ class GlooCommunicator(TorchCommunicator):
             work = self._start_recv(content, source, self._tag(call))
             if work is not None:
                 work.wait()
-        self._settle(source, _answered(call.key))
+        self._settle(source, _forward_of(call.key))
+        self._settle(source, _gradient_of(call.key))
         return content.to(self.device)
 
     def _settle(self, destination: int, key: Key | None) -> None:
@@ -205,15 +206,27 @@ def _agreement(call: CommunicationCall) -> str:
     return repr((kind, call.ranks, call.shapes, str(call.dtype), call.reduction, call.source, call.key))
 
 
-def _answered(key: Key) -> Key | None:
-    """Return the key of the message that has arrived where one with `key` comes back; None for other keys.
+def _forward_of(key: Key) -> Key | None:
+    """Return the key of the message whose gradient has `key`; None if `key` is not a gradient's.
 
-    A gradient comes back only after its message has arrived; and in a stream, where the keys of batches return, a
-    message only after the gradient that was sent back for the last one of its key.
+    A gradient comes back only after its message has arrived.
     """
+    return _turned(key, "B", "F")
+
+
+def _gradient_of(key: Key) -> Key | None:
+    """Return the key of the gradient of the message that has `key`; None if `key` is a gradient's.
+
+    In a stream, where batches far apart have the same keys, a message comes only after the gradient that was sent back
+    for the last one of its key has arrived.
+    """
+    return _turned(key, "F", "B")
+
+
+def _turned(key: Key, way: str, other: str) -> Key | None:
     for place in (len(key) - 1, len(key) - 2):  # a number may follow the direction
-        if place >= 0 and key[place] in ("F", "B"):
-            return (*key[:place], "B" if key[place] == "F" else "F", *key[place + 1 :])
+        if place >= 0 and key[place] == way:
+            return (*key[:place], other, *key[place + 1 :])
     return None
 
 

@@ -17,6 +17,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, check_acyclic
 from nnscaler.scheduling.given import GivenOrder, kind_of_function, read_orders
+from nnscaler.scheduling.pipedream import written_for
 from nnscaler.scheduling.registry import SCHEDULES, schedule_of, with_schedule
 from nnscaler.scheduling.torch_csv import read_csv, write_csv
 from nnscaler.transform.plan import Plan
@@ -102,9 +103,22 @@ def test_functions_may_return_texts_or_instructions_or_a_schedule(name: str, dev
     for result in (made, made.orders, texts, tuple(texts)):
         found = kind(lambda *_, result=result: result)(devices, 1, micro_batches)
         assert (found.orders, found.devices, found.name) == (made.orders, made.devices, "f")
-    plan = with_schedule(Plan((("pp", devices),), micro_batches=micro_batches), kind(lambda *_: made))
+    if made.staleness and micro_batches < written_for(devices):
+        return  # too short to show how a stream goes on: test_short_streams_are_no_plans
+    of_plan = 1 if made.staleness else micro_batches  # each batch of a stream is one
+    plan = with_schedule(Plan((("pp", devices),), micro_batches=of_plan), kind(lambda *_: made))
     assert plan.orders == tuple(texts)
     assert schedule_of(Plan.from_json(plan.to_json()), made.untrained) == replace(made, name="f")
+
+
+def test_short_streams_are_no_plans() -> None:
+    plan = with_schedule(
+        Plan((("pp", 2),)), kind(lambda *_: ["F0.0 F0.1 B0.0 U0.0 B0.1 U0.1", "F1.0 B1.0 U1.0 F1.1 B1.1 U1.1"])
+    )
+    with pytest.raises(NnscalerError, match="are a stream's, written for 2 batches"):
+        schedule_of(plan)
+    with pytest.raises(NnscalerError, match="cuts it into 2 micro-batches"):
+        schedule_of(replace(plan, micro_batches=2))
 
 
 @given(data=st.data(), devices=st.integers(1, 3), stages=st.integers(3, 5), micro_batches=st.integers(1, 3))

@@ -113,7 +113,9 @@ def programs() -> dict[str, Program]:
         "rested": rested,
         "cast": cast,
         "pieces": pieces,
-        "stream": nnscaler.parallelize(models.perceptron(), models.points(), ranks=2, plan="pp=2", schedule="pipedream"),
+        "stream": nnscaler.parallelize(
+            models.perceptron(), models.points(), ranks=2, plan="pp=2", schedule="pipedream"
+        ),
     }
 
 

@@ -21,6 +21,7 @@ from nnscaler.instructions import (
     batches_written,
     check_order,
     going_on,
+    shows_its_middle,
     total_order,
     waits_of,
 )
@@ -50,6 +51,10 @@ def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], t
         passes = {stage.index: _passes(stage, trains, batches_written(role.schedule)) for stage in role.stages}
         order, mistakes = check_order(role.schedule, passes)
         orders.append(order)
+        if not all(map(shows_its_middle, passes.values())):
+            written = f"SCHEDULE of {role.file} is written for {batches_written(role.schedule)} batches"
+            cause = "a stream goes on as it is written, and here it is not known how"
+            wrong.append((role, Mistake("version_differs", written, cause)))
         wrong += [(role, mistake) for stage in role.stages for mistake in _stream_mistakes(stage, stages)]
         wrong += [(role, _mistake(role, mistake)) for mistake in mistakes]
     told = ""

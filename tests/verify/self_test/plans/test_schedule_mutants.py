@@ -1,0 +1,89 @@
+"""Wrong schedules of every kind: passes and halves of a step, stages, messages, runs of layers, updates and versions of
+a stream. All are refuted by the text alone; bugs of what runs a stream, by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from verify.self_test.programs.corpus import TINY, build
+from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.mutants import runtime_faults, schedule, updates
+from verify.self_test.programs.mutants.mutant import apply_edits
+from verify.self_test.programs.mutants.mutation_operator import MutationOperator
+
+# of the programs in which the kinds have a place: a step with pipelines and tensor parallelism, recycling, a stream
+PROGRAMS = ("staged", "recycled", "stream")
+EVERY = (*schedule.OPERATORS, *updates.OPERATORS)
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
+    # bugs of what runs a right stream, and what is said of each
+    "no stashing": (runtime_faults.no_stashing, "stashing is missing"),
+    "stale forward": (runtime_faults.stale_forward, "one update older than its staleness says"),
+    "double update": (runtime_faults.repeated_update(2), "the loss of batch 0 of step 1"),
+    "missing update": (runtime_faults.repeated_update(0), "one update older than its staleness says"),
+    "update before the sum over data parts": (
+        runtime_faults.update_before_the_sum,
+        "a reduction over ranks is missing",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Execution]:
+    found = {}
+    for name in PROGRAMS:
+        folder: Path = tmp_path_factory.mktemp("program")
+        found[name] = Execution(build(TINY[name], folder), folder, apart=False)
+    return found
+
+
+def one_each(right: Execution) -> list[tuple[MutationOperator, dict[str, str]]]:
+    """Return a mutant of each kind that the program has a place for: in the middle of its places."""
+    subject, found = right.base.subject, []
+    for operator in EVERY:
+        places = operator.places(subject)
+        if places:
+            sources = subject.program.sources
+            found.append((operator, {**sources, **apply_edits(sources, places[len(places) // 2])}))
+    return found
+
+
+def test_right_programs_pass(made: dict[str, Execution]) -> None:
+    for name, right in made.items():
+        sources = dict(right.base.subject.program.sources)
+        read = read_statically(sources, right.base.subject.program.graph)
+        assert not read.refuted and not read.undecided, (name, read.said)
+        answer = right.judge(sources).answer
+        assert not answer.refuted and not answer.undecided, (name, answer.said)
+
+
+def test_every_kind_is_refuted_by_the_text(made: dict[str, Execution]) -> None:
+    """One mutant of each kind in each program: 40 kinds at least, each in some program."""
+    kinds, count = set(), 0
+    for name, right in made.items():
+        for operator, sources in one_each(right):
+            read = read_statically(sources, right.base.subject.program.graph)
+            assert read.refuted, (name, operator.kind)
+            kinds.add(operator.kind)
+            count += 1
+    assert kinds == {operator.kind for operator in EVERY} and len(kinds) >= 40 and count >= 80
+
+
+def test_wrong_updates_are_refuted_by_running(made: dict[str, Execution]) -> None:
+    """Or the runtime refuses to begin: nothing is compared that a wrong order computed."""
+    right = made["stream"]
+    own = {operator.kind for operator in updates.OPERATORS}
+    for operator, sources in one_each(right):
+        if operator.kind in own:
+            answer = right.judge(sources).answer
+            assert answer.refuted, (operator.kind, answer.said)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_right_text_that_is_run_wrongly(made: dict[str, Execution], fault: str) -> None:
+    wrong, said = FAULTS[fault]
+    answer = made["stream"].judge(made["stream"].base.subject.program.sources, wrong).answer
+    assert answer.refuted and said in answer.said, answer.said
