@@ -217,7 +217,7 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, ep=N, cp=N, tp=N, pp=N, zero=1|2|3, owned=1"
+            wrong = f"{part!r} is not one of dp=N, shard=N, cp=N, tp=N, pp=N, zero=1|2|3, owned=1, ep=N"
             if name in sizes:
                 wrong = f"{name} is named twice"
             elif name in AXES and number.isdigit():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.manifest import MANIFEST, PLAN, Manifest, ManifestError, NoManifest, RoleRecord, read_manifest
 from nnscaler.scheduling.registry import SCHEDULES
-from nnscaler.transform.plan import Plan
+from nnscaler.transform.plan import EP, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class OpenedProgram:
     def summary(self) -> str:
         """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches, bfloat16`; empty for one rank."""
         manifest = self.manifest
-        in_words = bool(manifest.stage_axes) or manifest.shards_parameters
+        in_words = bool(manifest.stage_axes) or manifest.shards_parameters or EP in self.axes
         axes = manifest.plan if in_words else manifest.divided_axes
         parts = [axes] if axes else []
         if self.axes.get("pp", 1) > 1:

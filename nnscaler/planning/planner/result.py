@@ -23,8 +23,9 @@ from nnscaler.transform.partition_stages import StagePartition, StageRules, part
 from nnscaler.transform.plan import CP, DP, EP, PP, SHARED, TP, Plan, RecomputeStep, RestStep, Step
 
 SEARCHED = (
-    "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
-    "batch; recomputing all layers or none, or, of many equal ones, any; all parameters whole on dp, or in shards "
+    "dp, tp and pp with this product; ep that divides dp and the experts; every legal choice of every operation on "
+    "tp; micro-batches that divide the batch; recomputing all layers or none, or, of many equal ones, any; all "
+    "parameters whole on dp, or in shards "
     "between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times (ZeRO-3); cuts between layers (without "
     "numbered ones, at borders of modules) that balance the stages; " + " and ".join(kind.title for kind in SCHEDULES)
 )

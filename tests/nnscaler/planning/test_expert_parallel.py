@@ -36,7 +36,8 @@ class Heads(nn.Module):
         """[batch, 4, tokens, 8] to a loss."""
         y = F.conv1d(torch.einsum("bhtw,hwk->bhtk", x, self.heads).mean(1).transpose(1, 2), self.kernels)
         best = self.last(y.mean(-1)).topk(3, dim=0).indices
-        return y.square().mean() + best.float().mean()
+        loss: Tensor = y.square().mean() + best.float().mean()
+        return loss
 
 
 class Added(nn.Module):
