@@ -21,7 +21,7 @@ PLAN = ["plan", "trap.py", "--ranks", "8"]
 CASES: list[tuple[list[str], str]] = [
     ([*VERIFY, "--ranks", "8", "--plan", "dp=2,tp=2"], "plan 'dp=2,tp=2' is for 4 ranks, and there are 8"),
     ([*COMPILE, "--ranks", "8", "--plan", "dp=2,tp=2"], "the product of dp, tp and pp must be 8: "),
-    ([*COMPILE, "--plan", "dp=2,zz=2"], "'zz=2' is not one of dp=N, shard=N, tp=N, pp=N, zero=1|2|3"),
+    ([*COMPILE, "--plan", "dp=2,zz=2"], "'zz=2' is not one of dp=N, shard=N, cp=N, tp=N, pp=N, zero=1|2|3"),
     ([*VERIFY, "--plan", "dp=1,tp=2,zero=3"], "zero=3 with dp=1"),
     ([*VERIFY, "--plan", "no_such.json"], "'no_such.json' is neither mesh axes nor a file"),
     ([*VERIFY, "--plan", "no_such.py::policy"], "there is no file 'no_such.py'"),

@@ -21,6 +21,7 @@ _COLORS = {
     "all_gather": "#3a8fd0",
     "reduce_scatter": "#009e73",
     "all_to_all": "#cc79a7",
+    "rotate": "#7a5cc0",
     SENT: "#937000",
     RECEIVED: "#c27c00",
 }
