@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from math import inf
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
@@ -22,14 +23,18 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)}
 )
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
+SEARCH = "search"  # the name of orders that are searched when the stages are known
 
 
 def get_schedule(name: str) -> ScheduleKind:
-    """Return the schedule of this name, in any case; `interleaved:3` is the one with three stages on each device.
+    """Return the schedule of this name, in any case; `interleaved:3` is the one with three stages on each device, and
+    `search:NAME` the one that is searched for the places of that one's stages (`search`: one on each device).
 
     Raises NnscalerError("unknown_schedule") with the nearest name, and "plan_illegal" for a number that it has not.
     """
     bare, colon, number = name.strip().lower().partition(":")
+    if bare == SEARCH:
+        return replace(get_schedule(number) if number else DEFAULT, name=SEARCH, title="searched", within=inf)
     found = SCHEDULES.get(bare)
     if found is not None and (not colon or (number.isdecimal() and int(number) > 0)):
         if not colon:
@@ -38,7 +43,7 @@ def get_schedule(name: str) -> ScheduleKind:
         return replace(found, chunks=int(number))
     near = get_close_matches(bare, SCHEDULES, 1, 0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
-    known = f"known: {', '.join(SCHEDULES)}; interleaved:3 has three stages on each device"
+    known = f"known: {', '.join(SCHEDULES)}; interleaved:3 has three stages on each device; search, search:zb-v"
     raise NnscalerError("unknown_schedule", f"no schedule {name!r}", help=f"{guess}{known}")
 
 
@@ -78,6 +83,10 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
         found = _own(plan, devices)
     else:
         kind = get_schedule(plan.schedule)
+        if kind.within is not None:
+            message = f"the orders of schedule {plan.schedule} are not found yet"
+            help = "compile the plan: the plan.json of its program has them; or name a schedule"
+            raise NnscalerError("plan_illegal", message, help=help)
         found = kind(plan.devices, max(plan.stages // plan.devices, 1), plan.micro_batches)
         if found.devices != devices:
             raise NnscalerError(

@@ -68,6 +68,8 @@ class ScheduleKind:
     repeats     (devices, micro-batches) -> how often the slowest stage counts beside the sum of all stages
     given       whether it is the user's: no name leads to it, so a plan that follows it holds its orders
     only        the one number of devices, and of micro-batches, that it is for; None: any
+    within      bytes of a rank within which its orders are searched when the stages are known (inf: no limit), for
+                the places that it says; None: they are those of `orders`
     """
 
     name: str
@@ -80,6 +82,7 @@ class ScheduleKind:
     repeats: Callable[[int, int], int] | None = None
     given: bool = False
     only: tuple[int, int] | None = None
+    within: float | None = None
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
         """Return the order of every device. Raises NnscalerError("plan_illegal") for a number of chunks that it has
