@@ -93,7 +93,9 @@ def search_order(
     best = min(every, key=lambda f: f.certificate.makespan * (1 + SHORTER * (f is not every[0])))
     told = best.certificate
     bound = min(f.certificate.bound for f in every)  # halves may be run at once: whole ones are no shorter
-    told = replace(told, bound=bound, gap=max(0.0, 1 - bound / told.makespan) if told.makespan > bound * (1 + SLACK) else 0.0)
+    told = replace(
+        told, bound=bound, gap=max(0.0, 1 - bound / told.makespan) if told.makespan > bound * (1 + SLACK) else 0.0
+    )
     orders = tuple(" ".join(map(str, order)) for order in best.orders)
     orders += ("",) * (plan.devices - len(orders))
     note = describe(told, best is not every[0], within)

@@ -25,8 +25,8 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
-from nnscaler.communication.searched_order import with_orders
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
+from nnscaler.communication.searched_order import with_orders
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
@@ -359,9 +359,7 @@ class Programmed:
         return predict(self.communicated, self.order, self.signatures, cost)
 
 
-def programmed(
-    graph: Graph, signatures: Mapping[str, Signature], plan: Plan, within: float = inf
-) -> Programmed:
+def programmed(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, within: float = inf) -> Programmed:
     """Make the program of a plan, as far as its communication. `within`: bytes of a rank for a schedule that is
     searched.
 

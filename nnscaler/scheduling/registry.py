@@ -26,6 +26,11 @@ DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 SEARCH = "search"  # the name of orders that are searched when the stages are known
 
 
+def planned_schedules() -> tuple[ScheduleKind, ...]:
+    """Return the schedules that the planner searches: those with figures, the default one first."""
+    return (DEFAULT, *(kind for kind in SCHEDULES.values() if kind.figures is not None and kind is not DEFAULT))
+
+
 def get_schedule(name: str) -> ScheduleKind:
     """Return the schedule of this name, in any case; `interleaved:3` is the one with three stages on each device, and
     `search:NAME` the one that is searched for the places of that one's stages (`search`: one on each device).
@@ -131,10 +136,6 @@ def check_schedule(schedule: str | ScheduleKind | None, searched: bool) -> None:
     if schedule is None:
         return
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
-    reason = None
-    if kind.chunks > 1:
-        reason = "the planner searches plans with one stage per device, and this schedule has several"
-    elif kind.in_flight is None or kind.repeats is None:
+    if searched and kind.figures is None:
         reason = "the planner has no figures of its memory and its step to search with"
-    if searched and reason is not None:
         raise NnscalerError("plan_illegal", f"schedule {kind.name!r}: {reason}", help="name the plan: --plan dp=2,pp=2")

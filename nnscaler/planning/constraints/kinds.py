@@ -56,12 +56,19 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
     )
 
 
-def sizes(**wanted: int | bool) -> Constraint:
-    """Fix numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and the stage of ZeRO over dp (`zero`:
+def sizes(**wanted: int | bool | str) -> Constraint:
+    """Fix the `schedule`, by its name, with the number of stages on a device or without; and numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and the stage of ZeRO over dp (`zero`:
     0 to 3; False is none, and True the one in which parameters rest in shards)."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
     exact = {name: ZERO if name == "zero" and value is True else value for name, value in wanted.items()}
-    return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in exact.items()))
+    schedule = exact.pop("schedule", None)
+
+    def permits(c: Configuration) -> bool:
+        if schedule is not None and c.pp > 1 and schedule not in (c.named, c.schedule.name):
+            return False
+        return all(getattr(c, name) == value for name, value in exact.items())
+
+    return Constraint(text, permits)
 
 
 def data_parallel() -> Constraint:

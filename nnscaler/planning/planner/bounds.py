@@ -19,7 +19,7 @@ import numpy as np
 
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
-from nnscaler.planning.planner.layer_chain import Numbers
+from nnscaler.planning.planner.layer_chain import Chain, Numbers
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.pipeline_bound import Layered
 from nnscaler.planning.sharding.build_problem import pose
@@ -71,10 +71,21 @@ def layered_of(subject: PlanningCache, c: Configuration, memory: float) -> tuple
         sent = _sent(subject, c, chain.handed)
         early = Layered(chain, len(subject.layers), c, weights_of(subject, c), memory, sent)
         subject.layered[c, memory] = tuple(
-            replace(early, chain=chain.when_backward_ends(), late=True) if late else early
+            replace(early, chain=_with_ends(chain.when_backward_ends() if late else chain, c, late), late=late)
             for late in c.parameters.moments
         )
     return subject.layered[c, memory]
+
+
+def _with_ends(chain: Chain, c: Configuration, late: bool) -> Chain:
+    """Return the chain in which what the first and the last stage keep outside of layers counts as often as there are
+    passes of them, for one micro-batch of their devices' layers."""
+    if c.chunks == 1:
+        return chain
+    devices = (c.stage_devices[0], c.stage_devices[-1])
+    lives = [c.live(device) - late for device in devices]
+    head, tail = ((n - late) / live if live else 0.0 for n, live in zip(c.at_ends, lives, strict=True))
+    return chain.with_kept_outside(head, tail)
 
 
 def _sent(subject: PlanningCache, c: Configuration, sizes: Sequence[float]) -> Numbers:
@@ -88,7 +99,7 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
 
     Infinite where nothing fits, 0 where the graph is no chain.
     """
-    rough = subject.rough(c.tp, parts)
+    rough = subject.rough(c.tp, parts, c.chunks > 1)  # with several stages fewer passes of the ends are alive
     if rough is None:
         return 0.0
     sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])

@@ -96,6 +96,7 @@ def _columns(own: Columns, left: NDArray[np.intp]) -> Columns:
         own.handed[left],
         own.arriving[left],
         {axis: column[left] for axis, column in own.summed.items()},
+        own.weights[left],
     )
 
 
@@ -141,6 +142,7 @@ class Chain:
     hubs     nodes before the layers that several pieces read
     entry    by joint choice of the cut after the head, the joint choice of a cut between layers that means the same
     orders   elimination orders of head, layer and tail
+    passes   of head, layer and tail, the least seconds of F and of I, whatever strategies were dropped
     """
 
     tables: Tables
@@ -151,6 +153,7 @@ class Chain:
     hubs: tuple[int, ...]
     entry: tuple[int, ...]
     orders: tuple[Order, ...]
+    passes: tuple[tuple[float, float], ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -165,6 +168,17 @@ class Chain:
     def when_backward_ends(self) -> Chain:
         """Return the chain with the memory of the moment when the backward of a micro-batch ends."""
         return replace(self, tables=when_backward_ends(self.tables))
+
+    def with_kept_outside(self, head: float, tail: float) -> Chain:
+        """Return the chain in which what is kept outside of layers counts so often, in the head and in the tail."""
+        if head == tail == 1.0:
+            return self
+        columns = list(self.tables.columns)
+        for piece, often in ((self.head, head), (self.tail, tail)):
+            for node in piece.nodes:
+                if node not in piece.inside:
+                    columns[node] = replace(columns[node], kept=columns[node].kept * often)
+        return replace(self, tables=replace(self.tables, columns=tuple(columns)))
 
     @property
     def width(self) -> int:
@@ -318,7 +332,15 @@ def find_chain(tables: Tables, items: Sequence[int], layers: int) -> Chain | Non
         orders = tuple(_order(smaller, piece) for piece in pieces)
     except TooWide:
         return None
-    return Chain(smaller, kept, *pieces, hubs, entry, orders)
+    return Chain(smaller, kept, *pieces, hubs, entry, orders, tuple(_passes(tables, piece) for piece in pieces))
+
+
+def _passes(tables: Tables, piece: Piece) -> tuple[float, float]:
+    columns = [tables.columns[node] for node in piece.nodes]
+    return (
+        sum(float(own.forward.min()) for own in columns),
+        sum(float((own.backward - own.weights).min()) for own in columns),
+    )
 
 
 def _touching(tables: Tables, nodes: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from nnscaler.transform.partition_stages import parts_of
 from nnscaler.transform.plan import DP, TP
 from nnscaler.transform.select import Layer
 
+BOTH = 0.5  # an operator takes as long for the gradients of one side as for those of the other
 MANY = 8  # layers, from which on some stand for all
 
 FREE = Constraint("none")
@@ -72,7 +73,7 @@ class PlanningCache:
     _fastest: dict[tuple[int, int], float] = field(default_factory=dict)
     _chains: dict[tuple[int, int, AtRest], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
-    _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
+    _rough: dict[tuple[int, int, bool], Rough] = field(default_factory=dict)
     _gathered: dict[tuple[int, int | None], float] = field(default_factory=dict)
     _shrinks: dict[tuple[AtRest, bool], float] = field(default_factory=dict)
 
@@ -114,6 +115,23 @@ class PlanningCache:
     @cached_property
     def kept(self) -> dict[str, tuple[Kept, ...]]:
         return kept_by(self.graph, self.signatures)
+
+    @cached_property
+    def halves(self) -> dict[str, float]:
+        """By operation, the share of its backward that W takes where each item is a stage: all of it where it leads to
+        parameters only, a part where it leads to both sides (see `nnscaler.halves`)."""
+        made: dict[str, tuple[int, bool]] = {}  # by tensor: its item, and whether it leads to what the item received
+        found = {}
+        for op in self.graph.operations:
+            item = self.items[op.name]
+            leads = [
+                made[name][0] < item or made[name][1] if name in made else False
+                for name in op.inputs
+                if self.graph.tensors[name].needs_grad
+            ]
+            found[op.name] = 1.0 if not any(leads) else 0.0 if all(leads) else BOTH
+            made.update((name, (item, any(leads))) for name in op.outputs if name is not None)
+        return found
 
     @cached_property
     def batch(self) -> int:
@@ -208,6 +226,7 @@ class PlanningCache:
                 pairs,
                 rests,
                 self.optimizer,
+                self.halves,
             )
         return self._builders[key]
 
@@ -236,15 +255,17 @@ class PlanningCache:
             self._chains[key] = find_chain(tables, self.items_of(tables), count)
         return self._chains[key]
 
-    def rough(self, tp: int, parts: int) -> Rough | None:
+    def rough(self, tp: int, parts: int, inside: bool = False) -> Rough | None:
         """Return bounds from the chain whose shapes are those of one of `parts` of the batch; None where the graph is
-        no chain."""
+        no chain. `inside`: without what is kept outside of layers."""
         chain = self.chain(tp, parts)
         if chain is None:
             return None
-        if (tp, parts) not in self._rough:
-            self._rough[tp, parts] = Rough(chain, len(self.layers), self.batch, parts)
-        return self._rough[tp, parts]
+        key = (tp, parts, inside)
+        if key not in self._rough:
+            kept = chain.with_kept_outside(0.0, 0.0) if inside else chain
+            self._rough[key] = Rough(kept, len(self.layers), self.batch, parts)
+        return self._rough[key]
 
     def items_of(self, tables: Tables) -> list[int]:
         """Return the item of every node: that of its operation, of the tensor's producer, or of the tensor's first

@@ -9,11 +9,12 @@ from typing import Any
 
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
-from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.policies import assign_steps, steps_of
+from nnscaler.scheduling.registry import planned_schedules, with_schedule
+from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
 from nnscaler.transform.plan import DP, PP, TP, Plan, RecomputeStep, Step
 
@@ -21,14 +22,22 @@ SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
     "batch; recomputing all layers or none, or, of many equal ones, any; all parameters whole on dp, or in shards "
     "between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times (ZeRO-3); cuts between layers (without "
-    "numbered ones, at borders of modules) that balance the stages; " + " and ".join(kind.title for kind in SCHEDULES)
+    "numbered ones, at borders of modules) that balance the stages; the schedules {schedules}, where the figures of "
+    "their steps hold, by the bounds of which they are pruned; where a device has several stages, all of them begin in "
+    "one layout"
 )
 NOT_SEARCHED = (
-    "other schedules and several stages per device; pipelines of models with one numbered layer; recomputation in "
+    "other orders than those of these schedules, for the stages of this plan: `--schedule search`; pipelines of models with one numbered layer; recomputation in "
     "models without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some "
     "parameters only, or over some ranks of dp; several versions of one tensor, each converted from where it is made; "
     "overlap of communication and computation"
 )
+
+
+def _titled(kind: ScheduleKind) -> str:
+    assert kind.figures is not None
+    chunks = kind.figures.chunks
+    return kind.title + (f" of {chunks[0]} to {chunks[-1]} stages a device" if len(chunks) > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Certificate:
             "memory_bytes": round(self.memory),
             "memory_limit_bytes": round(self.memory_limit),
             "configurations": {"solved": self.solved, "pruned": self.left, "too_large": self.too_large},
-            "searched": SEARCHED,
+            "searched": SEARCHED.format(schedules=", ".join(map(_titled, planned_schedules()))),
             "not_searched": NOT_SEARCHED,
             "cost_model": self.cost_model,
             "cluster": self.cluster,
@@ -126,7 +135,8 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
     steps.extend(c.parameters.steps)
     mesh = tuple((name, size) for name, size in ((DP, c.dp), (TP, c.tp), (PP, c.pp)) if size > 1)
-    return Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, c.schedule.name, notes=notes)
+    plan = Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, notes=notes)
+    return with_schedule(plan, c.schedule, c.chunks)
 
 
 def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
@@ -146,7 +156,7 @@ def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
     kept = subject.constraint
     return partition_stages(
         subject.graph,
-        found.configuration.pp,
+        found.configuration.pp * found.configuration.chunks,
         cost,
         random=random,
         rules=StageRules(counts, dict(kept.at), kept.together, subject.blocks),

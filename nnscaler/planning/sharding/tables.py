@@ -46,6 +46,7 @@ class Columns:
     handed     bytes of one micro-batch that are handed to another layer
     arriving   bytes of gradients that are whole when a backward ends, and then rest in shards
     summed     by axis, bytes of gradients that are added up over it once per step
+    weights    seconds of `backward` that its second half, W, takes
     """
 
     forward: Column
@@ -56,6 +57,7 @@ class Columns:
     handed: Column
     arriving: Column
     summed: Mapping[str, Column]
+    weights: Column
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +101,7 @@ class TableBuilder:
     together   pairs of operations whose choices on the first axis are to be the same
     rests      how parameters rest over dp
     optimizer  bytes that the optimizer keeps of an element
+    halves     by operation, the share of its backward that W takes; 0 where it is not there
     """
 
     graph: Graph
@@ -111,6 +114,7 @@ class TableBuilder:
     together: tuple[tuple[str, str], ...] = ()
     rests: AtRest = AT_REST_WHOLE
     optimizer: float = OPTIMIZER_BYTES
+    halves: Mapping[str, float] = field(default_factory=dict)
     _columns: dict[Any, Columns] = field(default_factory=dict)
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
@@ -182,7 +186,8 @@ class TableBuilder:
             and self.groups.get(graph.consumers[name][0][0].name, -1) != own
             for name in op.outputs
         )
-        key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name], leaving)
+        half = self.halves.get(op.name, 0.0)
+        key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name], leaving, half)
         if key not in self._columns:
             self._columns[key] = self._make_columns(op, strategies, inputs, leaving)
         return self._columns[key]
@@ -201,7 +206,8 @@ class TableBuilder:
             summed[name] = np.array([sum(one.get(name, 0.0) for one in found) for found in sums])
         forward, backward, once, resting, kept, handed, arriving = np.array(numbers, dtype=np.float64).T.copy()
         summed = {name: column for name, column in summed.items() if column.any()}
-        return Columns(forward, backward, once, resting, kept, handed, arriving, summed)
+        weights = self.halves.get(op.name, 0.0) * backward
+        return Columns(forward, backward, once, resting, kept, handed, arriving, summed, weights)
 
     def _row(
         self,
@@ -277,7 +283,8 @@ class TableBuilder:
                 ).T.copy()
                 names = {name for one in found for name in one.summed}
                 summed = {name: np.array([one.summed.get(name, 0.0) for one in found]) for name in sorted(names)}
-            self._columns[key] = Columns(forward, backward, once, resting, kept, handed, arriving, summed)
+            # only a parameter's gradient takes time here: it goes to where it rests
+            self._columns[key] = Columns(forward, backward, once, resting, kept, handed, arriving, summed, backward)
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:
