@@ -366,11 +366,14 @@ def searched(plan: PlanSource) -> AutoPlan | None:
 
 
 def _search(graph: Graph, known: dict[str, Signature], search: AutoPlan, wanted: WantedPlan) -> Planned:
-    """Search a plan. Another schedule than 1F1B takes the place of the one that was searched."""
+    """Search a plan: of the schedule that is asked for, or of any. One whose orders are to be searched takes the place
+    of the one that was found, for its stages."""
     check_schedule(wanted.schedule, searched=True)
     start = time.perf_counter()
-    decided = Decided(wanted.micro_batches, wanted.replicate, optimizer_bytes=wanted.optimizer_bytes)
+    kind = get_schedule(wanted.schedule) if isinstance(wanted.schedule, str) else wanted.schedule
+    polished = kind is not None and kind.within is not None
+    named = wanted.schedule.strip().lower() if isinstance(wanted.schedule, str) and not polished else None
+    decided = Decided(wanted.micro_batches, wanted.replicate, optimizer_bytes=wanted.optimizer_bytes, schedule=named)
     found = search_plan(graph, known, wanted.ranks, search, decided)
-    return Planned(
-        with_checkpoints(_under(found.plan, wanted.schedule), graph), known, told(found, time.perf_counter() - start)
-    )
+    plan = _under(found.plan, wanted.schedule) if polished else found.plan
+    return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))

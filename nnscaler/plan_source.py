@@ -212,8 +212,8 @@ def _saved(request: CompileRequest) -> Plan:
 # The schedule that a request names.
 
 SCHEDULE_FORMS = (
-    "zb-h1 (a name: `nnscaler list schedules`), search (for these stages), orders.csv (as torch.distributed.pipelining writes them), "
-    "mine.py::function, or plan.json (that of a saved plan)"
+    "zb-h1 (a name: `nnscaler list schedules`), search (for these stages), orders.csv (as "
+    "torch.distributed.pipelining writes them), mine.py::function, or plan.json (that of a saved plan)"
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.profile_memory import StageWork, kept_bytes, kept_for_weights, stage_memory, stage_work
@@ -85,7 +85,7 @@ def search_order(
     )
     resting = _resting(communicated, plan, optimizer)
     limits = [within - rest for rest in resting]
-    _check_limits(communicated, stages, limits, resting, within)
+    _check_limits(stages, limits, resting, within)
     every = [
         find_schedule(pipeline_problem(stages, plan.micro_batches, limits, split=split), budget)
         for split in ((False, True) if any(weights) else (False,))
@@ -112,7 +112,6 @@ def _resting(communicated: CommunicatedGraph, plan: Plan, optimizer: float) -> l
 
 
 def _check_limits(
-    communicated: CommunicatedGraph,
     stages: StagePlan,
     limits: Sequence[float],
     resting: Sequence[float],
@@ -129,8 +128,8 @@ def _check_limits(
                 "schedule_memory",
                 f"no order of passes fits into {within:,.0f} bytes a rank: device {device} (stages {own}) holds "
                 f"{resting[device]:,.0f} bytes at rest, and one micro-batch keeps {needed:,.0f} there",
-                help=f"--memory {resting[device] + needed:.0f} or more is legal for this device; or more micro-batches, "
-                "recomputation, or ZeRO (docs/schedule-search.md)",
+                help=f"--memory {ceil(resting[device] + needed)}B or more is legal for this device; or smaller "
+                "micro-batches, recomputation, or ZeRO: docs/schedule-search.md",
             )
 
 

@@ -57,14 +57,19 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
 
 
 def sizes(**wanted: int | bool | str) -> Constraint:
-    """Fix the `schedule`, by its name, with the number of stages on a device or without; and numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and the stage of ZeRO over dp (`zero`:
-    0 to 3; False is none, and True the one in which parameters rest in shards)."""
+    """Fix numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and the stage of ZeRO over dp (`zero`:
+    0 to 3; False is none, and True the one in which parameters rest in shards); and the `schedule` of pipelines:
+    `zb-v`, `interleaved` with any number of stages on a device, or `interleaved:3`."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
     exact = {name: ZERO if name == "zero" and value is True else value for name, value in wanted.items()}
     schedule = exact.pop("schedule", None)
 
     def permits(c: Configuration) -> bool:
-        if schedule is not None and c.pp > 1 and schedule not in (c.named, c.schedule.name):
+        if (
+            schedule is not None
+            and c.pp > 1
+            and schedule not in (c.named, c.schedule.name, f"{c.schedule.name}:{c.chunks}")
+        ):
             return False
         return all(getattr(c, name) == value for name, value in exact.items())
 

@@ -27,6 +27,7 @@ from nnscaler.planning.sharding.tables import when_backward_ends
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor
+from nnscaler.scheduling.registry import DEFAULT
 from nnscaler.transform.plan import DP
 
 # The Lagrangian bound under a budget at many prices of memory at once.
@@ -105,6 +106,21 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
     sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])
     each = gathering(subject, c, len(subject.layers) // 2)
     return rough.bound(c, memory, summing_rate(subject, c), each, sent, subject.shrinks(c.rests))
+
+
+def grouped_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:
+    """Bound the seconds of a step by what holds for all schedules of the configuration's sizes.
+
+    Infinite where nothing fits, 0 where the graph is no chain.
+    """
+    rough = subject.rough(c.tp, 1)
+    if rough is None or c.pp == 1:
+        return 0.0
+    key = replace(c, schedule=DEFAULT, chunks=1), memory
+    if key not in subject.grouped:
+        each = gathering(subject, c, len(subject.layers) // 2)
+        subject.grouped[key] = rough.in_any_order(key[0], memory, each, subject.shrinks(c.rests))
+    return c.repeats * subject.grouped[key]
 
 
 def summing_rate(subject: PlanningCache, c: Configuration) -> float:

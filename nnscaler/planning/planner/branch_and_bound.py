@@ -18,7 +18,15 @@ from itertools import accumulate
 
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.planner.bounds import bound_within, gathering, layered_of, near_bound, rough_bound, summing_rate
+from nnscaler.planning.planner.bounds import (
+    bound_within,
+    gathering,
+    grouped_bound,
+    layered_of,
+    near_bound,
+    rough_bound,
+    summing_rate,
+)
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.lagrangian_bound import Prices
 from nnscaler.planning.planner.layer_chain import Chain
@@ -114,7 +122,7 @@ def _places(tables: Tables, chain: Chain, layers: int) -> list[dict[int, int]]:
     return [same(chain.head.nodes), *middle, same(chain.tail.nodes)]
 
 
-BOUNDS = (rough_bound, near_bound, bound_within)  # of a configuration, before it is solved
+BOUNDS = (grouped_bound, rough_bound, near_bound, bound_within)  # of a configuration, before it is solved
 CLOSE = 0.005  # a search ends when what is left can save less than this share
 Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it was improved, order among equals
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,10 +208,8 @@ def _with(subject: PlanningCache, c: Configuration, tables: Tables, weights: Wei
     crossing = None
     if subject.blocks:  # a cut before item i + 1 is one before block i
         crossing = [0.0, *(sent * b.weight for sent, b in zip(numbers["sent"], subject.blocks, strict=False)), 0.0]
-    count_of = c.pp * c.chunks
-    cuts = cuts_of(
-        subject.items, list(numbers["forward"] + numbers["backward"]), count_of, subject.constraint, crossing
-    )
+    count_of, times = c.pp * c.chunks, list(numbers["forward"] + numbers["backward"])
+    cuts = cuts_of(subject.items, times, count_of, subject.constraint, crossing)
     assert cuts is not None, c
     found = evaluated(subject, c, tables, weights, solution.choices, again, (0, *cuts, count))
     prices = (solution.multiplier,) * count_of
@@ -237,7 +236,7 @@ def evaluated(
     sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["sent"][end - 1])) for end in edges[1:-1]), 0.0]
     sent = [time if 0 < s < len(devices) and devices[s - 1] != devices[s] else 0.0 for s, time in enumerate(sent)]
     # [stages]: seconds of half of what a stage sends and receives, forward and backward
-    mail = [(before + after) / 2 for before, after in zip(sent, sent[1:], strict=False)]
+    mail = [(before + after) / 2 for before, after in pairwise(sent)]
     ahead = by_device(c, [s.forward + time for s, time in zip(stages, mail, strict=True)])
     inputs = by_device(c, [s.backward - s.weights + time for s, time in zip(stages, mail, strict=True)])
     passes = list(zip(ahead, inputs, by_device(c, [s.weights for s in stages]), strict=True))

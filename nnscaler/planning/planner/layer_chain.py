@@ -9,7 +9,7 @@ is kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import TypeVar
@@ -22,6 +22,7 @@ from nnscaler.planning.sharding.tables import Column, Columns, Tables, when_back
 from nnscaler.planning.solver.eliminate import Elimination, Factor, Order, find_order, run_elimination, substitute
 from nnscaler.planning.solver.problem import Edge, TooWide
 from nnscaler.planning.solver.reduce import Criteria, merge_edges, survivors
+from nnscaler.scheduling.schedule import Ramp
 
 # Drop strategies that are dominated in time and in every kind of memory (dead-end elimination, see
 # `solver.reduce`).
@@ -142,7 +143,6 @@ class Chain:
     hubs     nodes before the layers that several pieces read
     entry    by joint choice of the cut after the head, the joint choice of a cut between layers that means the same
     orders   elimination orders of head, layer and tail
-    passes   of head, layer and tail, the least seconds of F and of I, whatever strategies were dropped
     """
 
     tables: Tables
@@ -153,7 +153,23 @@ class Chain:
     hubs: tuple[int, ...]
     entry: tuple[int, ...]
     orders: tuple[Order, ...]
-    passes: tuple[tuple[float, float], ...]
+    _least: dict[Ramp, tuple[float, ...]] = field(default_factory=dict)
+
+    def least(self, form: Ramp) -> tuple[float, ...]:
+        """Return the least seconds of head, layer and tail where F, I and W count so often, with all conversions,
+        whatever the memory is and the states at their cuts are."""
+        if form not in self._least:
+            f, i, w = form
+            edges = tuple((a, b, table * ((f + i) / 2)) for a, b, table in self.tables.edges)
+            scaled = replace(self, tables=replace(self.tables, edges=edges))
+            costs = [
+                (f * own.forward + i * (own.backward - own.weights) + w * own.weights)[:, None]
+                for own in self.tables.columns
+            ]
+            pieces = (self.head, self.layer, self.tail)
+            made = [price(scaled, piece, {node: costs[node] for node in piece.nodes}) for piece in pieces]
+            self._least[form] = tuple(float(one.table.min()) for one in made)
+        return self._least[form]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -332,15 +348,7 @@ def find_chain(tables: Tables, items: Sequence[int], layers: int) -> Chain | Non
         orders = tuple(_order(smaller, piece) for piece in pieces)
     except TooWide:
         return None
-    return Chain(smaller, kept, *pieces, hubs, entry, orders, tuple(_passes(tables, piece) for piece in pieces))
-
-
-def _passes(tables: Tables, piece: Piece) -> tuple[float, float]:
-    columns = [tables.columns[node] for node in piece.nodes]
-    return (
-        sum(float(own.forward.min()) for own in columns),
-        sum(float((own.backward - own.weights).min()) for own in columns),
-    )
+    return Chain(smaller, kept, *pieces, hubs, entry, orders)
 
 
 def _touching(tables: Tables, nodes: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:

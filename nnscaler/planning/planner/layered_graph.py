@@ -55,6 +55,7 @@ class PlanningCache:
     constraint   what a plan keeps to
     optimizer    bytes that the optimizer keeps of an element
     layered      the chain in a configuration and within a limit of memory (bytes), by moment
+    grouped      of a configuration without its schedule, and a limit of memory (bytes), what bounds all schedules
     gathering    by how parameters rest and the place of a dp axis, seconds per byte to gather and to scatter them
     """
 
@@ -63,6 +64,7 @@ class PlanningCache:
     cost: CostModel
     constraint: Constraint = FREE
     optimizer: float = OPTIMIZER_BYTES
+    grouped: dict[tuple[Configuration, float], float] = field(default_factory=dict)
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)

@@ -116,7 +116,7 @@ class Layered:
     def added(self) -> Numbers | None:
         """What each device adds to a step at least, by its layers: [stages, layers]; None where that is a part of its
         seconds alone."""
-        return added_of(self.configuration, self.stages, self.chain.passes, self.most)
+        return added_of(self.configuration, self.stages, self.chain, self.most)
 
     @cached_property
     def bound(self) -> tuple[float, Prices, StagePartition | None]:
@@ -254,6 +254,32 @@ class Rough:
             whole("summed"),
         )
 
+    def in_any_order(self, c: Configuration, memory: float, each: float, shrinks: float) -> float:
+        """Bound the seconds of a micro-batch on the busiest device, whatever the schedule is.
+
+        No schedule holds fewer micro-batches than 1F1B. The first and the last piece of the model, and messages, are
+        left out: schedules have them in different places.
+        """
+        lives = [min(c.micro_batches, c.pp - device) for device in range(c.pp)]
+        prices, most, part = self._priced[1], min(self.layers, 2 * -(-self.layers // c.pp) + 2), self.parts / c.parts
+        values = self._values(most, frozenset({(False, False)}))
+        cut = {
+            kind: np.full_like(v, np.inf)[: most + 1] if c.recompute is False and kind[2] != 0 else v[: most + 1]
+            for kind, v in values.items()
+        }
+        made = {}
+        for live in {_coarse(live) for live in lives}:
+            bounds, _ = limited(cut, StageKind(live, False, False, 0.0), self.floors, memory, prices, part, shrinks)
+            bounds[0] = 0.0
+            made[live] = part * bounds + each * np.arange(most + 1)[:, None, None]
+        # the busiest device alone: all other seconds count next to nothing
+        seconds = np.stack([made[_coarse(live)] for live in lives])
+        found = best_cut(seconds, self.layers - 2, 1.0, np.zeros_like(seconds))
+        if found is None:
+            return np.inf
+        taken = zip(lives, found.layers, found.states, strict=True)
+        return max(float(made[_coarse(live)][count, a, b]) for live, count, (a, b) in taken)
+
     def bound(self, c: Configuration, memory: float, rate: float, each: float, sent: Numbers, shrinks: float) -> float:
         """Bound the seconds of a step; infinite where nothing fits.
 
@@ -282,30 +308,32 @@ class Rough:
             made[stage] = part * held + once[:, None, None] + between(stage, sent, bounds.shape[-1])
         # [stages, layers, states, states]: seconds of a micro-batch at least
         seconds = np.stack([made[stage] for stage in stages])
-        added = added_of(c, stages, tuple((part * f, part * i) for f, i in self.chain.passes), most)
+        added = added_of(c, stages, self.chain, most, part)
         found = best_cut(seconds, self.layers, c.repeats, adding(seconds, c.ramp, added))
         return np.inf if found is None else found.value
 
 
-def added_of(
-    c: Configuration, stages: Sequence[StageKind], passes: Sequence[tuple[float, float]], most: int
-) -> Numbers | None:
-    """Return what each device adds to a step at least, by its layers: [stages, layers]; None where that is a part of its
-    seconds alone.
+def _coarse(live: float) -> float:
+    """Return one of few numbers that are no larger, and not much smaller."""
+    return live if live <= 4 else float(2 ** (np.floor(4 * np.log2(live)) / 4))
 
-    `passes`: of head, layer and tail, the least seconds of F and of I. Forms in which W counts less than nothing have no
-    such bound.
-    """
-    forms = [(f, i) for f, i, w in c.figures.ramps(c.chunks) if w >= 0.0 and max(f, i) > c.ramp]
+
+def added_of(
+    c: Configuration, stages: Sequence[StageKind], chain: Chain, most: int, part: float = 1.0
+) -> Numbers | None:
+    """Return what each device adds to a step at least, by its layers: [stages, layers]; None where that is a part of
+    its seconds alone. A micro-batch is `part` of what the chain counts."""
+    forms = [form for form in c.figures.ramps(c.chunks) if min(form) < c.ramp or max(form) > c.ramp]
     if not forms:
         return None
     counts = np.arange(most + 1, dtype=np.float64)
-    found = []
-    for stage in stages:
-        ends = [passes[0]] * stage.first + [passes[2]] * stage.last
-        both = [np.maximum(counts - len(ends), 0.0) * passes[1][k] + sum(end[k] for end in ends) for k in (0, 1)]
-        found.append(np.max([f * both[0] + i * both[1] for f, i in forms], axis=0))
-    return np.stack(found)
+    known: dict[StageKind, Numbers] = {}
+    for stage in set(stages):
+        middle = np.maximum(counts - stage.first - stage.last, 0.0)
+        least = [chain.least(form) for form in forms]
+        every = [middle * layer + stage.first * head + stage.last * tail for head, layer, tail in least]
+        known[stage] = part * np.maximum(0.0, np.max(every, axis=0))
+    return np.stack([known[stage] for stage in stages])
 
 
 def adding(seconds: Numbers, ramp: float, added: Numbers | None) -> Numbers:

@@ -109,7 +109,7 @@ def test_a_function_and_a_saved_plan_are_drawn(folder: Path, capsys: pytest.Capt
 def test_every_name_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "schedules"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == [*SCHEDULES, "interleaved:3", "orders.csv", "mine.py::function", "plan.json"]
+    assert names == [*SCHEDULES, "interleaved:3", "search", "orders.csv", "mine.py::function", "plan.json"]
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -175,6 +175,40 @@ def test_orders_of_a_saved_plan_are_checked_before_the_model(folder: Path, capsy
     assert "orders of the plan (mine): device 1: runs I1.0 and never W1.0" in text
     text = refused(["verify-plan", "model.py", "--ranks", "2", "--plan", "auto", "--schedule", "mine.py::vee"], capsys)
     assert "schedule 'mine.py::vee': the planner has no figures" in text and "name the plan" in text
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("search", 2), ("search:zb-v", 4)])
+def test_orders_are_searched_for_the_stages_of_a_plan(
+    schedule: str, stages: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The orders go into the plan, the same ones each time, with what is proved of them."""
+    words = ["compile", "model.py", "--plan", "pp=2", "--micro-batches", "4", "--schedule", schedule, "--out"]
+    assert main([*words, "first"]) == 0 and main([*words, "second"]) == 0
+    assert "schedule searched, backward" in capsys.readouterr().err
+    text = (folder / "first" / "plan.json").read_text()
+    assert text == (folder / "second" / "plan.json").read_text()
+    plan = Plan.from_json(text)
+    assert (plan.schedule, plan.stages, len(plan.orders)) == ("search", stages, 2)
+    assert "(gap 0.00%; proved by" in plan.notes[-1]
+    verify = ["verify-plan", "model.py", "--backend", "simulator", "--quick", "--plan", "first"]
+    assert main(verify) == 0
+    assert "search, 4 micro-batches)" in capsys.readouterr().out
+
+
+def test_orders_are_searched_within_a_limit_of_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compile", "model.py", "--plan", "pp=2", "--micro-batches", "4", "--schedule", "search", "--out"]
+    assert main([*words, "free"]) == 0
+    tight = [*words, "tight", "--memory"]
+    text = refused([*tight, "100B"], capsys)
+    assert "no order of passes fits into 100 bytes a rank: device 0 (stages [0]) holds" in text
+    least = text.split("--memory ")[1].split(" ")[0]
+    assert main([*tight, least]) == 0
+    free, kept = (Plan.from_json((folder / n / "plan.json").read_text()) for n in ("free", "tight"))
+    assert free.orders != kept.orders and f"within {int(least):,} a rank" in kept.notes[-1]
+    assert "--memory is for the search of a plan" in refused(
+        [*words[:-3], "--schedule", "1f1b", *tight[-3:], "1GB"], capsys
+    )
+    assert "no schedule 'zb-q'" in refused([*words[:-2], "search:zb-q", "--out", "none"], capsys)
 
 
 @pytest.mark.parametrize("schedule", ["mine.py::vee", "good.csv"])
