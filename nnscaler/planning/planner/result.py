@@ -27,8 +27,8 @@ SEARCHED = (
     "one layout"
 )
 NOT_SEARCHED = (
-    "orders that are none of these schedules' (`--schedule search` does, for the stages of a plan); strategies that are "
-    "slower in a whole pass and hold no less; pipelines of models with one numbered layer; recomputation in models "
+    "orders that are none of these schedules' (`--schedule search` does, for the stages of a plan); strategies that "
+    "are slower in a whole pass and hold no less; pipelines of models with one numbered layer; recomputation in models "
     "without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some parameters "
     "only, or over some ranks of dp; several versions of one tensor, each converted from where it is made; overlap of "
     "communication and computation"

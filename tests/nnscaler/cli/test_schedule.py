@@ -9,6 +9,7 @@ from types import MappingProxyType
 import pytest
 
 from nnscaler.cli.main import main
+from nnscaler.planning.configurations import configurations
 from nnscaler.scheduling import registry
 from nnscaler.scheduling.registry import SCHEDULES
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
@@ -254,8 +255,11 @@ def test_one_more_schedule_is_a_function_and_its_name(
     def places(devices: int, chunks: int) -> tuple[int, ...]:
         return tuple(devices - 1 - stage for stage in range(devices * chunks))
 
-    kind = ScheduleKind("backwards", "backwards", backwards, chunks=1, places=places)
+    kind = ScheduleKind(
+        "backwards", "backwards", backwards, chunks=1, places=places, figures=SCHEDULES["gpipe"].figures
+    )
     monkeypatch.setattr(registry, "SCHEDULES", MappingProxyType({**SCHEDULES, kind.name: kind}))
+    assert {c.named for c in configurations(2, 4, 2) if c.pp == 2} >= {"1f1b", "zb-h1", "backwards"}
     assert main(["list", "schedules"]) == 0
     assert "backwards          GPipe on devices in the reverse order." in capsys.readouterr().out
     assert main(["schedule", "backwards", "--devices", "2", "--micro-batches", "2"]) == 0
@@ -272,3 +276,9 @@ def test_one_more_schedule_is_a_function_and_its_name(
     ]
     assert main(words) == 0
     assert "(pp=2, backwards, 4 micro-batches)" in capsys.readouterr().out
+    kept = "[[constraint]]\nkind = 'pipeline'\n"
+    (folder / "kept.toml").write_text(kept)
+    words = ["compile", "model.py", "--ranks", "2", "--cluster", "h100x8", "--constraints", "kept.toml"]
+    assert main([*words, "--schedule", "backwards", "--out", "planned"]) == 0
+    plan = Plan.from_json((folder / "planned" / "plan.json").read_text())
+    assert (plan.schedule, plan.stage_devices) == ("backwards", ((1,), (0,)))
