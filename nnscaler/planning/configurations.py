@@ -10,7 +10,7 @@ from itertools import product
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
 from nnscaler.scheduling.registry import DEFAULT, planned_schedules
-from nnscaler.scheduling.schedule import ScheduleFigures, ScheduleKind
+from nnscaler.scheduling.schedule import Ramp, ScheduleFigures, ScheduleKind
 from nnscaler.transform.plan import DP, PP, TP
 
 
@@ -128,6 +128,20 @@ class Configuration:
         on all p devices together: what all devices add, and the slowest one, which is no faster than the mean.
         """
         return self.turns / self.pp
+
+    @property
+    def passes(self) -> Ramp | None:
+        """How often F, I and W of one micro-batch through all layers count in a lower bound of a step; None where that
+        is `each` for all of them.
+
+        Any form of a ramp bounds it, so with the mean for the busiest device: (m x + (p - 1) ramp) / p. It is the form
+        that is longest where I takes 4 and W 2 of what F takes 3 of.
+        """
+        form = max(self.figures.ramps(self.chunks), key=lambda form: 3 * form[0] + 4 * form[1] + 2 * form[2])
+        if min(form) == max(form):
+            return None
+        f, i, w = ((self.micro_batches + (self.pp - 1) * often) / self.pp for often in form)
+        return f, i, w
 
 
 def divisors(number: int) -> list[int]:

@@ -150,7 +150,8 @@ def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float
     Where the graph is no chain, the bound holds whatever the memory is.
     """
     if subject.chain(c.tp, c.parts) is None:
-        return c.each * (subject.fastest(c.tp, c.parts) + gathering(subject, c))
+        times = c.each if c.passes is None else 1.0
+        return times * subject.fastest(c.tp, c.parts, c.passes) + c.each * gathering(subject, c)
     return rough_bound(subject, c, memory, c.parts)
 
 

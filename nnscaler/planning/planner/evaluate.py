@@ -136,7 +136,7 @@ def weights_of(subject: PlanningCache, c: Configuration) -> Weights:
     """Return how often the parts of a step count in a configuration."""
     sizes = {DP: c.dp, TP: c.tp}
     rates = {axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in sizes.items() if size > 1}
-    return Weights(c.each, 1 / c.pp, rates, c.live(0), c.recompute is True)
+    return Weights(c.each, 1 / c.pp, rates, c.live(0), c.recompute is True, c.passes)
 
 
 def evaluate(subject: PlanningCache, c: Configuration, memory: float) -> Evaluated | None:

@@ -22,6 +22,7 @@ from nnscaler.planning.sharding.problem_config import Setting, make_setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
+from nnscaler.scheduling.schedule import Ramp
 from nnscaler.transform.blocks import Block
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
@@ -72,7 +73,7 @@ class PlanningCache:
     _builders: dict[tuple[int, int, AtRest], TableBuilder] = field(default_factory=dict)
     _tables: dict[tuple[int, int, AtRest, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
-    _fastest: dict[tuple[int, int], float] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int, Ramp | None], float] = field(default_factory=dict)
     _chains: dict[tuple[int, int, AtRest], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int, bool], Rough] = field(default_factory=dict)
@@ -352,10 +353,11 @@ class PlanningCache:
         )
         return self._least[tp]
 
-    def fastest(self, tp: int, parts: int) -> float:
+    def fastest(self, tp: int, parts: int, passes: Ramp | None = None) -> float:
         """Return a lower bound of the seconds of one of `parts` of the batch, forward and backward, without a limit of
-        memory."""
-        if (tp, parts) not in self._fastest:
+        memory. `passes`: how often F, I and W count; None: once."""
+        key = (tp, parts, passes)
+        if key not in self._fastest:
             tables = self.tables(tp, parts, short=True)
-            self._fastest[tp, parts] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound
-        return self._fastest[tp, parts]
+            self._fastest[key] = solve(pose(tables, Weights(once=0.0, passes=passes), self.window(tp))).bound
+        return self._fastest[key]
