@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import cast
 
 from nnscaler.communication.backward_halves import StatementHalves, statement_halves
@@ -26,6 +26,7 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
+from nnscaler.communication.searched_order import with_orders
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
@@ -380,14 +381,16 @@ class Programmed:
         return predict(self.communicated, self.order, self.signatures, cost)
 
 
-def programmed(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> Programmed:
-    """Make the program of a plan, as far as its communication.
+def programmed(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, within: float = inf) -> Programmed:
+    """Make the program of a plan, as far as its communication. `within`: bytes of a rank for a schedule that is
+    searched.
 
     Raises NnscalerError for a plan that is not legal for the graph.
     """
     known = dict(signatures)  # `apply_plan` adds those of operations that it makes
     communicated = materialise(apply_plan(graph, known, plan), known)
-    return Programmed(communicated, schedule_of(plan, communicated.without_gradient), known)
+    ordered = with_orders(plan, communicated, known, within)
+    return Programmed(communicated, schedule_of(ordered, communicated.without_gradient), known)
 
 
 def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: CostModel) -> Replay:

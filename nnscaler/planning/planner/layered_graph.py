@@ -26,12 +26,15 @@ from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
 from nnscaler.scheduling.interlaced import INTERLACED
+from nnscaler.scheduling.registry import DEFAULT
+from nnscaler.scheduling.schedule import Ramp
 from nnscaler.transform.blocks import Block
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
 from nnscaler.transform.plan import CP, DP, EP, TP, Axes, Plan, Step
 from nnscaler.transform.select import Layer
 
+BOTH = 0.5  # an operator takes as long for the gradients of one side as for those of the other
 MANY = 8  # layers, from which on some stand for all
 
 FREE = Constraint("none")
@@ -76,6 +79,7 @@ class PlanningCache:
     constraint   what a plan keeps to
     optimizer    bytes that the optimizer keeps of an element
     layered      the chain in a configuration and within a limit of memory (bytes), by moment
+    grouped      of a configuration without its schedule, and a limit of memory (bytes), what bounds all schedules
     gathering    by how parameters rest and the place of a dp axis, seconds per byte to gather and to scatter them
     left_out     operations that cost nothing here, with the parameters that only they read: others run them
     between      ranks from one rank of tp to the next
@@ -88,6 +92,7 @@ class PlanningCache:
     constraint: Constraint = FREE
     optimizer: float = OPTIMIZER_BYTES
     cp: int = 1
+    grouped: dict[tuple[Configuration, float], float] = field(default_factory=dict)
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
@@ -98,10 +103,10 @@ class PlanningCache:
     _builders: dict[tuple[int, int, AtRest], TableBuilder] = field(default_factory=dict)
     _tables: dict[tuple[int, int, AtRest, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
-    _fastest: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int, int, Ramp | None], float] = field(default_factory=dict)
     _chains: dict[tuple[int, int, AtRest], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
-    _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
+    _rough: dict[tuple[int, int, bool], Rough] = field(default_factory=dict)
     _gathered: dict[tuple[int, int | None], float] = field(default_factory=dict)
     _shrinks: dict[tuple[AtRest, bool], float] = field(default_factory=dict)
 
@@ -122,8 +127,11 @@ class PlanningCache:
             return
         experts = 1 if interlaced else self.experts
         for c in configurations(ranks // self.cp, self.batch, len(self.layers), each, not self.blocks, experts):
-            made = replace(c, schedule=INTERLACED) if interlaced and c.pp > 1 else c
-            yield made if self.cp == 1 else replace(made, cp=self.cp)
+            if interlaced and c.pp > 1:
+                if c.schedule is DEFAULT:
+                    yield replace(c, schedule=INTERLACED)
+            else:
+                yield c if self.cp == 1 else replace(c, cp=self.cp)
 
     @cached_property
     def experts(self) -> int:
@@ -154,6 +162,23 @@ class PlanningCache:
     @cached_property
     def kept(self) -> dict[str, tuple[Kept, ...]]:
         return kept_by(self.graph, self.signatures)
+
+    @cached_property
+    def halves(self) -> dict[str, float]:
+        """By operation, the share of its backward that W takes where each item is a stage: all of it where it leads to
+        parameters only, a part where it leads to both sides (see `nnscaler.halves`)."""
+        made: dict[str, tuple[int, bool]] = {}  # by tensor: its item, and whether it leads to what the item received
+        found = {}
+        for op in self.graph.operations:
+            item = self.items[op.name]
+            leads = [
+                made[name][0] < item or made[name][1] if name in made else False
+                for name in op.inputs
+                if self.graph.tensors[name].needs_grad
+            ]
+            found[op.name] = 1.0 if not any(leads) else 0.0 if all(leads) else BOTH
+            made.update((name, (item, any(leads))) for name in op.outputs if name is not None)
+        return found
 
     @cached_property
     def batch(self) -> int:
@@ -256,6 +281,7 @@ class PlanningCache:
                 rests,
                 self.optimizer,
                 self.elsewhere,
+                self.halves,
             )
         return self._builders[key]
 
@@ -318,15 +344,17 @@ class PlanningCache:
             self._chains[key] = find_chain(tables, self.items_of(tables), count)
         return self._chains[key]
 
-    def rough(self, tp: int, parts: int) -> Rough | None:
+    def rough(self, tp: int, parts: int, inside: bool = False) -> Rough | None:
         """Return bounds from the chain whose shapes are those of one of `parts` of the batch; None where the graph is
-        no chain."""
+        no chain. `inside`: without what is kept outside of layers."""
         chain = self.chain(tp, parts)
         if chain is None:
             return None
-        if (tp, parts) not in self._rough:
-            self._rough[tp, parts] = Rough(chain, len(self.layers), self.batch, parts)
-        return self._rough[tp, parts]
+        key = (tp, parts, inside)
+        if key not in self._rough:
+            kept = chain.with_kept_outside(0.0, 0.0) if inside else chain
+            self._rough[key] = Rough(kept, len(self.layers), self.batch, parts)
+        return self._rough[key]
 
     def items_of(self, tables: Tables) -> list[int]:
         """Return the item of every node: that of its operation, of the tensor's producer, or of the tensor's first
@@ -412,11 +440,11 @@ class PlanningCache:
         )
         return self._least[tp]
 
-    def fastest(self, tp: int, parts: int, ep: int = 1) -> float:
+    def fastest(self, tp: int, parts: int, passes: Ramp | None = None, ep: int = 1) -> float:
         """Return a lower bound of the seconds of one of `parts` of the batch, forward and backward, without a limit of
-        memory."""
-        key = (tp, parts, ep)
+        memory. `passes`: how often F, I and W count; None: once."""
+        key = (tp, parts, ep, passes)
         if key not in self._fastest:
             tables = self.tables(tp, parts, AtRest(experts=ep), short=True)
-            self._fastest[key] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound
+            self._fastest[key] = solve(pose(tables, Weights(once=0.0, passes=passes), self.window(tp))).bound
         return self._fastest[key]

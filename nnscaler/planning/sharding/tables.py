@@ -47,6 +47,7 @@ class Columns:
     handed     bytes of one micro-batch that are handed to another layer
     arriving   bytes of gradients that are whole when a backward ends, and then rest in shards
     summed     by axis, bytes of gradients that are added up over it once per step
+    weights    seconds of `backward` that its second half, W, takes
     """
 
     forward: Column
@@ -57,6 +58,7 @@ class Columns:
     handed: Column
     arriving: Column
     summed: Mapping[str, Column]
+    weights: Column
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +104,7 @@ class TableBuilder:
     optimizer  bytes that the optimizer keeps of an element
     left_out   operations that cost nothing, with the parameters that only they read: other ranks run them, or other
                tables have them
+    halves     by operation, the share of its backward that W takes; 0 where it is not there
     """
 
     graph: Graph
@@ -115,6 +118,7 @@ class TableBuilder:
     rests: AtRest = AT_REST_WHOLE
     optimizer: float = OPTIMIZER_BYTES
     left_out: frozenset[str] = frozenset()
+    halves: Mapping[str, float] = field(default_factory=dict)
     _columns: dict[Any, Columns] = field(default_factory=dict)
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
@@ -176,7 +180,7 @@ class TableBuilder:
         key = ("free", id(columns))
         if key not in self._columns:
             nothing = np.zeros(len(columns.forward))
-            self._columns[key] = Columns(*(nothing,) * 7, {})
+            self._columns[key] = Columns(*(nothing,) * 7, {}, nothing)
         return self._columns[key]
 
     def _group_of(self, tensor: LogicalTensor) -> int:
@@ -199,7 +203,8 @@ class TableBuilder:
             and self.groups.get(graph.consumers[name][0][0].name, -1) != own
             for name in op.outputs
         )
-        key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name], leaving)
+        half = self.halves.get(op.name, 0.0)
+        key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name], leaving, half)
         if key not in self._columns:
             self._columns[key] = self._make_columns(op, strategies, inputs, leaving)
         return self._columns[key]
@@ -218,7 +223,8 @@ class TableBuilder:
             summed[name] = np.array([sum(one.get(name, 0.0) for one in found) for found in sums])
         forward, backward, once, resting, kept, handed, arriving = np.array(numbers, dtype=np.float64).T.copy()
         summed = {name: column for name, column in summed.items() if column.any()}
-        return Columns(forward, backward, once, resting, kept, handed, arriving, summed)
+        weights = self.halves.get(op.name, 0.0) * backward
+        return Columns(forward, backward, once, resting, kept, handed, arriving, summed, weights)
 
     def _row(
         self,
@@ -311,7 +317,8 @@ class TableBuilder:
                 ).T.copy()
                 names = {name for one in found for name in one.summed}
                 summed = {name: np.array([one.summed.get(name, 0.0) for one in found]) for name in sorted(names)}
-            self._columns[key] = Columns(forward, backward, once, resting, kept, handed, arriving, summed)
+            # only a parameter's gradient takes time here: it goes to where it rests
+            self._columns[key] = Columns(forward, backward, once, resting, kept, handed, arriving, summed, backward)
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:
