@@ -24,6 +24,7 @@ from nnscaler.scheduling.search.placements import StagePlan, pipeline_problem
 from nnscaler.scheduling.timeline import PassCosts
 from nnscaler.transform.plan import Plan
 
+MOMENT = 1e-3  # forward passes of the slowest stage that a half of a backward takes at least
 SHORTER = 1e-6  # share of a step by which halves of a backward must be faster to be taken
 
 
@@ -71,6 +72,9 @@ def search_order(
     graph = communicated.partitioned.graph
     unit = max(w.forward for w in work)
     forward, backward, weights = ([getattr(w, n) / unit for w in work] for n in ("forward", "backward", "weights"))
+    # a half that has nothing to do takes a moment all the same; what takes no time has no place among rounded times
+    least = [min(MOMENT, b / 4) for b in backward]
+    weights = [min(max(w, m), b - m) for w, m, b in zip(weights, least, backward, strict=True)]
     programs = communicated.stages
     frozen = frozenset(communicated.without_gradient)
     held = tuple(0.0 if p.stage.index in frozen else float(kept_bytes(graph, p)) for p in programs)
@@ -86,10 +90,14 @@ def search_order(
     resting = _resting(communicated, plan, optimizer)
     limits = [within - rest for rest in resting]
     _check_limits(stages, limits, resting, within)
-    every = [
-        find_schedule(pipeline_problem(stages, plan.micro_batches, limits, split=split), budget)
-        for split in ((False, True) if any(weights) else (False,))
-    ]
+    every = [find_schedule(pipeline_problem(stages, plan.micro_batches, limits), budget)]
+    halves = pipeline_problem(stages, plan.micro_batches, limits, split=True)
+    if len(frozen) < len(programs):
+        try:
+            every.append(find_schedule(halves, budget))
+        except NnscalerError as error:  # what W needs may be more than what the forward kept
+            if error.code != "schedule_memory":
+                raise
     best = min(every, key=lambda f: f.certificate.makespan * (1 + SHORTER * (f is not every[0])))
     told = best.certificate
     bound = min(f.certificate.bound for f in every)  # halves may be run at once: whole ones are no shorter
@@ -121,17 +129,19 @@ def _check_limits(
     """Check that one micro-batch fits beside what rests. Raises NnscalerError("schedule_memory")."""
     if within == inf:
         return
-    for device, limit in enumerate(limits):
-        own = [s for s, places in enumerate(stages.devices) if device in places]
-        needed = sum(stages.memory[s] for s in own)
-        if needed > limit * (1 + SLACK):
-            raise NnscalerError(
-                "schedule_memory",
-                f"no order of passes fits into {within:,.0f} bytes a rank: device {device} (stages {own}) holds "
-                f"{resting[device]:,.0f} bytes at rest, and one micro-batch keeps {needed:,.0f} there",
-                help=f"--memory {ceil(resting[device] + needed)}B or more is legal for this device; or smaller "
-                "micro-batches, recomputation, or ZeRO: docs/schedule-search.md",
-            )
+    owns = [[s for s, places in enumerate(stages.devices) if device in places] for device in range(len(limits))]
+    needs = [sum(stages.memory[s] for s in own) for own in owns]
+    over = [need - limit * (1 + SLACK) for need, limit in zip(needs, limits, strict=True)]
+    device = over.index(max(over))  # what is enough for this one is enough for all
+    if over[device] > 0:
+        rest, need = resting[device], needs[device]
+        raise NnscalerError(
+            "schedule_memory",
+            f"no order of passes fits into {within:,.0f} bytes a rank: device {device} (stages {owns[device]}) holds "
+            f"{rest:,.0f} bytes at rest, and one micro-batch keeps {need:,.0f} there",
+            help=f"--memory {ceil(rest + need)}B or more is legal here; or smaller micro-batches, recomputation, or "
+            "ZeRO: docs/schedule-search.md",
+        )
 
 
 def describe(told: ScheduleCertificate, halves: bool, within: float) -> str:

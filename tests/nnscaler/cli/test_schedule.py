@@ -201,7 +201,7 @@ def test_orders_are_searched_within_a_limit_of_memory(folder: Path, capsys: pyte
     assert main([*words, "free"]) == 0
     tight = [*words, "tight", "--memory"]
     text = refused([*tight, "100B"], capsys)
-    assert "no order of passes fits into 100 bytes a rank: device 0 (stages [0]) holds" in text
+    assert "no order of passes fits into 100 bytes a rank: device 1 (stages [1]) holds" in text
     least = text.split("--memory ")[1].split(" ")[0]
     assert main([*tight, least]) == 0
     free, kept = (Plan.from_json((folder / n / "plan.json").read_text()) for n in ("free", "tight"))

@@ -15,6 +15,7 @@ from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
 from nnscaler.scheduling.registry import SCHEDULES, check_schedule, get_schedule, planned_schedules
 from nnscaler.scheduling.schedule import Schedule, parse_order
 from nnscaler.scheduling.timeline import PassCosts, format_timeline, peak_of_stage, simulate
+from nnscaler.transform.plan import stage_devices
 
 GPIPE = """\
 device 0 | F0.0 F0.1 F0.2 .    .    .    B0.0 ---- B0.1 ---- B0.2 ----
