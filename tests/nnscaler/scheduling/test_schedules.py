@@ -117,7 +117,7 @@ def costs_of(schedule: Schedule, times: tuple[float, float, float], unlike: list
     """The passes of stages that share the times of their device, each device's so many times as long."""
     chunks = schedule.stages // len(schedule.orders)
     f, i, w = (time / chunks for time in times)
-    often = [unlike[device] for device in schedule.devices]
+    often = [unlike[device] for (device,) in schedule.devices]
     return PassCosts([f * n for n in often], [(i + w) * n for n in often], [w * n for n in often])
 
 
