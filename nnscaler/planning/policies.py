@@ -306,10 +306,9 @@ def make_plan(
     parameters rest in shards.
 
     `micro_batches` None: as many as a given schedule is for; else twice the pipeline's devices, as far as the batch
-    allows; 1 without a pipeline. `replicate`:
-    patterns of modules or operations that tensor parallelism leaves whole.
+    allows; 1 without a pipeline. `replicate`: patterns of modules or operations that tensor parallelism leaves whole.
     """
-    dp, tp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(TP, 1), sizes.get(PP, 1)
+    dp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule or DEFAULT
     if chunks is None:
         chunks = kind.chunks if pp > 1 else 1
@@ -318,27 +317,39 @@ def make_plan(
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None and kind.stream:
         micro_batches = 1  # each batch is one, with an update of its own
-    if micro_batches is None:
-        micro_batches = None if kind.only is None else kind.only[1]
+    if micro_batches is None and kind.only is not None:
+        _, micro_batches = kind.only
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
-    mesh = _mesh_of(sizes)
-    plan = with_schedule(Plan(mesh, (), micro_batches), schedule or DEFAULT.name, chunks)
-    if SHARD in sizes:
-        plan = replace(plan, data_axes=(DP, SHARD))
+    plan = with_schedule(Plan(_mesh_of(sizes), (), micro_batches), schedule or DEFAULT.name, chunks)
+    plan = replace(plan, data_axes=(DP, SHARD)) if SHARD in sizes else plan
+    plan, steps = _inside(graph, signatures, sizes, plan, whole)
+    if "zero" in sizes:
+        over = [SHARD] if SHARD in sizes else [name for name, _ in plan.mesh if name in (DP, EP)]
+        steps.extend(RestStep(("*",), axis, sizes["zero"], OWNED in sizes) for axis in over)
+    return replace(plan, steps=tuple(steps))
+
+
+def _inside(
+    graph: Graph, signatures: Mapping[str, Signature], sizes: Mapping[str, int], plan: Plan, whole: set[str]
+) -> tuple[Plan, list[Step]]:
+    """Return the steps of experts, tokens, operators and stages, and the plan with its notes on them.
+
+    `plan`: without steps; `whole`: the operations that tensor parallelism leaves whole.
+    """
+    cp, tp = sizes.get(CP, 1), sizes.get(TP, 1)
     on_tp: tuple[SplitStep | ReplicateStep, ...] = ()
     given: tuple[Step, ...] = ()  # to experts and tokens
     ends = _ends_of(graph, signatures, plan)
     cut = None
     if ends is not None:
-        cut = interlaced_stages(graph, signatures, pp, ends)
+        cut = interlaced_stages(graph, signatures, plan.devices, ends)
     elif plan.stages > 1:
-        cut = stages_of(graph, signatures, pp, plan.stages)
+        cut = stages_of(graph, signatures, plan.devices, plan.stages)
     if sizes.get(EP, 1) > 1:
         plan = replace(plan, data_axes=(DP, EP))
         given = expert_steps(graph, signatures, plan, plan.device_axes[0], sizes[EP])
         plan = replace(plan, steps=given)
-    cp = sizes.get(CP, 1)
     if cp > 1 or tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
         if cp > 1:
@@ -355,10 +366,7 @@ def make_plan(
     if cut is not None:
         steps.extend(assign_steps(graph, cut))
         plan = replace(plan, notes=(*plan.notes, *cut.notes))
-    if "zero" in sizes:
-        over = [SHARD] if SHARD in sizes else [name for name, _ in mesh if name in (DP, EP)]
-        steps.extend(RestStep(("*",), axis, sizes["zero"], OWNED in sizes) for axis in over)
-    return replace(plan, steps=tuple(steps))
+    return plan, steps
 
 
 def _ends_of(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> SharedEnds | None:

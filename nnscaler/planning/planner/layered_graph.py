@@ -13,15 +13,16 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints.kinds import Constraint
-from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.cost.model import AxisPlace, CostModel
-from nnscaler.planning.experts import expert_steps, find_experts
+from nnscaler.planning.experts import find_experts
+from nnscaler.planning.planner.given_axes import given_axes
+from nnscaler.planning.planner.items import Repeated, halves_of_items, items_of_operations
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, kept_by
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, ParameterPlacement
-from nnscaler.planning.sharding.problem_config import Setting, make_setting
+from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
@@ -31,27 +32,12 @@ from nnscaler.scheduling.schedule import Ramp
 from nnscaler.transform.blocks import Block
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
-from nnscaler.transform.plan import CP, DP, EP, TP, Axes, Plan, Step
+from nnscaler.transform.plan import CP, DP, EP, TP
 from nnscaler.transform.select import Layer
 
-BOTH = 0.5  # an operator takes as long for the gradients of one side as for those of the other
 MANY = 8  # layers, from which on some stand for all
 
 FREE = Constraint("none")
-
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """Layers between the first and the last that are all alike.
-
-    window   the layers that stand for all of them in bounds
-    around   the first layer of the window with a neighbour on either side
-    times    how many windows these layers make
-    """
-
-    window: range
-    around: range
-    times: int
 
 
 @dataclass(frozen=True)
@@ -150,14 +136,7 @@ class PlanningCache:
 
     @cached_property
     def items(self) -> dict[str, int]:
-        """By operation, its item: 0 before the layers, i + 1 in or after layer i, one more after the last layer."""
-        last = max((i for i, op in enumerate(self.graph.operations) if op.name in self.groups), default=-1)
-        found: dict[str, int] = {}
-        here = 0
-        for i, op in enumerate(self.graph.operations):
-            here = max(here, self.groups.get(op.name, here - 1) + 1)
-            found[op.name] = here if i <= last else len(self.layers) + 1
-        return found
+        return items_of_operations(self.graph, self.groups, len(self.layers))
 
     @cached_property
     def kept(self) -> dict[str, tuple[Kept, ...]]:
@@ -165,20 +144,7 @@ class PlanningCache:
 
     @cached_property
     def halves(self) -> dict[str, float]:
-        """By operation, the share of its backward that W takes where each item is a stage: all of it where it leads to
-        parameters only, a part where it leads to both sides (see `nnscaler.halves`)."""
-        made: dict[str, tuple[int, bool]] = {}  # by tensor: its item, and whether it leads to what the item received
-        found = {}
-        for op in self.graph.operations:
-            item = self.items[op.name]
-            leads = [
-                made[name][0] < item or made[name][1] if name in made else False
-                for name in op.inputs
-                if self.graph.tensors[name].needs_grad
-            ]
-            found[op.name] = 1.0 if not any(leads) else 0.0 if all(leads) else BOTH
-            made.update((name, (item, any(leads))) for name in op.outputs if name is not None)
-        return found
+        return halves_of_items(self.graph, self.items)
 
     @cached_property
     def batch(self) -> int:
@@ -261,9 +227,7 @@ class PlanningCache:
                 DP: AxisPlace(parts // ep, tp * self.cp * ep),
             }
             if (parts, ep) not in self._settings:
-                mesh, steps = self._batch(parts, ep)
-                made = make_setting(self.graph, self.signatures, mesh, (), 1, places, steps)
-                self._settings[parts, ep] = made if self.cp == 1 else self._with_tokens(made)
+                self._settings[parts, ep] = given_axes(self.graph, self.signatures, parts, ep, self.cp, places)
             searched = ((TP, tp),) if tp > 1 else ()
             setting = replace(self._settings[parts, ep], searched=searched, places=places)
             options = [self.options(tp)] if tp > 1 else []
@@ -284,23 +248,6 @@ class PlanningCache:
                 self.halves,
             )
         return self._builders[key]
-
-    def _batch(self, parts: int, ep: int) -> tuple[Axes, tuple[Step, ...]]:
-        """Return the axes that cut the batch into `parts`, and the steps that divide experts over `ep` of them."""
-        if ep == 1:
-            return ((DP, parts),) if parts > 1 else (), ()
-        mesh = ((DP, parts // ep), (EP, ep))
-        plan = Plan(mesh, data_axes=(DP, EP))
-        return mesh, expert_steps(self.graph, self.signatures, plan, mesh, ep)
-
-    def _with_tokens(self, setting: Setting) -> Setting:
-        """Return the setting with the axis that splits tokens, the last one of the mesh."""
-        graph, size = self.graph, self.cp
-        choices, _ = context_parallel(graph, self.signatures, CP, size, setting.made, setting.axes)
-        same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
-        joined = {name: (*before[:-1], choices[name], before[-1]) for name, before in setting.made.items()}
-        shared = {name: same.setdefault(made, made) for name, made in joined.items()}
-        return replace(setting, given=(*setting.given, (CP, size)), made=shared)
 
     def tokens(self) -> Mapping[str, Choice]:
         """Return, by operation, its choice on the axis that splits tokens."""

@@ -102,8 +102,7 @@ class TableBuilder:
     together   pairs of operations whose choices on the first axis are to be the same
     rests      how parameters rest over dp
     optimizer  bytes that the optimizer keeps of an element
-    left_out   operations that cost nothing, with the parameters that only they read: other ranks run them, or other
-               tables have them
+    left_out   operations that cost nothing, with the parameters that only they read: others run them
     halves     by operation, the share of its backward that W takes; 0 where it is not there
     """
 
@@ -135,7 +134,8 @@ class TableBuilder:
         names = [op.name for op in operations]
         index = {name: i for i, name in enumerate(names)}
         chosen = {op.name: self.strategies.of(op) for op in operations}
-        columns = [self._charged(op.name, self._of_operation(op, chosen[op.name])) for op in operations]
+        columns = [self._of_operation(op, chosen[op.name]) for op in operations]
+        columns = [self._charged(c, op.name not in self.left_out) for c, op in zip(columns, operations, strict=True)]
         groups = [self.groups.get(name, -1) for name in names]
         edges: list[tuple[int, int, Column]] = []
         layouts: dict[str, tuple[Layout, ...]] = {}
@@ -158,8 +158,8 @@ class TableBuilder:
                 at = len(names)
                 names.append(tensor.name)
                 found = self._of_tensor(tensor, own)
-                elsewhere = tensor.role == "parameter" and all(op.name in self.left_out for op, _ in uses)
-                columns.append(self._free(found) if elsewhere else found)
+                here_too = tensor.role != "parameter" or not all(op.name in self.left_out for op, _ in uses)
+                columns.append(self._charged(found, here_too))
                 groups.append(self._group_of(tensor))
                 if producer is not None and here:
                     made = self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name))
@@ -172,11 +172,10 @@ class TableBuilder:
                 edges.append((index[first], index[second], self._alike(chosen[first], chosen[second])))
         return Tables(tuple(names), tuple(groups), tuple(columns), tuple(edges), chosen, layouts)
 
-    def _charged(self, name: str, columns: Columns) -> Columns:
-        return self._free(columns) if name in self.left_out else columns
-
-    def _free(self, columns: Columns) -> Columns:
-        """Return as many strategies that cost nothing; the same for the same columns."""
+    def _charged(self, columns: Columns, charged: bool) -> Columns:
+        """Return these columns, or as many that cost nothing."""
+        if charged:
+            return columns
         key = ("free", id(columns))
         if key not in self._columns:
             nothing = np.zeros(len(columns.forward))

@@ -156,17 +156,18 @@ def test_what_the_planner_assumes_of_interlaced(
 ) -> None:
     """Shared ends come on top of a step of the layers, and no stage has more micro-batches than it says."""
     kind = SCHEDULES["interlaced"]
-    assert kind.in_flight is not None
+    figures = kind.figures
+    assert figures is not None
     schedule = kind(devices, 1, micro_batches)
     for device in range(devices):
-        assert peak_of_stage(schedule, device + 1) == kind.in_flight(device, devices, micro_batches)
-    assert peak_of_stage(schedule, 0) == kind.in_flight(0, devices, micro_batches)
-    assert peak_of_stage(schedule, devices + 1) == 1
+        assert peak_of_stage(schedule, device + 1) == figures.in_flight(device, devices, 1, micro_batches)
+    ends = peak_of_stage(schedule, 0), peak_of_stage(schedule, devices + 1)
+    assert ends == figures.at_ends(devices, 1, micro_batches)
     alike = data.draw(st.booleans())
     one = st.just(2) if alike else st.integers(1, 9)
     forward = [shared, *data.draw(st.lists(one, min_size=devices, max_size=devices)), shared]
     found = simulate(schedule, costs=PassCosts(forward, [2 * f for f in forward], forward))
-    step = kind.step_seconds([3.0 * f for f in forward[1:-1]], micro_batches) + micro_batches * 2 * 3 * shared
+    step = figures.step_seconds([(f, f, f) for f in forward[1:-1]], micro_batches) + micro_batches * 2 * 3 * shared
     assert found.makespan == step if alike else found.makespan <= step
     assert all(row[-1].stop == found.makespan for row in found.rows), "the last pass is run by all devices"
 
