@@ -134,8 +134,7 @@ class TableBuilder:
         names = [op.name for op in operations]
         index = {name: i for i, name in enumerate(names)}
         chosen = {op.name: self.strategies.of(op) for op in operations}
-        columns = [self._of_operation(op, chosen[op.name]) for op in operations]
-        columns = [self._charged(c, op.name not in self.left_out) for c, op in zip(columns, operations, strict=True)]
+        columns = [self._charged(self._of_operation(op, chosen[op.name]), (op.name,)) for op in operations]
         groups = [self.groups.get(name, -1) for name in names]
         edges: list[tuple[int, int, Column]] = []
         layouts: dict[str, tuple[Layout, ...]] = {}
@@ -157,9 +156,8 @@ class TableBuilder:
                 layouts[tensor.name] = own
                 at = len(names)
                 names.append(tensor.name)
-                found = self._of_tensor(tensor, own)
-                here_too = tensor.role != "parameter" or not all(op.name in self.left_out for op, _ in uses)
-                columns.append(self._charged(found, here_too))
+                reads = [op.name for op, _ in uses] if tensor.role == "parameter" else [""]
+                columns.append(self._charged(self._of_tensor(tensor, own), reads))
                 groups.append(self._group_of(tensor))
                 if producer is not None and here:
                     made = self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name))
@@ -172,9 +170,9 @@ class TableBuilder:
                 edges.append((index[first], index[second], self._alike(chosen[first], chosen[second])))
         return Tables(tuple(names), tuple(groups), tuple(columns), tuple(edges), chosen, layouts)
 
-    def _charged(self, columns: Columns, charged: bool) -> Columns:
-        """Return these columns, or as many that cost nothing."""
-        if charged:
+    def _charged(self, columns: Columns, operations: Collection[str]) -> Columns:
+        """Return these columns, or as many that cost nothing where all of the operations are left out."""
+        if not self.left_out.issuperset(operations):
             return columns
         key = ("free", id(columns))
         if key not in self._columns:
