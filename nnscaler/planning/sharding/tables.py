@@ -86,10 +86,8 @@ def when_backward_ends(tables: Tables) -> Tables:
 
     What arrives is there, as if it rested; the activations of the micro-batch are gone, so that one fewer is alive.
     """
-    made: dict[int, Columns] = {}
-    for own in tables.columns:
-        if id(own) not in made:
-            made[id(own)] = replace(own, resting=own.resting + own.arriving)
+    each = {id(own): own for own in tables.columns}
+    made = {key: replace(own, resting=own.resting + own.arriving) for key, own in each.items()}
     return replace(tables, columns=tuple(made[id(own)] for own in tables.columns))
 
 
