@@ -114,9 +114,8 @@ def _resting(communicated: CommunicatedGraph, plan: Plan, optimizer: float) -> l
     """Return, by device, the bytes that a rank holds whatever the order: parameters, gradients, optimizer states."""
     nothing = Schedule("none", plan.places, plan.micro_batches, ((),) * plan.devices)
     found = [0.0] * plan.devices
-    for program, memory in zip(communicated.stages, stage_memory(communicated, nothing, optimizer), strict=True):
-        for device in program.stage.devices:
-            found[device] += memory.total
+    for memory in stage_memory(communicated, nothing, optimizer):
+        found[memory.role] += memory.total
     return found
 
 
