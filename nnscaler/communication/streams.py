@@ -26,6 +26,10 @@ def check_stream(communicated: CommunicatedGraph, schedule: Schedule) -> None:
         message = f"schedule {schedule.name} updates parameters, and the model has no loss"
         raise NnscalerError("plan_illegal", message, help=HELP)
     for program in communicated.stages:
+        if len(program.stage.devices) > 1:
+            message = f"schedule {schedule.name} updates stage {program.stage.index} batch by batch, and the devices "
+            message += f"{list(program.stage.devices)} run it together"
+            raise NnscalerError("plan_illegal", message, help=HELP)
         _check_stage(graph, program, schedule)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -176,3 +177,16 @@ def test_versions_are_in_the_memory_of_a_stage() -> None:
     step, stream = (compiled(Chain(), "pp=4", schedule=name, micro_batches=1) for name in ("1f1b", "pipedream"))
     for one, other in zip(step.manifest.memory, stream.manifest.memory, strict=True):
         assert other.parameters == one.parameters * (4 - one.stage)
+
+
+def test_devices_that_run_a_stage_together_are_no_stream() -> None:
+    whole = compiled(Chain(), "pp=2").plan
+    orders = (
+        "F0.0 F0.1 B0.0 U0.0 F0.2 B0.1 U0.1 B0.2 U0.2",
+        "F0.0 F1.0 B1.0 U1.0 F0.1 B0.0 U0.0 F1.1 B1.1 U1.1 F0.2 B0.1 U0.1 F1.2 B1.2 U1.2 B0.2 U0.2",
+    )
+    with pytest.raises(NnscalerError, match=r"\[0, 1\] run it together") as found:
+        nnscaler.parallelize(
+            Chain(), pairs(), ranks=2, plan=replace(whole, orders=orders, stage_devices=((0, 1), (1,)))
+        )
+    assert found.value.code == "plan_illegal" and found.value.help
