@@ -30,7 +30,7 @@ from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.planning.sharding.memory import bytes_of_optimizer
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
-from nnscaler.scheduling.registry import check_schedule, schedule_of, with_schedule
+from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of, with_schedule
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
@@ -286,11 +286,9 @@ def step_timeline(
         communicated.edges,
         PassCosts([w.forward for w in work], [w.backward for w in work], [w.weights for w in work]),
     )
-    ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in communicated.stages}
+    ranks = [ranks_text(ranks) for ranks in communicated.partitioned.devices]
     unit = max(w.forward for w in work)
-    return timeline_rows(
-        timeline, [ranks[d] for d in range(len(order.orders))], unit, "forward passes of the slowest stage"
-    )
+    return timeline_rows(timeline, ranks, unit, "forward passes of the slowest stage")
 
 
 def make(graph: Graph, wanted: WantedPlan) -> Planned:
@@ -332,7 +330,8 @@ def _under(plan: Plan, schedule: str | ScheduleKind | None) -> Plan:
     if schedule is None:
         return plan
     says = isinstance(schedule, str) and ":" in schedule  # how many stages are on each device
-    found = with_schedule(plan, schedule, None if says else plan.stages // plan.devices)
+    kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
+    found = with_schedule(plan, schedule, None if says else kind.chunks_of(plan.devices, plan.stages))
     if found.stages != plan.stages:
         message = f"schedule {found.schedule} is for {found.stages} stages, and the plan has {plan.stages}"
         raise NnscalerError("plan_illegal", message, help="let the plan be made for the schedule: --plan pp=2")

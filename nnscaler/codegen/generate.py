@@ -40,14 +40,12 @@ def generate(
 ) -> dict[str, str]:
     """File name -> source, one per role (the ranks of one pipeline device). `origins`: where the operators that are
     not built in are found."""
-    graph = communicated.partitioned.graph
     written = written_origins(origins)
     sources: dict[str, str] = {}
     for device, order in enumerate(schedule.orders):
-        programs = [p for p in communicated.stages if p.stage.device == device]
         text = " ".join(str(i) for i in order)
         head = f"Rank program of {title}: {plan.describe()}, role {device} of {len(schedule.orders)}."
-        sources[f"role_{device}.py"] = write_role(graph, programs, communicated.stages, head, text, written)
+        sources[f"role_{device}.py"] = write_role(communicated, device, head, text, written)
     return sources
 
 
@@ -65,8 +63,8 @@ def manifest(
     graph = partitioned.graph
     roles = []
     for device, (file, text) in enumerate(sources.items()):
-        stages = [s for s in partitioned.stages if s.device == device]
-        roles.append(RoleRecord(file, sha256(text), tuple(stages[0].mesh.ranks), tuple(s.index for s in stages)))
+        stages = tuple(program.stage.index for program in communicated.on(device))
+        roles.append(RoleRecord(file, sha256(text), partitioned.devices[device], stages))
     missing = {op.operator for op in graph.operations if signatures[op.name].bound is None}
     return Manifest(
         format=FORMAT,

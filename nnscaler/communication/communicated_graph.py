@@ -225,6 +225,10 @@ class CommunicatedGraph:
         """Pairs (producing stage, consuming stage) of all messages."""
         return frozenset((m.source_stage, m.target_stage) for s in self.stages for m in s.receives)
 
+    def on(self, device: int) -> tuple[StageProgram, ...]:
+        """Return the programs of the stages of a pipeline device."""
+        return tuple(program for program in self.stages if device in program.stage.devices)
+
     @property
     def without_gradient(self) -> frozenset[int]:
         """The stages that no gradient reaches: they run no backward."""

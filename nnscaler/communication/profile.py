@@ -124,7 +124,7 @@ def _by_pass(call: CallClass, times: int, schedule: Schedule) -> Iterator[tuple[
     if call.phase not in ("B", "I", "W"):
         yield call, times
         return
-    own = [step for step in schedule.orders[schedule.devices[call.stage]] if step.stage == call.stage]
+    own = schedule.passes_of(call.stage)
     half = "I" if call.phase == "I" else "W"
     for phase in ("B", half):
         passes = sum(step.kind == phase for step in own)
@@ -133,7 +133,7 @@ def _by_pass(call: CallClass, times: int, schedule: Schedule) -> Iterator[tuple[
 
 
 def _when(call: CallClass, schedule: Schedule) -> When:
-    order = schedule.orders[schedule.devices[call.stage]]
+    order = schedule.orders[schedule.devices[call.stage][0]]
     if call.phase in ("F", *BACKWARD):
         positions = [i for i, step in enumerate(order) if step.kind == call.phase and step.stage == call.stage]
         each = ", each micro-batch" if schedule.micro_batches > 1 else ""

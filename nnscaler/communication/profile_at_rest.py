@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from types import MappingProxyType
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
@@ -43,20 +44,28 @@ class _Piece:
 
 def rest_calls(communicated: CommunicatedGraph) -> Iterator[CallSite]:
     """Yield where calls are made: a place per bucket and group, on every role."""
-    devices: dict[int, list[StageProgram]] = {}
-    for program in communicated.stages:
-        devices.setdefault(program.stage.device, []).append(program)
     shared: dict[Ranks, int] = {}  # a group that spans devices is counted with the first of them
-    for device, programs in devices.items():
-        runs = _runs(piece for program in programs for piece in _pieces(communicated, program))
-        for pieces in runs:
-            for bucket in _buckets(_alike(pieces)):
-                own = tuple(group for group in bucket[0].members if shared.setdefault(group, device) == device)
-                if own and len(own[0]) > 1:
+    for device, own in enumerate(map(set, communicated.partitioned.devices)):
+        pieces = (piece for program in communicated.on(device) for piece in _pieces(communicated, program))
+        runs = _runs(_some(piece, [not own.isdisjoint(group) for group in piece.members]) for piece in pieces)
+        for run in runs:
+            for bucket in _buckets(_alike(run)):
+                members = tuple(group for group in bucket[0].members if shared.setdefault(group, device) == device)
+                if members and len(members[0]) > 1:
                     stage = communicated.stages[bucket[0].stage].stage
                     move = bucket[0].move
-                    call = replace(_call(bucket), members=own)
+                    call = replace(_call(bucket), members=members)
                     yield CallSite(call, move.times(stage), _PARTS[move.phase], _turn(move))
+
+
+def _some(piece: _Piece, wanted: Sequence[bool]) -> _Piece:
+    """Return a parameter's part in the calls of some of its groups."""
+    return replace(
+        piece,
+        members=tuple(compress(piece.members, wanted)),
+        wholes=tuple(compress(piece.wholes, wanted)),
+        parts=tuple(compress(piece.parts, wanted)),
+    )
 
 
 def _turn(move: RestMove) -> tuple[int, int]:
@@ -90,7 +99,8 @@ def _divided_elsewhere(communicated: CommunicatedGraph, program: StageProgram, s
     if program.gradient or stored.scatter != "micro_batch":
         return False
     others = (communicated.stages[s] for s in stored.copies)
-    return any(other.gradient and other.stage.device == program.stage.device for other in others)
+    own = program.stage.devices
+    return any(other.gradient and not set(own).isdisjoint(other.stage.devices) for other in others)
 
 
 def _bytes(
@@ -146,12 +156,7 @@ def _alike(pieces: Sequence[_Piece]) -> list[_Piece]:
             positions.setdefault(tuple((piece.wholes[i], piece.parts[i]) for piece in found), []).append(i)
         classes[members] = list(positions.values())
     return [
-        replace(
-            piece,
-            members=tuple(piece.members[i] for i in alike),
-            wholes=tuple(piece.wholes[i] for i in alike),
-            parts=tuple(piece.parts[i] for i in alike),
-        )
+        _some(piece, [i in alike for i in range(len(piece.members))])
         for piece in pieces
         for alike in classes[piece.members]
     ]

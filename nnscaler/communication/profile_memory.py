@@ -25,7 +25,7 @@ Work of a forward pass: floating point operations of matmul-like operators and e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -60,9 +60,13 @@ from nnscaler.scheduling.timeline import peak_of_stage
 def stage_memory(
     communicated: CommunicatedGraph, schedule: Schedule, optimizer: float = OPTIMIZER_BYTES
 ) -> tuple[StageMemory, ...]:
-    """Return the memory of every stage. `optimizer`: bytes that the optimizer keeps of an element."""
-    graph = communicated.partitioned.graph
-    return tuple(_memory(graph, program, schedule, optimizer) for program in communicated.stages)
+    """Return the memory of every stage, on each of its devices. `optimizer`: bytes that the optimizer keeps of an
+    element."""
+    graph, ranks = communicated.partitioned.graph, [ranks_text(own) for own in communicated.partitioned.devices]
+    found = {program.stage: _memory(graph, program, schedule, optimizer) for program in communicated.stages}
+    return tuple(
+        replace(memory, role=device, ranks=ranks[device]) for stage, memory in found.items() for device in stage.devices
+    )
 
 
 def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: float) -> StageMemory:
@@ -86,8 +90,7 @@ def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: 
     )
     activations += max(piece_bytes(graph, program).values(), default=0)
     total = parameters + gradients + states + activations + max(0, arriving - each)
-    ranks = ranks_text(stage.mesh.ranks)
-    return StageMemory(stage.index, stage.device, ranks, parameters, gradients, activations, total, states)
+    return StageMemory(stage.index, 0, "", parameters, gradients, activations, total, states)
 
 
 def _owned(program: StageProgram) -> list[tuple[int, bool]]:

@@ -117,6 +117,8 @@ def _choose(
                 help="give these stages meshes of one shape, or assign the uses to one stage",
             )
         return StoredLayout(whole(first), whole(first), (), stages)
+    if tensor.needs_grad:
+        _check_positions(tensor, [partitioned.stages[s] for s in stages])
     if tensor.role != "parameter" or not wanted:
         return StoredLayout(whole(first), whole(first), (), stages)
     candidates = dict.fromkeys((*(_at_rest(layout) for layout in wanted), whole(first)))
@@ -139,6 +141,22 @@ def _choose(
         elif not isinstance(best[axis], Sharded):
             at_rest = sharded_at_rest(at_rest, axis, first.sizes, tensor.shape)
     return StoredLayout(at_rest, leaf, reduce, stages, "micro_batch" if 2 in zero.values() else "step")
+
+
+def _check_positions(tensor: LogicalTensor, stages: Sequence[Stage]) -> None:
+    """Check that a rank of several of these stages has one place in their meshes: a gradient is summed over the ranks
+    at one place. Raises NnscalerError("plan_illegal")."""
+    places: dict[int, tuple[int, Stage]] = {}
+    for stage in stages:
+        for place, rank in enumerate(stage.mesh.ranks):
+            before, other = places.setdefault(rank, (place, stage))
+            if before != place:
+                raise NnscalerError(
+                    "plan_illegal",
+                    f"parameter {tensor.fqns[0]} is used on the stages {other.index} and {stage.index}, of the devices "
+                    f"{list(other.devices)} and {list(stage.devices)}: rank {rank} would hold two shards of it",
+                    help="name the devices of both stages in one order",
+                )
 
 
 def _at_rest(layout: Layout) -> Layout:

@@ -60,12 +60,13 @@ Choice = RunInvariant | RunReplicated | Split | RunPartial
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One segment of the pipeline and the mesh that runs it. `device` numbers the group of ranks (several stages of
-    an interleaved pipeline share one). `time_axes`: those of regions that run in pieces."""
+    """One segment of the pipeline and the mesh that runs it. `devices` are the pipeline devices of which the mesh is
+    made: one, which may have other stages as well, or several, which run the stage together. `time_axes`: those of
+    regions that run in pieces."""
 
     index: int
     mesh: DeviceMesh
-    device: int
+    devices: tuple[int, ...]
     micro_batches: int = 1
     time_axes: tuple[Axis, ...] = ()
 
@@ -142,11 +143,12 @@ class Rest:
 
 @dataclass(frozen=True)
 class PartitionedGraph:
-    """A graph whose every operation has a placement. `at_rest`: the axes over which a parameter rests sharded although
-    no operation reads it so."""
+    """A graph whose every operation has a placement. `devices`: the ranks of each pipeline device. `at_rest`: the axes
+    over which a parameter rests sharded although no operation reads it so."""
 
     graph: Graph
     stages: tuple[Stage, ...]
     placements: Mapping[str, Placement]
+    devices: tuple[tuple[int, ...], ...]
     micro_batches: int = 1
     at_rest: Mapping[str, Mapping[str, Rest]] = field(default_factory=dict)

@@ -15,12 +15,6 @@ PricedCall = tuple[CallSite, float]  # with the seconds of one call
 _PARTS: tuple[Part, ...] = ("gather", "scatter", "gradient", "loss")  # in the order of a step
 
 
-def ranks_of(communicated: CommunicatedGraph) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each pipeline device."""
-    found = {program.stage.device: program.stage.mesh.ranks for program in communicated.stages}
-    return tuple(found[device] for device in range(len(found)))
-
-
 def in_turn(calls: Iterable[PricedCall], ranks: Collection[int]) -> Iterator[tuple[CallSite, float, float]]:
     """Yield when each call starts and ends, from 0: calls that have no rank in common run at one time."""
     clocks = dict.fromkeys(ranks, 0.0)
@@ -48,7 +42,7 @@ def calls_around(
     found: list[list[PricedCall]] = [[] for _ in ranks]
     for site in sorted(sites, key=lambda s: (_PARTS.index(s.part), s.at)):
         priced = (site, _call_seconds(site.call, cost))
-        for device in sorted({device_of[rank] for rank in site.call.members[0]}):
+        for device in sorted({device_of[rank] for group in site.call.members for rank in group}):
             found[device].append(priced)
     return tuple(map(tuple, found))
 

@@ -7,8 +7,9 @@ before the first gradient that needs it. Messages are received before all that a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from nnscaler.communication.communicated_graph import (
@@ -24,7 +25,7 @@ from nnscaler.communication.profile import call_sites
 from nnscaler.communication.profile_calls import CallSite, Part
 from nnscaler.events import RECEIVED, SENT, Ranks
 from nnscaler.instructions import Kind
-from nnscaler.performance.calls_around import in_turn, ranks_of
+from nnscaler.performance.calls_around import in_turn
 from nnscaler.performance.predict import Prediction
 
 
@@ -60,7 +61,7 @@ class Pieces:
 
     def __init__(self, communicated: CommunicatedGraph, prediction: Prediction) -> None:
         self.communicated, self.prediction = communicated, prediction
-        self.ranks = ranks_of(communicated)
+        self.ranks = communicated.partitioned.devices
         self._own = tuple(map(frozenset, self.ranks))
         self._places: dict[tuple[int, Part, int], list[tuple[int, CallSite]]] = {}
         for number, site in enumerate(call_sites(communicated)):
@@ -77,82 +78,81 @@ class Pieces:
         made = tuple(self._call(device, i, site, start, end) for i, (site, start, end) in enumerate(turns))
         return Piece(max((call.end for call in made), default=0.0), made)
 
-    def prepare(self, program: StageProgram) -> list[Piece]:
-        """Return the pieces of what a stage does once, before its first pass."""
+    def prepare(self, device: int, program: StageProgram) -> list[Piece]:
+        """Return the pieces of what a device does once for a stage, before its first pass."""
         price = self.prediction.prices[program.stage.index]
-        return [self._line(program, "prepare", i, seconds) for i, seconds in enumerate(price.prepare)]
+        return [self._line(device, program, "prepare", i, seconds) for i, seconds in enumerate(price.prepare)]
 
-    def of_pass(self, program: StageProgram, kind: Kind) -> list[Piece]:
-        """Return the pieces of a pass of one micro-batch through a stage."""
-        return self._forward(program) if kind == "F" else list(self._backward(program, kind))
+    def of_pass(self, device: int, program: StageProgram, kind: Kind) -> list[Piece]:
+        """Return the pieces of a pass of one micro-batch through a stage, as one of its devices runs them."""
+        return self._forward(device, program) if kind == "F" else list(self._backward(device, program, kind))
 
-    def _forward(self, program: StageProgram) -> list[Piece]:
+    def _forward(self, device: int, program: StageProgram) -> list[Piece]:
         price = self.prediction.prices[program.stage.index]
         arriving = zip(program.receives, price.arriving, strict=True)
-        received = [self._end(message, "forward", RECEIVED, seconds) for message, seconds in arriving]
-        lines = [self._line(program, "forward", i, seconds) for i, seconds in enumerate(price.forward)]
-        return [*received, *lines, *(self._end(message, "forward", SENT, 0.0) for message in program.sends)]
+        received = [self._end(device, message, "forward", RECEIVED, seconds) for message, seconds in arriving]
+        lines = [self._line(device, program, "forward", i, seconds) for i, seconds in enumerate(price.forward)]
+        return [*received, *lines, *(self._end(device, message, "forward", SENT, 0.0) for message in program.sends)]
 
-    def _backward(self, program: StageProgram, kind: Kind) -> Iterator[Piece]:
+    def _backward(self, device: int, program: StageProgram, kind: Kind) -> Iterator[Piece]:
         """Yield the pieces of B, or of one of its halves: gradients of what does not depend on received tensors are for
         W."""
         price = self.prediction.prices[program.stage.index]
         if kind != "W":
             for message, seconds in zip(program.sends, price.back, strict=True):
                 if message.needs_grad:
-                    yield self._end(message, "backward", RECEIVED, seconds)
+                    yield self._end(device, message, "backward", RECEIVED, seconds)
         again = _again_before(self.communicated, program)
         for i in reversed(range(len(program.forward))):
             for repeated in again.get(i, ()):
-                yield from self._half(
-                    program, "recompute", repeated, price.again[repeated], price.halves[repeated].again, kind
-                )
-            yield from self._half(program, "backward", i, price.backward[i], price.halves[i].gradients, kind)
+                line = partial(self._line, device, program, "recompute", repeated)
+                yield from _half(line, price.again[repeated], price.halves[repeated].again, kind)
+            line = partial(self._line, device, program, "backward", i)
+            yield from _half(line, price.backward[i], price.halves[i].gradients, kind)
         if kind != "I":
-            yield self.around(program.stage.device, "scatter", program.stage.index)
+            yield self.around(device, "scatter", program.stage.index)
         if kind != "W":
             for message in program.receives:
                 if message.needs_grad:
-                    yield self._end(message, "backward", SENT, 0.0)
+                    yield self._end(device, message, "backward", SENT, 0.0)
 
-    def _line(self, program: StageProgram, part: Part, at: int, seconds: float) -> Piece:
+    def _line(self, device: int, program: StageProgram, part: Part, at: int, seconds: float) -> Piece:
         """Return a line; a call that it makes several times in a pass takes an equal part of it each time."""
-        device, found = program.stage.device, self._places.get((program.stage.index, part, at), ())
+        found = self._places.get((program.stage.index, part, at), ())
         passes = 1 if part == "prepare" else program.stage.micro_batches
         calls = []
         for number, site in found:
             each = seconds * passes / site.times
             calls += [self._call(device, number, site, i * each, (i + 1) * each) for i in range(site.times // passes)]
-        return Piece(seconds, tuple(calls))
-
-    def _half(
-        self, program: StageProgram, part: Part, at: int, seconds: float, share: float, kind: Kind
-    ) -> Iterator[Piece]:
-        """Yield what a pass runs of a line of backward. `share`: of W in it; calls belong to W where it has any."""
-        if kind == "B":
-            yield self._line(program, part, at, seconds)
-        elif kind == ("W" if share else "I"):
-            yield self._line(program, part, at, seconds * (share or 1.0))
-        elif kind == "I":
-            yield Piece(seconds * (1.0 - share))
+        return Piece(seconds, tuple(call for call in calls if call.ranks))
 
     def _call(self, device: int, number: int, site: CallSite, start: float, end: float) -> PieceCall:
         own = self._own[device]
         ranks = tuple(sorted({rank for group in site.call.members for rank in group if rank in own}))
         return PieceCall(number, site, site.call.kind, ranks, start, end)
 
-    def _end(self, message: Message, direction: str, kind: str, seconds: float) -> Piece:
-        """Return one end of a message, or of its gradient."""
+    def _end(self, device: int, message: Message, direction: str, kind: str, seconds: float) -> Piece:
+        """Return one end of a message, or of its gradient, on a device."""
+        own = self._own[device]
         at = self.communicated.stages[message.source_stage].sends.index(message)
         position = 0 if kind == SENT else 1
-        return Piece(
-            seconds,
-            tuple(
-                PieceCall(n, site, kind, tuple(sorted({pair[position] for pair in site.call.members})), 0.0, seconds)
-                for n, site in self._places.get((message.source_stage, "message", at), ())
-                if site.call.direction == direction
-            ),
+        found = (
+            (n, site, tuple(sorted(own.intersection(pair[position] for pair in site.call.members))))
+            for n, site in self._places.get((message.source_stage, "message", at), ())
+            if site.call.direction == direction
         )
+        return Piece(seconds, tuple(PieceCall(n, site, kind, ranks, 0.0, seconds) for n, site, ranks in found if ranks))
+
+
+def _half(line: Callable[[float], Piece], seconds: float, share: float, kind: Kind) -> Iterator[Piece]:
+    """Yield what a pass runs of a line of backward that takes so long. `share`: of W in it; calls belong to W where it
+    has any."""
+    if kind == "B":
+        yield line(seconds)
+    elif kind == ("W" if share else "I"):
+        yield line(seconds * (share or 1.0))
+    elif kind == "I":
+        yield Piece(seconds * (1.0 - share))
 
 
 def _again_before(communicated: CommunicatedGraph, program: StageProgram) -> Mapping[int, Sequence[int]]:

@@ -31,7 +31,7 @@ from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.signature import Signature
-from nnscaler.performance.calls_around import PricedCall, calls_around, ranks_of, taken
+from nnscaler.performance.calls_around import PricedCall, calls_around, taken
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
@@ -71,10 +71,13 @@ def simulate_crowded(
     now = 0.0
     while True:
         for device, order in enumerate(schedule.orders):
-            if device not in running and position[device] < len(order):
-                instruction = order[position[device]]
-                if all(w in finished for w in waits[instruction]):
-                    running[device] = instruction, now, costs.of(instruction)
+            if device in running or position[device] == len(order):
+                continue
+            instruction = order[position[device]]
+            together = schedule.devices[instruction.stage]
+            there = all(d not in running and schedule.orders[d][position[d] :][:1] == (instruction,) for d in together)
+            if there and all(w in finished for w in waits[instruction]):
+                running.update(dict.fromkeys(together, (instruction, now, costs.of(instruction))))
         if not running:
             return timeline_of(schedule, rows)
         share = relief(sum(ranks[device] for device in running))
@@ -173,13 +176,14 @@ def predict(
     Each device gathers parameters and prepares, runs its order, and sums gradients when it is done with that.
     """
     graph, programs, overheads = communicated.partitioned.graph, communicated.stages, cost.overheads
-    ranks = ranks_of(communicated)
+    ranks = communicated.partitioned.devices
     around = calls_around(communicated, ranks, cost)
-    prices = tuple(_prices(graph, p, signatures, cost, around[p.stage.device]) for p in programs)
+    prices = tuple(_prices(graph, p, signatures, cost, around[p.stage.devices[0]]) for p in programs)
     forward, backward, weights = (tuple(getattr(p, n) for p in prices) for n in ("ahead", "behind", "weights"))
     before, after = [0.0] * len(ranks), [overheads.step] * len(ranks)
     for price, program in zip(prices, programs, strict=True):
-        before[program.stage.device] += sum(price.prepare)
+        for device in program.stage.devices:
+            before[device] += sum(price.prepare)
     for device, calls in enumerate(around):
         before[device] += taken(calls, ranks[device], "gather")
         after[device] += taken(calls, ranks[device], "gradient") + taken(calls, ranks[device], "loss")
@@ -192,7 +196,7 @@ def predict(
         timeline, share = simulate(order, communicated.edges, costs, before), 1.0
     once = tuple(_once(graph, p, price, cost) for p, price in zip(programs, prices, strict=True))
     beside = [0.0] * len(programs)
-    for device, own in enumerate([p for p in programs if p.stage.device == d] for d in range(len(ranks))):
+    for device, own in enumerate(map(communicated.on, range(len(ranks)))):
         left = before[device] + after[device]
         for p in own:
             left += p.stage.micro_batches * (prices[p.stage.index].divided - _moved(graph, p, cost, {"B"}))
@@ -375,10 +379,12 @@ def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: 
     found = program.predicted(cost)
     working = [sum(span.stop - span.start for span in row) for row in found.timeline.rows]
     for stage, once in zip(communicated.stages, found.once, strict=True):
-        working[stage.stage.device] += once
+        for device in stage.stage.devices:
+            working[device] += once
     busy = tuple(seconds / found.seconds if found.seconds else 0.0 for seconds in working)
     profile = step_communication(communicated, order)
     sent = [0.0] * plan.devices
     for calls in profile.classes:
-        sent[order.devices[calls.call.stage]] += calls.wire_bytes
+        for device in order.devices[calls.call.stage]:
+            sent[device] += calls.wire_bytes
     return Replay(plan, communicated, order, found, busy, profile, tuple(sent))

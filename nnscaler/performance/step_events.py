@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.events import RECEIVED, SENT, VERSION, DeviceRanks, Event, Ranks, StepEvents
 from nnscaler.instructions import Kind
-from nnscaler.performance.calls_around import ranks_of
 from nnscaler.performance.pass_pieces import Piece, PieceCall, Pieces
 from nnscaler.performance.predict import Prediction
 
@@ -62,8 +61,8 @@ def step_events(communicated: CommunicatedGraph, prediction: Prediction, until: 
 def devices_of(communicated: CommunicatedGraph) -> tuple[DeviceRanks, ...]:
     """Return the pipeline devices of a program."""
     return tuple(
-        DeviceRanks(device, ranks, tuple(p.stage.index for p in communicated.stages if p.stage.device == device))
-        for device, ranks in enumerate(ranks_of(communicated))
+        DeviceRanks(device, ranks, tuple(p.stage.index for p in communicated.on(device)))
+        for device, ranks in enumerate(communicated.partitioned.devices)
     )
 
 
@@ -102,7 +101,7 @@ def _lines(pieces: Pieces, device: int) -> Iterator[_Line]:
     """Yield what a device does in a step: parameters are gathered, stages prepare, passes run, gradients and the loss
     are summed."""
     prediction = pieces.prediction
-    programs = [p for p in pieces.communicated.stages if p.stage.device == device]
+    programs = pieces.communicated.on(device)
     row, before = prediction.timeline.rows[device], prediction.before[device]
     # while others compute nothing it may be faster than is told in `before`
     scale = prediction.share * (min(1.0, row[0].start / before) if row and before else 1.0)
@@ -110,7 +109,7 @@ def _lines(pieces: Pieces, device: int) -> Iterator[_Line]:
     now = scale * gathered.seconds
     yield _Line("gather", "", -1, (), 0.0, now, [gathered])
     for program in programs:
-        prepared = pieces.prepare(program)
+        prepared = pieces.prepare(device, program)
         if prepared:
             stop = now + scale * sum(piece.seconds for piece in prepared)
             stage = program.stage.index
@@ -120,7 +119,7 @@ def _lines(pieces: Pieces, device: int) -> Iterator[_Line]:
     for span in row:
         i = span.instruction
         if (i.stage, i.kind) not in passes:
-            passes[i.stage, i.kind] = pieces.of_pass(pieces.communicated.stages[i.stage], i.kind)
+            passes[i.stage, i.kind] = pieces.of_pass(device, pieces.communicated.stages[i.stage], i.kind)
         yield _Line(str(i), i.kind, i.stage, i.at, span.start, span.stop, passes[i.stage, i.kind])
     now = row[-1].stop if row else now
     end = now + prediction.after[device]

@@ -16,13 +16,28 @@ from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
+from nnscaler.planning.constraints.interlaced import SharedEnds, interlaced_stages, shared_ends
 from nnscaler.planning.recycling import partition_runs, runs_of
+from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
-from nnscaler.transform.plan import DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
+from nnscaler.transform.plan import (
+    DP,
+    PP,
+    SHARD,
+    SHARED,
+    TP,
+    ZERO,
+    AssignStep,
+    Plan,
+    ReplicateStep,
+    RestStep,
+    SplitStep,
+    Step,
+)
 from nnscaler.transform.select import select
 
 # Tensor parallelism from annotations alone: the legal choice per operation with the least work and communication.
@@ -47,16 +62,51 @@ def tensor_parallel(
     Operations in `whole` are replicated. `made`: the choices on other axes, with which the new ones must be legal
     together.
     """
-    candidates = _options(graph, signatures, parts, whole)
-    every = (*axes, (axis, parts))
+    options = _legal_options(graph, signatures, (axis, parts), whole, made, axes)
+    return steps_of(graph, axis, cheapest_choices(graph, signatures, parts, options))
+
+
+def _legal_options(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    axis: tuple[str, int],
+    whole: Collection[str],
+    made: Mapping[str, tuple[Choice, ...]] | None,
+    axes: Sequence[tuple[str, int]],
+) -> dict[str, tuple[Choice, ...]]:
+    """Return the choices to compare that are legal together with those made on other axes."""
+    candidates = _options(graph, signatures, axis[1], whole)
+    every = (*axes, axis)
 
     def together(op: Operation, choice: Choice) -> bool:
         if made is None or isinstance(choice, RunInvariant):
             return True
         return not explain_illegal_choices(graph, op, signatures[op.name], (*made[op.name], choice), every)
 
-    options = {op.name: tuple(c for c in candidates[op.name] if together(op, c)) for op in graph.operations}
-    return steps_of(graph, axis, cheapest_choices(graph, signatures, parts, options))
+    return {op.name: tuple(c for c in candidates[op.name] if together(op, c)) for op in graph.operations}
+
+
+def over_all_ranks(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, ends: SharedEnds) -> tuple[Step, ...]:
+    """Return steps for what all devices of an interlaced pipeline run: its large parameters are split over all ranks,
+    and the rest of it as is cheapest.
+
+    Raises NnscalerError("plan_illegal") for a parameter that cannot be cut into as many parts.
+    """
+    mesh = plan.mesh_axes[0]
+    made, axes = follow_batch(graph, signatures, plan, mesh)
+    parts = dict(mesh)[SHARED]
+    options = _legal_options(graph, signatures, (SHARED, parts), set(graph.by_name) - ends.both, made, axes)
+    for name, identifiers in ends.cut.items():
+        cut = tuple(c for c in options[name] if isinstance(c, Split) and c.identifier in identifiers)
+        if not cut:
+            raise NnscalerError(
+                "plan_illegal",
+                f"no parameter that {name} reads can be cut into {parts} parts, one for each rank of the pipeline",
+                where=graph.by_name[name].where,
+                help=f"it may be split along {', '.join(sorted(identifiers))}; take fewer ranks, or other operations",
+            )
+        options[name] = cut
+    return steps_of(graph, SHARED, cheapest_choices(graph, signatures, parts, options), ends.both)
 
 
 def _options(
@@ -84,10 +134,13 @@ def _options(
     return result
 
 
-def steps_of(graph: Graph, axis: str, choices: Mapping[str, Choice]) -> tuple[Step, ...]:
-    """Return choices as plan steps, operations with the same choice of the same operator together."""
+def steps_of(
+    graph: Graph, axis: str, choices: Mapping[str, Choice], only: Collection[str] | None = None
+) -> tuple[Step, ...]:
+    """Return choices as plan steps, operations with the same choice of the same operator together. `only`: of these
+    operations."""
     groups: dict[tuple[str, Choice], list[str]] = {}
-    for op in graph.operations:
+    for op in graph.operations if only is None else [op for op in graph.operations if op.name in only]:
         groups.setdefault((op.operator, choices[op.name]), []).append(op.name)
     return tuple(step_of(tuple(names), axis, choice) for (_, choice), names in groups.items())
 
@@ -238,16 +291,51 @@ def make_plan(
     if SHARD in sizes:
         plan = replace(plan, data_axes=(DP, SHARD))
     steps: list[Step] = []
+    ends = _ends_of(graph, signatures, plan)
+    cut = None
+    if ends is not None:
+        cut = interlaced_stages(graph, signatures, pp, ends)
+    elif plan.stages > 1:
+        cut = stages_of(graph, signatures, pp, plan.stages)
     if tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
+        whole |= set() if ends is None else ends.both
         steps.extend(tensor_parallel(graph, signatures, TP, tp, whole, made, axes))
-    if plan.stages > 1:
-        cut = stages_of(graph, signatures, pp, plan.stages)
+    if ends is not None and cut is not None:
+        steps = [*_of_layers(steps, cut, pp), *over_all_ranks(graph, signatures, plan, ends)]
+    if cut is not None:
         steps.extend(assign_steps(graph, cut))
         plan = replace(plan, notes=cut.notes)
     if "zero" in sizes:
         steps.append(RestStep(("*",), SHARD if SHARD in sizes else DP, sizes["zero"], OWNED in sizes))
     return replace(plan, steps=tuple(steps))
+
+
+def _ends_of(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> SharedEnds | None:
+    """Return what all devices of an interlaced pipeline run; None where every stage is on one device.
+
+    Raises NnscalerError("plan_illegal") for other stages on several devices, of which nothing says what they run.
+    """
+    shared = [stage for stage, devices in enumerate(plan.places) if len(devices) > 1]
+    if not shared:
+        return None
+    if plan.places != around(plan.devices, 1):
+        message = f"schedule {plan.schedule} has stage {shared[0]} on the devices {list(plan.places[shared[0]])}"
+        help = "write a plan.json that assigns operations to it; or take schedule interlaced, whose ends are shared"
+        raise NnscalerError("plan_illegal", message, help=help)
+    return shared_ends(graph, signatures)
+
+
+def _of_layers(steps: Sequence[Step], cut: StagePartition, devices: int) -> list[Step]:
+    """Return the steps of an axis within a device without what the shared ends of a pipeline run as well: there the
+    axis has another size."""
+    kept: list[Step] = []
+    for step in steps:
+        assert isinstance(step, SplitStep | ReplicateStep)
+        here = tuple(n for n in step.operations if {0, devices + 1}.isdisjoint(cut.stage_of[n]))
+        if here:
+            kept.append(replace(step, operations=here))
+    return kept
 
 
 def _factorisations(ranks: int) -> list[dict[str, int]]:

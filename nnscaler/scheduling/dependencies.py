@@ -53,7 +53,7 @@ def check_complete(schedule: Schedule) -> None:
     where a gradient reaches it: else NnscalerError("bad_schedule")."""
     times = (schedule.micro_batches,)
     for device, order in enumerate(schedule.orders):
-        own = [s for s, d in enumerate(schedule.devices) if d == device]
+        own = list(schedule.has(device))
         passes = {s: StagePasses(times, "never" if s in schedule.untrained else "must") for s in own}
         _, mistakes = check_order([str(i) for i in order], passes)
         for mistake in mistakes[:1]:
@@ -74,12 +74,12 @@ def _deadlock(schedule: Schedule, stuck: Mapping[int, tuple[Instruction, Instruc
     path: list[int] = []
     while device not in path:
         path.append(device)
-        device = schedule.devices[stuck[device][1].stage]
+        device = _awaited(schedule, stuck, device)
     cycle = path[path.index(device) :]
     lines = []
     for waiting in cycle:
         head, unmet = stuck[waiting]
-        other = schedule.devices[unmet.stage]
+        other = _awaited(schedule, stuck, waiting)
         behind = "" if unmet == stuck[other][0] else f", which comes after {stuck[other][0]} there"
         lines.append(f"device {waiting} is at {head} and waits for {unmet} of device {other}{behind}")
     return NnscalerError(
@@ -87,3 +87,11 @@ def _deadlock(schedule: Schedule, stuck: Mapping[int, tuple[Instruction, Instruc
         f"schedule {schedule.name} deadlocks: " + "; ".join(lines),
         help="change the order of one of these devices so that what is waited for comes first",
     )
+
+
+def _awaited(schedule: Schedule, stuck: Mapping[int, tuple[Instruction, Instruction]], device: int) -> int:
+    """Return the device for which a stuck one waits: of those that run what it waits for, one that is not there yet."""
+    head, unmet = stuck[device]
+    together = [d for d in schedule.devices[head.stage] if stuck[d][0] == unmet]  # they come to its own head later
+    holders = schedule.devices[unmet.stage]
+    return (together or [d for d in holders if stuck[d][0] != unmet] or holders)[0]

@@ -9,6 +9,8 @@ from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.instructions import FORM, Instruction, StagePasses, check_order, read_instruction
 from nnscaler.scheduling.schedule import BACKWARD, Schedule, ScheduleKind
 
+Places = tuple[tuple[int, ...], ...]  # the devices of each stage
+
 
 @dataclass(frozen=True, slots=True)
 class GivenOrder:
@@ -38,12 +40,12 @@ class GivenOrder:
         return NnscalerError("bad_schedule", f"{source}: {place}: {message}", self.where, help)
 
 
-def read_orders(orders: Sequence[GivenOrder], source: str, devices: Sequence[int] | None = None) -> Schedule:
+def read_orders(orders: Sequence[GivenOrder], source: str, devices: Places | None = None) -> Schedule:
     """Return the schedule with these orders, one per device. A stage has all of its backward passes or none: only the
     model says whether gradients reach it.
 
     source   of the orders, for messages; the schedule's name
-    devices  the device of each stage; None: a stage is on the device whose order has it
+    devices  the devices of each stage; None: a stage is on those whose orders have it, which run it together
 
     Raises NnscalerError("bad_schedule") with the place of the first word that is no pass, is of a stage that is
     elsewhere or nowhere, is there twice, too early, or lacks its other half; and of an order that lacks one.
@@ -57,13 +59,15 @@ def read_orders(orders: Sequence[GivenOrder], source: str, devices: Sequence[int
     micro_batches = max(i.micro for i in every) + 1
     trained = {i.stage for i in every if i.kind in BACKWARD}
     for device, order in enumerate(orders):
-        own = [stage for stage, at in enumerate(devices) if at == device]
+        own = [stage for stage, at in enumerate(devices) if device in at]
         passes = {stage: StagePasses((micro_batches,), "must" if stage in trained else "never") for stage in own}
         _, mistakes = check_order(order.words, passes)
         for mistake in mistakes[:1]:
             help = f"there are {len(devices)} stages and {micro_batches} micro-batches, and this device has the stages "
-            raise order.wrong(source, mistake.word, mistake.message, f"{help}{own}")
-    return Schedule(source, tuple(devices), micro_batches, read, frozenset(range(len(devices))) - trained)
+            shared = [stage for stage in own if len(devices[stage]) > 1]
+            more = f", of which others run {shared} with it: each of their orders has all passes" if shared else ""
+            raise order.wrong(source, mistake.word, mistake.message, f"{help}{own}{more}")
+    return Schedule(source, devices, micro_batches, read, frozenset(range(len(devices))) - trained)
 
 
 def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:
@@ -80,15 +84,12 @@ def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:
     return read
 
 
-def _devices(orders: Sequence[GivenOrder], read: Sequence[Sequence[Instruction]], source: str) -> tuple[int, ...]:
-    """Return the device of each stage: the one whose order has it."""
-    found: dict[int, int] = {}
+def _devices(orders: Sequence[GivenOrder], read: Sequence[Sequence[Instruction]], source: str) -> Places:
+    """Return the devices of each stage: those whose orders have it."""
+    found: dict[int, dict[int, None]] = {}
     for device, order in enumerate(read):
         for instruction in order:
-            other = found.setdefault(instruction.stage, device)
-            if other != device:
-                message = f"{instruction} is of stage {instruction.stage}, which is in {orders[other].name} as well"
-                raise orders[device].wrong(source, str(instruction), message, "a stage is on one device")
+            found.setdefault(instruction.stage, {})[device] = None
     missing = next(stage for stage in range(len(found) + 1) if stage not in found)
     for device, order in enumerate(read):
         for instruction in order:
@@ -96,7 +97,7 @@ def _devices(orders: Sequence[GivenOrder], read: Sequence[Sequence[Instruction]]
                 message = f"{instruction} is of stage {instruction.stage}, and stage {missing} is nowhere"
                 help = f"stages are numbered from 0: there are {sorted(found)}"
                 raise orders[device].wrong(source, str(instruction), message, help)
-    return tuple(found[stage] for stage in range(len(found)))
+    return tuple(tuple(found[stage]) for stage in range(len(found)))
 
 
 def kind_of_orders(orders: Sequence[GivenOrder], source: str, name: str) -> ScheduleKind:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.given import GivenOrder, read_orders
 from nnscaler.scheduling.gpipe import GPIPE
+from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.scheduling.interleaved import INTERLEAVED
 from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
@@ -18,9 +19,8 @@ from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
 from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
 from nnscaler.transform.plan import Plan, stage_devices
 
-SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
-    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)}
-)
+_KINDS = (GPIPE, ONE_F_ONE_B, INTERLEAVED, INTERLACED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V)
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 
 
@@ -60,7 +60,7 @@ def with_schedule(plan: Plan, schedule: str | ScheduleKind, chunks: int | None =
         plan,
         schedule=name,
         chunks=each if goes_round else 1,
-        stage_devices=() if goes_round else tuple((device,) for device in places),
+        stage_devices=() if goes_round else places,
         orders=() if made is None else tuple(made.text(device) for device in range(plan.devices)),
     )
 
@@ -73,17 +73,16 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
     backward passes of another stage; "unknown_schedule"; "plan_illegal" for stages that are not where the schedule has
     them.
     """
-    devices = plan.one_device_each()
     if plan.orders:
-        found = _own(plan, devices)
+        found = _own(plan)
     else:
         kind = get_schedule(plan.schedule)
-        found = kind(plan.devices, max(plan.stages // plan.devices, 1), plan.micro_batches)
-        if found.devices != devices:
+        found = kind(plan.devices, kind.chunks_of(plan.devices, plan.stages), plan.micro_batches)
+        if found.devices != plan.places:
             raise NnscalerError(
                 "plan_illegal",
-                f"schedule {kind.name} has the stages on the devices {list(found.devices)}, and stage_devices of the "
-                f"plan on {list(devices)}",
+                f"schedule {kind.name} has the stages on the devices {_listed(found.devices)}, and stage_devices of "
+                f"the plan on {_listed(plan.places)}",
                 help='name another schedule, or give "orders" for these places: a text per device',
             )
     missing = sorted(found.untrained.difference(untrained))
@@ -100,14 +99,18 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
     return found.without_backward(untrained)
 
 
-def _own(plan: Plan, devices: tuple[int, ...]) -> Schedule:
+def _listed(devices: Collection[Collection[int]]) -> list[list[int]]:
+    return [list(found) for found in devices]
+
+
+def _own(plan: Plan) -> Schedule:
     """Return the schedule that a plan's orders are."""
     source = f"orders of the plan ({plan.schedule})"
     if len(plan.orders) != plan.devices:
         message = f"{source}: there are {len(plan.orders)}, and the plan has {plan.devices} pipeline devices"
         raise NnscalerError("bad_schedule", message, help="a text per device: F0.0 F0.1 B0.0 B0.1")
     given = [GivenOrder.of_text(text, f"device {device}") for device, text in enumerate(plan.orders)]
-    found = read_orders(given, source, devices)
+    found = read_orders(given, source, plan.places)
     if found.micro_batches != plan.micro_batches:
         message = f"{source} are for {found.micro_batches} micro-batches, and the plan has {plan.micro_batches}"
         raise NnscalerError("bad_schedule", message, help=f'"micro_batches": {found.micro_batches}')

@@ -17,18 +17,19 @@ BACKWARD: tuple[Kind, ...] = ("B", "I", "W")
 class Schedule:
     """An order of passes for every device.
 
-    A device is a group of ranks that run the same stages. `nnscaler.scheduling.dependencies.check_acyclic` checks that
+    A device is a group of ranks that run the same stages; an instruction of a stage on several of them is in the order
+    of each, and they run it together. `nnscaler.scheduling.dependencies.check_acyclic` checks that
     a schedule is complete and cannot deadlock.
 
     name            of the kind of schedule
-    devices         the device of each stage
+    devices         the devices of each stage
     micro_batches   number of micro-batches
     orders          by device, its instructions in order
     untrained       stages that no gradient reaches: they have no backward passes
     """
 
     name: str
-    devices: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
     micro_batches: int
     orders: tuple[tuple[Instruction, ...], ...]
     untrained: frozenset[int] = frozenset()
@@ -36,6 +37,14 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.devices)
+
+    def has(self, device: int) -> tuple[int, ...]:
+        """Return the stages of a device."""
+        return tuple(stage for stage, devices in enumerate(self.devices) if device in devices)
+
+    def passes_of(self, stage: int) -> list[Instruction]:
+        """Return the instructions of a stage, in order: the same on each of its devices."""
+        return [i for i in self.orders[self.devices[stage][0]] if i.stage == stage]
 
     def without_backward(self, stages: Collection[int]) -> Schedule:
         """Return the schedule without the backward passes of the stages that no gradient reaches: these."""
@@ -63,7 +72,7 @@ class ScheduleKind:
     orders      (devices, chunks, micro-batches) -> the schedule
     chunks      stages on each device of a pipeline where no number is asked for
     any_chunks  whether there may be more or fewer of them
-    places      (devices, chunks) -> the device of each stage
+    places      (devices, chunks) -> the devices of each stage
     in_flight   (device, devices, micro-batches) -> the most micro-batches whose backward pass is still to come there
     repeats     (devices, micro-batches) -> how often the slowest stage counts beside the sum of all stages
     given       whether it is the user's: no name leads to it, so a plan that follows it holds its orders
@@ -75,7 +84,7 @@ class ScheduleKind:
     orders: Callable[[int, int, int], Schedule]
     chunks: int
     any_chunks: bool = False
-    places: Callable[[int, int], tuple[int, ...]] = stage_devices
+    places: Callable[[int, int], tuple[tuple[int, ...], ...]] = stage_devices
     in_flight: Callable[[int, int, int], int] | None = None
     repeats: Callable[[int, int], int] | None = None
     given: bool = False
@@ -94,10 +103,14 @@ class ScheduleKind:
         runs = "one stage" if self.chunks == 1 else f"{self.chunks} stages"
         help = f"use chunks={self.chunks}, or schedule interleaved, which takes any number"
         if self.places is not stage_devices:
-            lists = [[device] for device in self.places(devices, self.chunks)]
+            lists = [list(found) for found in self.places(devices, self.chunks)]
             help = f'a plan.json says where the stages are: "stage_devices": {lists}; and --plan pp=2 puts them there'
         message = f"schedule {self.name} runs {runs} on each device, not {chunks}"
         raise NnscalerError("plan_illegal", message, help=help)
+
+    def chunks_of(self, devices: int, stages: int) -> int:
+        """Return of how many stages on each device it is asked for, to have so many stages in all."""
+        return self.chunks if len(self.places(devices, self.chunks)) == stages else max(stages // devices, 1)
 
     @property
     def summary(self) -> str:

@@ -83,7 +83,8 @@ def simulate(
     costs: PassCosts | None = None,
     starts: Sequence[float] | None = None,
 ) -> Timeline:
-    """Run each device's order as early as dependencies allow; communication takes no time.
+    """Run each device's order as early as dependencies allow; communication takes no time. The devices of a stage on
+    several start its passes together.
 
     `costs`: 1 forward, 2 backward, half of it for the weights, unless given; `edges` says which stages feed which (each
     the next one unless given); `starts`: when each device begins, 0 unless given. Raises what `check_acyclic` raises.
@@ -94,12 +95,12 @@ def simulate(
     rows: list[list[Span]] = [[] for _ in schedule.orders]
     finished: dict[Instruction, float] = {}
     for instruction in check_acyclic(schedule, edges):
-        device = schedule.devices[instruction.stage]
-        row = rows[device]
-        ready = [finished[d] for d in waits[instruction]]
-        start = max([row[-1].stop if row else starts[device] if starts else 0.0, *ready])
+        devices = schedule.devices[instruction.stage]
+        free = [rows[d][-1].stop if rows[d] else starts[d] if starts else 0.0 for d in devices]
+        start = max([*free, *(finished[d] for d in waits[instruction])])
         finished[instruction] = start + costs.of(instruction)
-        row.append(Span(instruction, start, finished[instruction]))
+        for device in devices:
+            rows[device].append(Span(instruction, start, finished[instruction]))
     return timeline_of(schedule, rows)
 
 
@@ -142,7 +143,7 @@ def peak_of_stage(schedule: Schedule, stage: int, kept: int = 1, later: int = 1)
     `kept`: what it keeps of a micro-batch for its backward, or for both halves of it; `later`: for W alone. With 1 for
     each this is a number of micro-batches.
     """
-    return _peak([i for i in schedule.orders[schedule.devices[stage]] if i.stage == stage], kept, later)
+    return _peak(schedule.passes_of(stage), kept, later)
 
 
 def _peak(order: Sequence[Instruction], kept: int = 1, later: int = 1) -> int:

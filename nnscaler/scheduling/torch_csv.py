@@ -54,5 +54,9 @@ def _passes(cell: str, where: SourceLocation, place: str) -> Iterator[str]:
 
 
 def write_csv(schedule: Schedule) -> str:
-    """Return the schedule as torch reads it."""
+    """Return the schedule as torch reads it. Raises NnscalerError("bad_schedule") for a stage on several devices."""
+    for stage, devices in enumerate(schedule.devices):
+        if len(devices) > 1:
+            message = f"schedule {schedule.name} has stage {stage} on the devices {list(devices)}"
+            raise NnscalerError("bad_schedule", message, help="torch runs a stage on one rank")
     return "".join(",".join(f"{i.stage}{i.kind}{i.micro}" for i in order) + "\n" for order in schedule.orders)

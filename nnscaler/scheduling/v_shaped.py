@@ -10,10 +10,10 @@ from nnscaler.scheduling.phases import Phase, in_phases
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 
 
-def v_shape(devices: int, chunks: int) -> tuple[int, ...]:
-    """Return the device of each stage where they go forth and back, `chunks` times over all devices."""
+def v_shape(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of each stage where they go forth and back, `chunks` times over all devices."""
     ways = (range(devices), range(devices - 1, -1, -1))
-    return tuple(device for chunk in range(chunks) for device in ways[chunk % 2])
+    return tuple((device,) for chunk in range(chunks) for device in ways[chunk % 2])
 
 
 def zb_v(devices: int, chunks: int, micro_batches: int) -> Schedule:

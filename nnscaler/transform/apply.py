@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import takewhile
 from math import prod
 
 from nnscaler.errors import NnscalerError
@@ -16,7 +16,18 @@ from nnscaler.ir.signature import Signature
 from nnscaler.transform.chunk import ChunkedRegion, check_chunks, choose_pieces, regions_of
 from nnscaler.transform.complete_plan import choose, illegal
 from nnscaler.transform.hoist_prepare import hoist
-from nnscaler.transform.plan import AssignStep, Axes, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
+from nnscaler.transform.plan import (
+    SHARED,
+    AssignStep,
+    Axes,
+    OrderStep,
+    Plan,
+    RecomputeStep,
+    ReplicateStep,
+    RestStep,
+    SplitStep,
+    describe_axes,
+)
 from nnscaler.transform.select import select
 from nnscaler.transform.zero import resting
 
@@ -75,15 +86,15 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
     _check(plan)
     check_chunks(plan)
     graph = reorder(graph, [s for s in plan.steps if isinstance(s, OrderStep)])
-    stages = make_stages(plan)
+    stages, devices = make_stages(plan), plan.device_ranks
     stage_of = _assign(graph, plan)
     _check_axes(graph, plan, stage_of)
     graph, regions = regions_of(graph, plan, stage_of)
     of_mesh: dict[Axes, Mapping[str, tuple[Choice, ...]]] = {}
-    device_axes = plan.device_axes
-    for mesh in device_axes:
+    mesh_axes = plan.mesh_axes
+    for mesh in mesh_axes:
         if mesh not in of_mesh:
-            having = {s.index for s in stages if device_axes[s.device] == mesh}
+            having = {stage for stage, axes in enumerate(mesh_axes) if axes == mesh}
             here = {n for n, where in stage_of.items() if not having.isdisjoint(where)}
             of_mesh[mesh] = _choose(graph, signatures, plan, mesh, here, regions)
     recompute = {
@@ -95,14 +106,14 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
     placements = {
         op.name: Placement(
             stage_of[op.name],
-            tuple(of_mesh[device_axes[s.device]][op.name] for s in stages),
+            tuple(of_mesh[mesh][op.name] for mesh in mesh_axes),
             False,
             None if op.name in chunks else recompute.get(op.name),
             chunks.get(op.name),
         )
         for op in graph.operations
     }
-    made = PartitionedGraph(graph, stages, placements, plan.micro_batches, resting(graph, plan))
+    made = PartitionedGraph(graph, stages, placements, devices, plan.micro_batches, resting(graph, plan))
     return hoist(made, signatures)
 
 
@@ -132,18 +143,18 @@ def _choose(
 
 
 def make_stages(plan: Plan) -> tuple[Stage, ...]:
-    """Make the pipeline's stages. A device holds consecutive ranks.
-
-    Raises NnscalerError("plan_illegal") for a stage on several devices.
-    """
-    counts = [prod(size for _, size in axes) for axes in plan.device_axes]
-    starts = [0, *accumulate(counts)]
-    meshes = [
-        DeviceMesh(tuple(Axis(*axis) for axis in axes), tuple(range(start, start + count)))
-        for axes, start, count in zip(plan.device_axes, starts, counts, strict=False)
-    ]
+    """Make the pipeline's stages. On the axis along which its devices lie, the first device of a stage comes first."""
     pieces = tuple(Axis(*axis) for axis in plan.chunk_axes)
-    return tuple(Stage(s, meshes[d], d, plan.micro_batches, pieces) for s, d in enumerate(plan.one_device_each()))
+    ranks = plan.device_ranks
+    stages = []
+    for index, (devices, axes) in enumerate(zip(plan.places, plan.mesh_axes, strict=True)):
+        before = takewhile(lambda axis: axis[0] != SHARED, axes)
+        parts = prod(size for _, size in before)  # of each device's ranks, between which those of the others lie
+        each = len(ranks[devices[0]]) // parts
+        every = (ranks[device][part * each : (part + 1) * each] for part in range(parts) for device in devices)
+        mesh = DeviceMesh(tuple(Axis(*axis) for axis in axes), tuple(rank for own in every for rank in own))
+        stages.append(Stage(index, mesh, devices, plan.micro_batches, pieces))
+    return tuple(stages)
 
 
 def _check(plan: Plan) -> None:
@@ -167,12 +178,18 @@ def _check(plan: Plan) -> None:
 
 
 def _check_places(plan: Plan) -> None:
-    """Check `stage_devices`: the devices exist, each of them has a stage, and `chunks` says nothing besides."""
+    """Check `stage_devices`: the devices exist, those of one stage are alike, each of them has a stage, and `chunks`
+    says nothing besides."""
     help = f"the devices of this plan (pp={plan.devices}) are 0..{plan.devices - 1}, and each has at least one stage"
     for stage, devices in enumerate(plan.stage_devices):
         if not devices or len(set(devices)) < len(devices) or not set(devices) <= set(range(plan.devices)):
             message = f"stage_devices: stage {stage} is on the devices {list(devices)}"
             raise NnscalerError("plan_illegal", message, help=help)
+        axes = {device: plan.device_axes[device] for device in devices}
+        if len(set(axes.values())) > 1:
+            unlike = ", ".join(f"{device}: {describe_axes(found)}" for device, found in axes.items())
+            message = f"stage_devices: stage {stage} is on devices with unlike axes: {unlike}"
+            raise NnscalerError("plan_illegal", message, help="a stage is on one device, or on several that are alike")
     idle = sorted(set(range(plan.devices)).difference(*plan.stage_devices))
     if idle:
         raise NnscalerError("plan_illegal", f"stage_devices: device {idle[0]} has no stage", help=help)
@@ -183,7 +200,9 @@ def _check_places(plan: Plan) -> None:
 
 def _check_axes(graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]]) -> None:
     """Check that every step is about an axis that some of its operations have."""
-    known = dict.fromkeys((*(n for n, _ in plan.mesh if n != "pp"), *(n for axes in plan.stage_axes for n, _ in axes)))
+    mesh_axes = plan.mesh_axes
+    every = (axis for axes in (plan.mesh, *plan.stage_axes, *mesh_axes) for axis in axes)
+    known = dict.fromkeys(name for name, _ in every if name != "pp")
     for step in plan.steps:
         if not isinstance(step, SplitStep | ReplicateStep | RestStep):
             continue
@@ -193,10 +212,9 @@ def _check_axes(graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]
             message = f"a {step.kind} step names axis {step.axis!r}"
             raise NnscalerError("plan_illegal", message, help=f"axes of this plan: {list(known)}")
         if plan.stage_axes and not isinstance(step, RestStep):
-            places = plan.places
             found = select(graph, step.operations)
             having = [d for d, axes in enumerate(plan.stage_axes) if step.axis in dict(axes)]
-            if not any(device in having for op in found for s in stage_of[op.name] for device in places[s]):
+            if not any(step.axis in dict(mesh_axes[s]) for op in found for s in stage_of[op.name]):
                 raise NnscalerError(
                     "plan_illegal",
                     f"a {step.kind} step names axis {step.axis!r}, which no stage of its operations has",

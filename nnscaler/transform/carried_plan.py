@@ -96,7 +96,7 @@ def _resized(
 
     An operation of another size that cannot be cut so follows its operands instead.
     """
-    parts = {size for axes in plan.device_axes for name, size in axes if name == step.axis}
+    parts = {size for axes in plan.mesh_axes for name, size in axes if name == step.axis}
     parts = {plan.micro_batches} if step.axis == MICRO else parts
     forms: dict[SplitStep, list[str]] = {}
     for operation in operations:

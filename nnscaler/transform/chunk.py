@@ -43,7 +43,7 @@ class ChunkedRegion:
 
 def check_chunks(plan: Plan) -> None:
     """Check the axes of a plan's regions. Raises NnscalerError("plan_illegal")."""
-    taken = {name for axes in (plan.mesh, *plan.device_axes) for name, _ in axes}
+    taken = {name for axes in (plan.mesh, *plan.mesh_axes) for name, _ in axes}
     parts: dict[str, int] = {}
     for step in plan.steps:
         if not isinstance(step, ChunkStep):

@@ -145,7 +145,7 @@ def partition_stages(
     bounds = list(pairwise([0, *cuts, len(anchored)]))
     anchored_stage = {op.name: stage for stage, (start, end) in enumerate(bounds) for op in anchored[start:end]}
     found = StagePartition(
-        MappingProxyType(_with_repeated(graph, anchored_stage)),
+        MappingProxyType(with_repeated(graph, anchored_stage)),
         tuple(_describe(anchored[start:end], layers, anchored) for start, end in bounds),
         tuple(float(sum(costs[start:end])) for start, end in bounds),
     )
@@ -279,7 +279,7 @@ def _across(graph: Graph, anchored: Sequence[Operation], size: Callable[[Logical
     return across
 
 
-def _with_repeated(graph: Graph, anchored_stage: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def with_repeated(graph: Graph, anchored_stage: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Return the stages of every operation: a repeated one runs wherever an operation that uses it runs."""
     found: dict[str, tuple[int, ...]] = {}
     following = max(anchored_stage.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from math import lcm, prod
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from nnscaler.instructions import read_instruction
 from nnscaler.ir.precision import Precision
 
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
+SHARED = TP  # along which the devices of a stage on several of them lie
 SHARD = "shard"  # the inner part of data parallelism, over which parameters rest where both are named
 ZERO = 3  # the stage of ZeRO in which parameters rest in shards at all times
 
@@ -151,7 +153,8 @@ class Plan:
     stage_axes      the axes of each pipeline device where they differ (`mesh` then has `pp` alone); the devices may
                     differ in rank count too
     precision       the dtypes in which the model runs; None: its own
-    stage_devices   the pipeline devices of each stage; (): stage s is on device s modulo the devices
+    stage_devices   the pipeline devices of each stage, which run it together where they are several; (): stage s is on
+                    device s modulo the devices
     orders          per pipeline device its passes in order, `F0.0 I0.0 W0.0`: they are the schedule, whatever its name
                     is; (): what the schedule of this name makes
     """
@@ -191,18 +194,7 @@ class Plan:
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
         """The pipeline devices of each stage."""
-        return self.stage_devices or tuple((device,) for device in stage_devices(self.devices, self.chunks))
-
-    def one_device_each(self) -> tuple[int, ...]:
-        """Return the device of each stage. Raises NnscalerError("plan_illegal") for a stage on several devices."""
-        for stage, devices in enumerate(self.places):
-            if len(devices) != 1:
-                raise NnscalerError(
-                    "plan_illegal",
-                    f"stage_devices: stage {stage} is on the devices {list(devices)}",
-                    help="a stage is on one pipeline device: its operations are divided by the axes of that device",
-                )
-        return tuple(device for (device,) in self.places)
+        return self.stage_devices or stage_devices(self.devices, self.chunks)
 
     def with_micro_batches(self, number: int) -> Plan:
         """Return the plan for fewer micro-batches: orders of its own lose the passes of those that are left out.
@@ -228,6 +220,19 @@ class Plan:
         return tuple(tuple((name, size) for name, size in axes if size > 1) for axes in given)
 
     @property
+    def device_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each pipeline device: consecutive ones."""
+        ends = [0, *accumulate(prod(size for _, size in axes) for axes in self.device_axes)]
+        return tuple(tuple(range(start, end)) for start, end in pairwise(ends))
+
+    @property
+    def mesh_axes(self) -> tuple[Axes, ...]:
+        """Per stage, the axes of its mesh: those of each of its devices, which lie one after another along `SHARED`."""
+        alone = [dict(axes) for axes in self.device_axes]
+        found = ({**alone[at[0]], SHARED: alone[at[0]].get(SHARED, 1) * len(at)} for at in self.places)
+        return tuple(tuple((name, size) for name, size in axes.items() if size > 1) for axes in found)
+
+    @property
     def chunk_axes(self) -> Axes:
         """The axes in time of regions, in the order of the steps that name them first."""
         return tuple({step.axis: step.parts for step in self.steps if isinstance(step, ChunkStep)}.items())
@@ -248,8 +253,8 @@ class Plan:
         zero = f" {some}zero={stages}{' owned' * all(step.owned for step in rest)}" if rest else ""
         zero += "" if self.precision is None else f" ({self.precision.describe()})"
         if self.stage_axes:
-            return f"pp={self.devices} ({' | '.join(_describe(axes) for axes in self.device_axes)})" + zero
-        return _describe(self.mesh) + zero
+            return f"pp={self.devices} ({' | '.join(describe_axes(axes) for axes in self.device_axes)})" + zero
+        return describe_axes(self.mesh) + zero
 
     def to_json(self) -> str:
         """Return the plan as text that `from_json` reads."""
@@ -290,9 +295,9 @@ class Plan:
         return Plan(**{**simple, "steps": steps})
 
 
-def stage_devices(devices: int, chunks: int) -> tuple[int, ...]:
-    """Return the device of each of `devices * chunks` stages that go round: stage s is on device s % devices."""
-    return tuple(stage % devices for stage in range(devices * chunks))
+def stage_devices(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of each of `devices * chunks` stages that go round: stage s is on device s % devices."""
+    return tuple((stage % devices,) for stage in range(devices * chunks))
 
 
 def _told(step: Step) -> dict[str, Any]:
@@ -308,7 +313,8 @@ def _precision(value: Any, source: str) -> Precision:
     return Precision(**value)
 
 
-def _describe(axes: Axes) -> str:
+def describe_axes(axes: Axes) -> str:
+    """Return `dp=2 tp=2`."""
     return " ".join(f"{name}={size}" for name, size in axes if size > 1) or "1 rank"
 
 

@@ -174,7 +174,7 @@ def test_a_schedule_of_the_compiler_that_deadlocks(monkeypatch: pytest.MonkeyPat
     """The check that orders are acyclic is off, and stage 1 wants all micro-batches before it answers the first."""
     orders = (parse_order("F0.0 B0.0 F0.1 B0.1"), parse_order("F1.0 F1.1 B1.0 B1.1"))
     monkeypatch.setattr(compiler, "check_acyclic", lambda *_: ())
-    monkeypatch.setattr(compiler, "schedule_of", lambda *_: Schedule("wrong", (0, 1), 2, orders))
+    monkeypatch.setattr(compiler, "schedule_of", lambda *_: Schedule("wrong", ((0,), (1,)), 2, orders))
     monkeypatch.setattr(timeline, "check_acyclic", lambda *_: ())
     request = {"ranks": 2, "plan": "pp=2", "micro_batches": 2}
     report = verify.verify_plan(models.perceptron, models.points(), level="run", **request)

@@ -19,6 +19,7 @@ from torch import nn
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
+from nnscaler.instructions import Instruction, waits_of
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
@@ -29,7 +30,7 @@ from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.candidates import Candidates, all_candidates
 from nnscaler.transform.complete_plan import follow_batch
-from nnscaler.transform.plan import AssignStep, Axes, ChunkStep, Plan, RestStep, Step
+from nnscaler.transform.plan import PP, AssignStep, Axes, ChunkStep, Plan, RestStep, Step
 from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared, matched_draws
 from verify.programs.reference.eager import Settings, randomise_parameters, run_reference
@@ -65,24 +66,78 @@ def random_plan(
     if plan.devices > 1:
         steps += assign_steps(graph, stages_of(graph, signatures, plan.devices, plan.devices))
     assigned = {n: s.stages for s in steps if isinstance(s, AssignStep) for n in s.operations}
-    over_micro_batches, micro_axes = follow_batch(graph, signatures, plan, ())
-    candidates = {p: all_candidates(graph, signatures, p) for axes in plan.device_axes for _, p in axes}
-    for op in graph.operations:
-        signature = signatures[op.name]
-        for device_axes in dict.fromkeys(plan.device_axes[s] for s in assigned.get(op.name, (0,))):
-            made, axes = over_micro_batches[op.name], micro_axes
-            for axis in device_axes:
-                axes = (*axes, axis)
-                options = _options(op, signature, candidates[axis[1]])
-                random.shuffle(options)
-                legal = (c for c in options if not explain_illegal_choices(graph, op, signature, (*made, c), axes))
-                made = (*made, next(legal))
-                steps.append(step_of((op.name,), axis[0], made[-1]))
+    steps += _random_choices(graph, signatures, plan, assigned, random)
     plan = replace(plan, steps=(*steps, *_rests(graph, plan, Random(f"at rest {seed}"))))
     chance = Random(f"in pieces {seed}")
     for number in range(regions):
         plan = _with_region(graph, signatures, plan, f"pieces_{number}", chance)
     return plan
+
+
+def random_shared_plan(graph: Graph, signatures: Mapping[str, Signature], mesh: Mesh, seed: int) -> Plan:
+    """Draw a plan of `mesh.shared` stages, each on as many of the pipeline devices as are drawn, with orders of its
+    own, and choices as `random_plan` draws them.
+
+    The orders are one random order of all passes, as each device sees it: they cannot deadlock.
+    """
+    random = Random(f"shared {seed}")
+    devices = dict(mesh.axes)[PP]
+    places: list[tuple[int, ...]] = []
+    while set(range(devices)) != {device for place in places for device in place}:
+        places = [
+            tuple(random.sample(range(devices), random.randint(1, devices))) for _ in range(mesh.shared)
+        ]  # in any order: it is that of the ranks along the shared axis
+    orders = _random_orders(graph, places, mesh.micro_batches, random)
+    plan = Plan(
+        mesh.axes, (), mesh.micro_batches, "random", data_axes=(), stage_devices=tuple(places), orders=tuple(orders)
+    )
+    steps: list[Step] = list(assign_steps(graph, stages_of(graph, signatures, mesh.shared, mesh.shared)))
+    assigned = {n: s.stages for s in steps if isinstance(s, AssignStep) for n in s.operations}
+    steps += _random_choices(graph, signatures, plan, assigned, random)
+    return replace(plan, steps=(*steps, *_rests(graph, plan, random)))
+
+
+def _random_orders(graph: Graph, places: Sequence[Sequence[int]], micro_batches: int, random: Random) -> list[str]:
+    """Return the order of each device, where each stage may feed every later one."""
+    every = range(len(places))
+    left = {Instruction(kind, stage, (m,)) for kind in ("F", "B") for stage in every for m in range(micro_batches)}
+    left = left if graph.loss else {i for i in left if i.kind == "F"}
+    everything = frozenset(left)
+    orders: list[list[str]] = [[] for _ in range(1 + max(device for place in places for device in place))]
+    while left:
+        ready = sorted(
+            i for i in left if left.isdisjoint(waits_of(i, every[: i.stage], every[i.stage + 1 :], everything))
+        )
+        taken = random.choice(ready)
+        left.remove(taken)
+        for device in places[taken.stage]:
+            orders[device].append(str(taken))
+    return [" ".join(order) for order in orders]
+
+
+def _random_choices(
+    graph: Graph, signatures: Mapping[str, Signature], plan: Plan, assigned: Mapping[str, Sequence[int]], random: Random
+) -> Iterator[Step]:
+    """Yield a choice for every operation on every axis of its stages, and none where an axis has several sizes there:
+    it follows others then."""
+    over_micro_batches, micro_axes = follow_batch(graph, signatures, plan, ())
+    meshes = plan.mesh_axes
+    candidates = {p: all_candidates(graph, signatures, p) for axes in meshes for _, p in axes}
+    for op in graph.operations:
+        signature = signatures[op.name]
+        own = dict.fromkeys(meshes[s] for s in assigned.get(op.name, (0,)))
+        named = {axis for axes in own for axis in axes}
+        if len(dict(named)) < len(named):
+            continue
+        for mesh_axes in own:
+            made, axes = over_micro_batches[op.name], micro_axes
+            for axis in mesh_axes:
+                axes = (*axes, axis)
+                options = _options(op, signature, candidates[axis[1]])
+                random.shuffle(options)
+                legal = (c for c in options if not explain_illegal_choices(graph, op, signature, (*made, c), axes))
+                made = (*made, next(legal))
+                yield step_of((op.name,), axis[0], made[-1])
 
 
 _TRIES = 40  # draws of a region, of which many are illegal
@@ -110,7 +165,7 @@ def _with_region(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, 
 
 def _rests(graph: Graph, plan: Plan, random: Random) -> Iterator[RestStep]:
     """Yield steps that let some parameters rest in shards over some axis, in every second plan."""
-    names = sorted({name for axes in plan.device_axes for name, _ in axes})
+    names = sorted({name for axes in plan.mesh_axes for name, _ in axes})
     parameters = [tensor.fqns[0] for tensor in graph.with_role("parameter")]
     if names and parameters and random.random() < 0.5:
         for axis in random.sample(names, random.randint(1, min(len(names), 2))):
@@ -131,9 +186,11 @@ class Mesh:
     micro_batches: int = 1
     stage_axes: tuple[Axes, ...] = ()
     regions: int = 0  # that run in pieces
+    shared: int = 0  # stages, each of them on several devices or one
 
     def __str__(self) -> str:
         described = Plan(self.axes, (), self.micro_batches, stage_axes=self.stage_axes).describe()
+        described += f", {self.shared} stages on any devices" if self.shared else ""
         return described + (f", {self.regions} regions in pieces" if self.regions else "")
 
 
@@ -155,6 +212,12 @@ IN_PIECES = (
     Mesh((("a", 2),), 2, (), 2),
     Mesh((("a", 2), ("b", 2)), 1, (), 3),
     Mesh((("a", 2), ("pp", 2)), 2, (), 3),
+)
+ON_ANY_DEVICES = (  # parameters that two stages share are illegal here, but where their meshes are alike
+    Mesh((("pp", 2),), 2, shared=3),
+    Mesh((("pp", 3),), 2, shared=4),
+    Mesh((("pp", 2), ("a", 2)), 2, shared=4),
+    Mesh((("pp", 2), ("tp", 2)), shared=3),
 )
 TIMEOUT = 120.0  # seconds for one program
 UNLIKE = (  # parameters that two stages share are illegal here
@@ -192,15 +255,18 @@ def random_plans(
     reference = run_reference(model, sample, steps=2, settings=Settings(draws=draws))
     for seed in seeds:
         mesh = meshes[seed % len(meshes)]
-        plan = random_plan(
-            traced.graph,
-            known,
-            mesh.axes,
-            seed,
-            micro_batches=mesh.micro_batches,
-            stage_axes=mesh.stage_axes,
-            regions=mesh.regions,
-        )
+        if mesh.shared:
+            plan = random_shared_plan(traced.graph, known, mesh, seed)
+        else:
+            plan = random_plan(
+                traced.graph,
+                known,
+                mesh.axes,
+                seed,
+                micro_batches=mesh.micro_batches,
+                stage_axes=mesh.stage_axes,
+                regions=mesh.regions,
+            )
         try:
             program = compile_traced(traced, WantedPlan(plan.ranks, plan), model={"name": type(model).__name__})
         except NnscalerError as error:

@@ -13,6 +13,8 @@ from nnscaler.planning.configurations import Configuration
 from nnscaler.transform.plan import ZERO
 from nnscaler.transform.select import select
 
+Identifiers = Mapping[str, frozenset[str]]  # by operation, identifiers of its annotation
+
 # Constraints: predicates over configurations and choices, and their conjunction.
 
 
@@ -142,15 +144,7 @@ def over_all_devices(graph: Graph, signatures: Mapping[str, Signature], operatio
     tp then has all ranks, since dp holds a parameter whole, and a pipeline gives it to the ranks of one stage. Raises
     NnscalerError("plan_illegal") for unknown names, and for operations without a parameter that can be split.
     """
-    shards: dict[str, frozenset[str]] = {}
-    for op in select(graph, tuple(operations)):
-        bound = signatures[op.name].bound
-        if bound is not None:
-            read = zip(op.inputs, bound.inputs, strict=True)
-            held = {i for name, o in read if o and graph.tensors[name].role == "parameter" for i in o.identifiers()}
-            found = held & set(signatures[op.name].identifiers)
-            if found:
-                shards[op.name] = frozenset(found)
+    shards = identifiers_of_parameters(graph, signatures, select(graph, tuple(operations)))
     text = f"{', '.join(operations)} over all devices"
     if not shards:
         help = "name an embedding, a linear, or a module that has one"
@@ -160,6 +154,22 @@ def over_all_devices(graph: Graph, signatures: Mapping[str, Signature], operatio
         return op.name not in shards or (isinstance(choice, Split) and choice.identifier in shards[op.name])
 
     return Constraint(text, lambda c: 1 < c.tp == c.ranks, allows)
+
+
+def identifiers_of_parameters(
+    graph: Graph, signatures: Mapping[str, Signature], operations: Iterable[Operation]
+) -> Identifiers:
+    """Return the identifiers of parameters that these operations read, which may be split; of those that have some."""
+    found: dict[str, frozenset[str]] = {}
+    for op in operations:
+        bound = signatures[op.name].bound
+        if bound is not None:
+            read = zip(op.inputs, bound.inputs, strict=True)
+            held = {i for name, o in read if o and graph.tensors[name].role == "parameter" for i in o.identifiers()}
+            may = held & set(signatures[op.name].identifiers)
+            if may:
+                found[op.name] = frozenset(may)
+    return found
 
 
 def _splits(choice: Choice, identifier: str | None = None) -> bool:

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from math import isfinite
 
-from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
 from nnscaler.records import encode
 from nnscaler.scheduling.dependencies import check_acyclic
@@ -83,20 +82,9 @@ class FoundSchedule:
     certificate: ScheduleCertificate
 
     def schedule(self, name: str = "search") -> Schedule:
-        """Return it as a schedule of the compiler, checked for completeness and deadlocks.
-
-        Raises NnscalerError("plan_illegal") where a stage is on several devices.
-        """
+        """Return it as a schedule of the compiler, checked for completeness and deadlocks."""
         blocks = self.problem.blocks
-        devices = {}
-        for block in blocks:
-            if len(block.devices) > 1:
-                raise NnscalerError(
-                    "plan_illegal",
-                    f"stage {block.stage} is on the devices {list(block.devices)}; a schedule has one for each stage",
-                    help="use the orders of the found schedule: an instruction in several of them is run together",
-                )
-            devices[block.stage] = block.devices[0]
+        devices = {block.stage: block.devices for block in blocks}
         stages = tuple(devices[stage] for stage in sorted(devices))
         trained = {block.stage for block in blocks if block.kind != "F"}
         untrained = frozenset(stage for stage in devices if stage not in trained)

@@ -217,8 +217,8 @@ def test_one_more_schedule_is_a_function_and_its_name(
         made = SCHEDULES["gpipe"](devices, chunks, micro_batches)
         return replace(made, name="backwards", devices=places(devices, chunks), orders=made.orders[::-1])
 
-    def places(devices: int, chunks: int) -> tuple[int, ...]:
-        return tuple(devices - 1 - stage for stage in range(devices * chunks))
+    def places(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+        return tuple((devices - 1 - stage,) for stage in range(devices * chunks))
 
     kind = ScheduleKind("backwards", "backwards", backwards, chunks=1, places=places)
     monkeypatch.setattr(registry, "SCHEDULES", MappingProxyType({**SCHEDULES, kind.name: kind}))

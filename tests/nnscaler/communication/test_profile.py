@@ -61,7 +61,7 @@ def test_three_axes_and_micro_batches(gpt: Traced, tmp_path: Path) -> None:
     assert {"gradient", "F0", "F1", "B0", "B1"} <= phases and kinds(made) >= {"all_reduce", "send", "recv"}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "interlaced"])
 def test_schedules_and_chunks(gpt: Traced, schedule: str, tmp_path: Path) -> None:
     check(gpt, "dp=2,pp=2", 4, tmp_path, micro_batches=4, schedule=schedule)
 

@@ -141,6 +141,8 @@ PLANS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("dp=3,zero=1", 3, {}),  # 3 does not divide all sizes of the model
     ("dp=2,shard=3,pp=2,zero=2", 12, {"micro_batches": 2}),
     ("tp=5", 5, {}),  # neither does 5
+    ("pp=2", 2, {"micro_batches": 3, "schedule": "interlaced"}),
+    ("dp=2,tp=2,pp=2,zero=2", 8, {"micro_batches": 2, "schedule": "interlaced"}),
 )
 
 

@@ -82,11 +82,11 @@ def test_a_named_schedule_needs_its_places() -> None:
     assert placed.stage_devices == ((0,), (1,), (1,), (0,))
     assert schedule_of(placed).name == "zb-v"
     assert with_schedule(placed, "interleaved") == replace(PP2, schedule="interleaved", chunks=2)
-    with pytest.raises(NnscalerError, match=r"schedule interleaved has the stages on the devices \[0, 1, 0, 1\], and"):
+    with pytest.raises(NnscalerError, match=r"interleaved has the stages on the devices \[\[0\], \[1\], \[0\],"):
         schedule_of(replace(placed, schedule="interleaved"))
     with pytest.raises(NnscalerError, match="schedule zb-v runs 2 stages on each device, not 1"):
         schedule_of(replace(PP2, schedule="zb-v"))
-    with pytest.raises(NnscalerError, match=r"stage 1 is on the devices \[0, 1\]"):
+    with pytest.raises(NnscalerError, match=r"and stage_devices of the plan on \[\[0\], \[0, 1\]\]"):
         schedule_of(replace(PP2, stage_devices=((0,), (0, 1))))
 
 
@@ -152,7 +152,7 @@ def test_any_order_that_can_run_is_accepted(data: st.DataObject, devices: int, s
             ["F0.0 B0.0", "F2.0 B2.0"],
             "mine.py::f: order of device 1, word 1: F2.0 is of stage 2, and stage 1 is nowhere",
         ),
-        (["F0.0 B0.0", "B0.0 F1.0"], "mine.py::f: order of device 1, word 1: B0.0 is of stage 0, which is in order of"),
+        (["F0.0 B0.0", "B0.0 F1.0"], "mine.py::f: order of device 1: never runs F0.0"),
     ],
 )
 def test_what_a_function_returns_otherwise(result: object, message: str) -> None:

@@ -38,6 +38,10 @@ def read(text: str) -> Schedule:
 def test_what_is_written_is_read_back(name: str, devices: int, micro_batches: int) -> None:
     kind = SCHEDULES[name]
     made = kind(devices, kind.chunks, micro_batches)
+    if max(map(len, made.devices)) > 1:
+        with pytest.raises(NnscalerError, match=r"has stage 0 on the devices \[0, 1"):
+            write_csv(made)
+        return
     found = read(write_csv(made))
     assert (found.devices, found.micro_batches, found.orders) == (made.devices, micro_batches, made.orders)
 
@@ -84,7 +88,7 @@ def test_torch_runs_what_is_written(name: str, ranks: int, micro_batches: int, t
     kind, file = SCHEDULES[name], tmp_path / "orders.csv"
     made = kind(ranks, kind.chunks, micro_batches)
     file.write_text(write_csv(made))
-    numbers = in_a_v if made.devices[-1] == 0 else in_a_loop
+    numbers = in_a_v if made.devices[-1] == (0,) else in_a_loop
     report = verify(FromFile(str(file)), ranks, micro_batches, numbers, kind.chunks)
     counts = {check.name: check.count for check in report.checks}
     assert report.verdict is Verdict.TESTED_EXACT, [f.message for f in report.findings]
@@ -108,7 +112,7 @@ def test_what_torch_writes_is_read(kind: Any, numbers: Any, tmp_path: Path) -> N
     assert alone == among
     assert alone.micro_batches == 4
     assert len(check_acyclic(alone, chain(4))) == sum(map(len, alone.orders))
-    assert alone.devices == ((0, 1, 1, 0) if numbers is in_a_v else (0, 1, 0, 1))
+    assert [device for (device,) in alone.devices] == ([0, 1, 1, 0] if numbers is in_a_v else [0, 1, 0, 1])
     if kind is ScheduleDualPipeV:
         assert alone.orders == SCHEDULES["dualpipe-v"](2, 2, 4).orders
     if kind is ScheduleZBVZeroBubble:
@@ -119,7 +123,7 @@ def test_what_torch_writes_is_read(kind: Any, numbers: Any, tmp_path: Path) -> N
 
 def test_pairs_and_idle_cells() -> None:
     found = read("0F0,,0F1,,0B0,0B1\n,(1F0;1I0)OVERLAP_F_B,1F1,1W0,1I1,1W1,,\n\n")
-    assert found.devices == (0, 1)
+    assert found.devices == ((0,), (1,))
     assert found.text(0) == "F0.0 F0.1 B0.0 B0.1"
     assert found.orders[1][:2] == (Instruction("F", 1, (0,)), Instruction("I", 1, (0,)))
 
@@ -134,7 +138,7 @@ def test_pairs_and_idle_cells() -> None:
         ("0F0,0B0\n1F0,1I0,1W0,,1W0\n", "row 2, column 5: runs W1.0 twice", 2),
         ("0F0,0B0\n1F0,1W0,1I0\n", "row 2, column 2: runs W1.0 before I1.0", 2),
         ("0F0,0B0\n2F0,2B0\n", "row 2, column 1: F2.0 is of stage 2, and stage 1 is nowhere", 2),
-        ("0F0,0B0\n1F0,1B0,0F1\n", "row 2, column 3: F0.1 is of stage 0, which is in row 1 as well", 2),
+        ("0F0,0B0\n1F0,1B0,0F1\n", "row 1: never runs F0.1", 1),
         ("0F0,0B0,0F1,0B1\n1F0,1B0\n", "row 2: never runs F1.1", 2),
         ("\n\n", "there are no passes in it", None),
     ],

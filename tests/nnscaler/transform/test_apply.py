@@ -125,8 +125,24 @@ def test_devices_hold_consecutive_ranks() -> None:
 def test_stages_are_where_the_plan_has_them() -> None:
     plan = Plan((("pp", 2), ("tp", 2)), stage_devices=((0,), (1,), (1,), (0,), (0,)))
     stages = make_stages(plan)
-    assert [s.device for s in stages] == [0, 1, 1, 0, 0]
+    assert [s.devices for s in stages] == [(0,), (1,), (1,), (0,), (0,)]
     assert [s.mesh.ranks for s in stages] == [(0, 1), (2, 3), (2, 3), (0, 1), (0, 1)]
+
+
+def test_a_stage_on_several_devices_has_the_ranks_of_all() -> None:
+    """Its devices lie one after another along tp: a rank keeps its place on the other axes."""
+    for axes, ranks in (
+        ((), (0, 1)),
+        ((("tp", 2),), (0, 1, 2, 3)),
+        ((("dp", 2),), (0, 2, 1, 3)),
+        ((("dp", 2), ("tp", 2)), (0, 1, 4, 5, 2, 3, 6, 7)),
+        ((("tp", 2), ("dp", 2)), (0, 1, 2, 3, 4, 5, 6, 7)),
+    ):
+        stage, first, _ = make_stages(Plan((("pp", 2), *axes), stage_devices=((0, 1), (0,), (1,))))
+        assert (stage.devices, stage.mesh.ranks) == ((0, 1), ranks)
+        for rank in first.mesh.ranks:
+            here, there = first.mesh.coordinates(rank), stage.mesh.coordinates(rank)
+            assert here.get("dp") == there.get("dp") and here.get("tp", 0) == there["tp"]
 
 
 def test_a_step_may_name_an_axis_of_the_device_where_its_operations_are(transformer: Any) -> None:
@@ -148,13 +164,18 @@ def test_a_step_may_name_an_axis_of_the_device_where_its_operations_are(transfor
         (((0,), (1, 1)), 1, "stage_devices: stage 1 is on the devices [1, 1]"),
         (((0,), (0,)), 1, "stage_devices: device 1 has no stage"),
         (((0,), (1,), (1,), (0,)), 2, "the plan has chunks 2, and stage_devices for 4 stages"),
-        (((0,), (0, 1)), 1, "stage_devices: stage 1 is on the devices [0, 1]"),
     ],
 )
 def test_places_that_make_no_sense(transformer: Any, places: Any, chunks: int, message: str) -> None:
     error = refused(transformer, Plan((("pp", 2),), chunks=chunks, stage_devices=places))
     assert (error.code, error.message) == ("plan_illegal", message)
     assert error.help
+
+
+def test_devices_that_share_a_stage_are_alike(transformer: Any) -> None:
+    plan = Plan((("pp", 2),), stage_axes=((("dp", 2),), (("tp", 2),)), stage_devices=((0, 1), (1,)))
+    error = refused(transformer, plan)
+    assert error.message == "stage_devices: stage 0 is on devices with unlike axes: 0: dp=2, 1: tp=2" and error.help
 
 
 def test_choices_are_those_of_the_operations_own_mesh(transformer: Any) -> None:

@@ -69,7 +69,7 @@ def test_places_and_orders_are_written_where_they_are_given() -> None:
     )
     plan = Plan((("pp", 2),), stage_devices=((0,), (1,), (1,), (0,)), orders=("F0.0", "F1.0"))
     assert '"stage_devices": [[0], [1], [1], [0]],\n "orders": ["F0.0", "F1.0"],' in plan.to_json()
-    assert (plan.stages, plan.one_device_each()) == (4, (0, 1, 1, 0))
+    assert (plan.stages, plan.places) == (4, ((0,), (1,), (1,), (0,)))
     assert Plan((("pp", 2),), chunks=2).places == ((0,), (1,), (0,), (1,))
 
 
@@ -79,11 +79,12 @@ def test_places_are_lists_of_numbers(value: str) -> None:
         Plan.from_json(f'{{"mesh": [["pp", 2]], "stage_devices": {value}}}')
 
 
-def test_a_stage_is_on_one_device() -> None:
-    plan = Plan((("pp", 2),), stage_devices=((0,), (0, 1)))
-    assert plan.stages == 2
-    with pytest.raises(NnscalerError, match=r"stage_devices: stage 1 is on the devices \[0, 1\]"):
-        plan.one_device_each()
+def test_the_devices_of_a_stage_lie_along_tp() -> None:
+    places = ((0, 1), (0,), (1,))
+    assert Plan((("pp", 2),), stage_devices=places).mesh_axes == ((("tp", 2),), (), ())
+    plan = Plan((("pp", 2), ("dp", 3), ("tp", 2)), stage_devices=places)
+    assert plan.mesh_axes == ((("dp", 3), ("tp", 4)), *((("dp", 3), ("tp", 2)),) * 2)
+    assert plan.device_ranks == (tuple(range(6)), tuple(range(6, 12)))
 
 
 def test_fewer_micro_batches_leave_out_passes() -> None:

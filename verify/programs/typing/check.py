@@ -80,7 +80,7 @@ from __future__ import annotations
 import ast
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -105,7 +105,8 @@ from verify.programs.typing.typed_value import Finder, Held, Mistake
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
-# Check the ranks and axes: every rank has one role, and every stage's mesh has as many ranks as its axes.
+# Check the ranks and axes: every rank has one role, and every stage's mesh has as many ranks as its axes. A stage of
+# several roles is one text in all of them, and its ranks are theirs.
 
 
 def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
@@ -117,26 +118,49 @@ def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
     if place is not None and (twice or sorted(every) != list(range(len(every)))):
         message = f"ranks {twice} have several roles" if twice else f"the roles run on the ranks {sorted(every)}"
         noted.append(Noted(place, place.number, Mistake("communication_mismatch", message)))
-    seen: set[int] = set()
+    holders: dict[int, list[RoleText]] = {}
+    for role in roles:
+        for stage in role.stages:
+            holders.setdefault(stage.index, []).append(role)
     counts = {stage.micro_batches for role in roles for stage in role.stages}
     in_time = list(dict.fromkeys(tuple(stage.time_axes.items()) for role in roles for stage in role.stages))
     for role in roles:
         for stage in role.stages:
-            message = ""
-            if stage.ranks != role.ranks:
-                message = f"stage {stage.index} runs on the ranks {stage.ranks}, and its role on {role.ranks}"
+            message, held = "", holders[stage.index]
+            theirs = held[0].ranks if len(held) == 1 else tuple(sorted(rank for other in held for rank in other.ranks))
+            if (stage.ranks if len(held) == 1 else tuple(sorted(stage.ranks))) != theirs:
+                who = "its role" if len(held) == 1 else f"its roles ({', '.join(other.file for other in held)})"
+                message = f"stage {stage.index} runs on the ranks {stage.ranks}, and {who} on {theirs}"
             elif prod(stage.axes.values()) != len(stage.ranks) or {MICRO, *stage.time_axes} & {*stage.axes}:
                 message = f"stage {stage.index} has {len(stage.ranks)} ranks and the axes {dict(stage.axes)}"
             elif len(in_time) > 1:
                 message = f"stages have the axes in time {' and '.join(map(str, in_time))}: they are those of the plan"
-            elif stage.index in seen:
+            elif sum(other.index == stage.index for other in role.stages) > 1:
                 message = f"stage {stage.index} occurs twice"
             elif len(counts) > 1:
                 message = f"stages have {sorted(counts)} micro-batches: a wrong count of micro-batches"
-            seen.add(stage.index)
             if message:
                 noted.append(Noted(stage, stage.number, Mistake("communication_mismatch", message)))
-    return len(every), noted
+    return len(every), [*noted, *_other_texts({index: held for index, held in holders.items() if len(held) > 1})]
+
+
+def _other_texts(shared: Mapping[int, Sequence[RoleText]]) -> Iterator[Noted]:
+    """Yield the stages of several roles that are another text in one of them than in the first: without comments."""
+    classes = {
+        (role.file, node.lineno): node
+        for role in {role.file: role for held in shared.values() for role in held}.values()
+        for node in ast.parse("\n".join(role.stages[0].source)).body
+    }
+    for index, held in shared.items():
+        stages = [next(stage for stage in role.stages if stage.index == index) for role in held]
+        texts = [ast.dump(classes[stage.file, stage.number]) for stage in stages]
+        for stage, text in zip(stages[1:], texts[1:], strict=True):
+            if text != texts[0]:
+                message = (
+                    f"stage {index} in {stage.file} is another text than in {stages[0].file}, and they run it together"
+                )
+                cause = "ranks that run a stage together call the same collectives, on shards of one layout"
+                yield Noted(stage, stage.number, Mistake("communication_mismatch", message, cause))
 
 
 def orders_of_axes(stages: Mapping[int, StageText]) -> str:

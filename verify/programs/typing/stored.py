@@ -149,6 +149,15 @@ def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph
         )
         cause = "the sum over the copies would add gradients of different shards, or parts of different sums"
         noted.append(Noted(reading.stage, stored.number, Mistake("gradient_reduced_wrongly", message, cause, name)))
+    places: dict[int, set[int]] = {}
+    for position, rank in (entry for ranks in expected for entry in enumerate(ranks)):
+        places.setdefault(rank, set()).add(position)
+    twice = [rank for rank, positions in places.items() if len(positions) > 1]
+    if twice and tensor.needs_grad:
+        reading, stored = ordered[-1]
+        message = f"`{stored.fqn}` is held on the ranks {expected}: rank {twice[0]} has several places among them"
+        cause = "the sum over the copies would add gradients of different shards: it is taken over one place of each"
+        noted.append(Noted(reading.stage, stored.number, Mistake("gradient_reduced_wrongly", message, cause, name)))
     return noted
 
 

@@ -68,19 +68,19 @@ def _stages(found: Found, replayed: Replay) -> str:
         "at rest",
         "activations",
     )
-    ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in replayed.communicated.stages}
+    placed = [program.stage for program in replayed.communicated.stages]
     times = replayed.prediction
     rows = [
         (
             str(number),
-            ranks[number],
+            ranks_text(placed[number].mesh.ranks),
             found.layers_of(number),
             show_seconds(times.forward[number]),
             show_seconds(times.backward[number]),
             show_seconds(times.once[number]),
-            f"{replayed.busy[number]:.0%}",
-            f"{1 - replayed.busy[number]:.0%}",
-            show_bytes(replayed.sent[number]),
+            f"{replayed.busy[placed[number].devices[0]]:.0%}",
+            f"{1 - replayed.busy[placed[number].devices[0]]:.0%}",
+            show_bytes(replayed.sent[placed[number].devices[0]]),
             show_bytes(stage.resting),
             show_bytes(stage.kept),
         )

@@ -205,14 +205,14 @@ def test_necessary_memory_is_necessary_and_sufficient_memory_suffices(problem: S
             assert shortest(replace(problem, limits=tuple(limits))) == inf
 
 
-def test_joint_stages_are_run_together_and_have_no_schedule_of_single_devices() -> None:
+def test_joint_stages_are_run_together() -> None:
     problem = pipeline_problem(with_shared(2, (0,)), 3)
     found = find_schedule(problem)
     shared = [[str(i) for i in order if i.stage == 0] for order in found.orders]
     assert shared[0] == shared[1]
     assert not total_order(found.orders, lambda _: ()).stuck
-    with pytest.raises(NnscalerError, match=r"stage 0 is on the devices \[0, 1\]"):
-        found.schedule()
+    made = found.schedule()
+    assert (made.devices[0], made.orders) == ((0, 1), found.orders)
 
 
 def test_faults_in_a_schedule_are_seen() -> None:
