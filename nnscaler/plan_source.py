@@ -31,7 +31,8 @@ class CompileRequest:
     specialise     take the sample batch's branch where the model branches on data
     precision      mixed precision, as `bfloat16` or `param=bfloat16,reduce=bfloat16`; None: what a saved plan says
     ranks          None: as many as the plan says
-    plan           mesh axes, `auto`, `auto:CLUSTER`, a ready policy, a saved plan's file, or `policy.py::function`; None: search one
+    plan           mesh axes, `auto`, `auto:CLUSTER`, a ready policy, a saved plan's file, or `policy.py::function`;
+                   None: search one
     plan_document  the text of a saved plan, instead of `plan`
     schedule       its name, or a file that has one, as `read_schedule` reads it; None: the plan's
     micro_batches  None: as many as the plan says

@@ -19,27 +19,26 @@ from nnscaler.transform.plan import ChunkStep, Plan
 from nnscaler.transform.select import Layer, layers_of
 
 AXIS = "co"
-LARGE = 0.5  # of the bytes that the layer with most writes in its regions, from which on a layer is cut
+LARGE = 0.5  # of the bytes that the region with most writes, from which on a region is cut
 
 
 def coshard_steps(
     graph: Graph, signatures: Mapping[str, Signature], plan: Plan, pieces: int, first: int = 0
 ) -> list[ChunkStep]:
-    """Return a step for each pair of weights in the `first` layers; 0: in those that write at least half as many bytes
-    there as the one that writes most.
+    """Return a step for each of the `first` pairs of weights in layers; 0: for those that write at least half as many
+    bytes as the one that writes most.
 
     `plan`: its mesh and micro-batches. Raises NnscalerError("plan_illegal") where no pair can be cut into as many
     pieces.
     """
     roles = roles_of(graph, signatures)
-    regions = {layer: list(_regions(graph, layer, roles)) for layer in layers_of(graph)}
-    size = {layer: sum(_written(graph, op) for region in found for op in region) for layer, found in regions.items()}
-    most = max(size.values(), default=0)
-    chosen = list(regions)[:first] if first else [layer for layer in regions if size[layer] >= LARGE * most > 0]
+    regions = [region for layer in layers_of(graph) for region in _regions(graph, layer, roles)]
+    written = [sum(_written(graph, op) for op in region) for region in regions]
+    large = [r for r, size in zip(regions, written, strict=True) if size >= LARGE * max(written)]
     axes = tuple(axis for axis in plan.device_axes[0] if axis[0] in plan.data_axes)
     made, axes = follow_batch(graph, signatures, plan, axes)
-    steps = []
-    for region in (region for layer in chosen for region in regions[layer]):
+    steps: list[ChunkStep] = []
+    for region in regions[:first] if first else large:
         for identifier in _identifiers(region, roles, signatures):
             step = ChunkStep(tuple(op.name for op in region), AXIS, identifier, pieces)
             chunk = ChunkedRegion(Chunk(f"{AXIS}_{len(steps)}", AXIS, True), step, tuple(region))
@@ -54,8 +53,7 @@ def coshard_steps(
     if not steps:
         raise NnscalerError(
             "plan_illegal",
-            f"coshard: none of {sum(map(len, regions.values()))} pairs of weights in {len(regions)} layers can be cut "
-            f"into {pieces} pieces",
+            f"coshard: none of {len(regions)} pairs of weights in layers can be cut into {pieces} pieces",
             help="take as many pieces as divide the heads; or write a plan with chunk steps: docs/coshard.md",
         )
     return steps

@@ -26,7 +26,7 @@ from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, PP, SHARD, TP, Plan, RecomputeStep, Step
 from nnscaler.transform.select import layers_of
 
-PIECES, LAYERS, RECOMPUTE = "pieces", "layers", "recompute"  # words of a policy that are no axes
+PIECES, REGIONS, RECOMPUTE = "pieces", "regions", "recompute"  # words of a policy that are no axes
 _DATA = (DP, SHARD, "zero", "owned")
 _ALL = (*_DATA, TP, PP)
 
@@ -51,7 +51,7 @@ class ReadyPolicy:
     schedule: str | None = None
 
 
-_COSHARD = MappingProxyType({PIECES: 2, LAYERS: 0, RECOMPUTE: 0})
+_COSHARD = MappingProxyType({PIECES: 2, REGIONS: 0, RECOMPUTE: 0})
 
 READY: Mapping[str, ReadyPolicy] = MappingProxyType(
     {
@@ -62,8 +62,8 @@ READY: Mapping[str, ReadyPolicy] = MappingProxyType(
         ),
         "pipeline": ReadyPolicy("a 1F1B pipeline, a stage on each rank", PP),
         "coshard": ReadyPolicy(
-            "attention and MLPs of the layers with most activations in pieces=2 on the same ranks, each computed again "
-            "in backward; layers=4: of the first four layers",
+            "attention and MLPs with most activations in pieces=2 on the same ranks, each computed again in backward; "
+            "regions=4: the first four",
             DP,
             words=_COSHARD,
         ),
@@ -167,7 +167,7 @@ def make_ready(
         plan = replace(plan, mesh=tuple((name, sizes[name]) for name in (DP, SHARD, TP, PP) if name in sizes))
         steps = [*constrained_tensor_parallel(graph, signatures, plan, sizes[TP], kept), *steps]
     if PIECES in wanted.words:
-        steps += coshard_steps(graph, signatures, plan, wanted.words[PIECES], wanted.words[LAYERS])
+        steps += coshard_steps(graph, signatures, plan, wanted.words[PIECES], wanted.words[REGIONS])
     if wanted.words.get(RECOMPUTE):
         steps += [RecomputeStep(layer.operations) for layer in layers_of(graph)]
     return replace(plan, steps=tuple(steps))
@@ -181,9 +181,8 @@ def constrained_tensor_parallel(
     `plan`: its mesh and its micro-batches, with which the choices must be legal. Raises NnscalerError("plan_illegal")
     for an operation that is left without a choice.
     """
-    made, axes = follow_batch(
-        graph, signatures, replace(plan, mesh=tuple(a for a in plan.mesh if a[0] != TP)), _data(plan)
-    )
+    mesh = tuple(axis for axis in plan.device_axes[0] if axis[0] != TP)
+    made, axes = follow_batch(graph, signatures, plan, mesh)
     candidates, every = all_candidates(graph, signatures, parts), (*axes, (TP, parts))
     options: dict[str, tuple[Choice, ...]] = {}
 
@@ -206,7 +205,3 @@ def constrained_tensor_parallel(
                 help=f"its choices: {', '.join(map(str, choices[:8]))}; take fewer ranks on tp",
             )
     return steps_of(graph, TP, cheapest_choices(graph, signatures, parts, options))
-
-
-def _data(plan: Plan) -> tuple[tuple[str, int], ...]:
-    return tuple(axis for axis in plan.device_axes[0] if axis[0] != TP)
