@@ -6,12 +6,12 @@ the planner's tables. A plan that does not fit into the memory of a rank is no p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
-from paper_models import RUNS, PaperModel
+from paper_models import PaperModel
 
 from nnscaler.communication.communicated_graph import Compute, again_in, kept_inputs
 from nnscaler.communication.profile_memory import stage_memory
@@ -25,11 +25,10 @@ from nnscaler.planning.coshard import coshard_steps
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.policies import make_plan
 from nnscaler.planning.ready import constrained_tensor_parallel
-from nnscaler.scheduling.timeline import PassCosts, simulate
 from nnscaler.transform.balance import balanced_cuts
 from nnscaler.transform.partition_stages import random_operators, repeated_operations, with_repeated
-from nnscaler.transform.plan import DP, PP, TP, AssignStep, ChunkStep, Plan, RecomputeStep, RestStep, Step
-from nnscaler.transform.select import Layer, layers_of
+from nnscaler.transform.plan import DP, PP, TP, AssignStep, Plan, RecomputeStep, Step
+from nnscaler.transform.select import layers_of
 
 MEMORY = 32 * 2**30  # bytes of a rank
 STATE = 18  # bytes of a parameter in half precision, its gradient and its optimizer states
@@ -79,7 +78,7 @@ def measure(graph: Graph, known: Mapping[str, Signature], plan: Plan, costs: Cos
     program = programmed(graph, known, plan)
     memory = [0.0] * plan.devices
     for stage in stage_memory(program.communicated, program.order):
-        memory[stage.device] += stage.total
+        memory[stage.role] += stage.total
     most = [0.0] * plan.devices
     for stage_program in program.communicated.stages:
         again = again_bytes(program.communicated.partitioned.graph, stage_program)

@@ -23,7 +23,7 @@ from nnscaler.planning.policies import make_plan, parse_axes, ranks_in, steps_of
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.candidates import all_candidates
 from nnscaler.transform.complete_plan import follow_batch
-from nnscaler.transform.plan import DP, PP, SHARD, TP, Plan, RecomputeStep, Step
+from nnscaler.transform.plan import DP, PP, SHARD, TP, ChunkStep, Plan, RecomputeStep, Step
 from nnscaler.transform.select import layers_of
 
 PIECES, REGIONS, RECOMPUTE = "pieces", "regions", "recompute"  # words of a policy that are no axes
@@ -169,7 +169,9 @@ def make_ready(
     if PIECES in wanted.words:
         steps += coshard_steps(graph, signatures, plan, wanted.words[PIECES], wanted.words[REGIONS])
     if wanted.words.get(RECOMPUTE):
-        steps += [RecomputeStep(layer.operations) for layer in layers_of(graph)]
+        pieced = {name for step in steps if isinstance(step, ChunkStep) for name in step.operations}
+        layers = layers_of(graph, len(graph.operations))  # of the level that has most
+        steps += [RecomputeStep(layer.operations) for layer in layers if pieced.isdisjoint(layer.operations)]
     return replace(plan, steps=tuple(steps))
 
 
