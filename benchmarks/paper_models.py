@@ -110,7 +110,7 @@ class Full(nn.Module):
 
 
 def evoformer(blocks: int, width: int, heads: int, *, batch: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """`examples/evoformer.py` with three runs, the last one differentiated; pairs are half as wide, heads in float32."""
+    """`examples/evoformer.py` with three runs, the last one differentiated; pairs half as wide, heads in float32."""
     file = import_user_file(EXAMPLES / "evoformer.py")
     config = file.EvoformerConfig(
         residues=23,

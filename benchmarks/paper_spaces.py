@@ -116,7 +116,7 @@ class Space:
         self.parameters = sum(t.elements for t in self.graph.with_role("parameter"))
         self.repeated = repeated_operations(self.graph, random_operators(self.known))
         self.layers = layers_of(self.graph, LAYERS, self.repeated)
-        self._tp: dict[tuple[str, int], tuple[Step, ...]] = {}
+        self._tp: dict[tuple[str, int, int], tuple[Step, ...]] = {}
         self._seconds: dict[tuple[str, int], dict[str, float]] = {}
         self.tried = 0
 
@@ -127,19 +127,22 @@ class Space:
             if self.gpus % (tp * pp) == 0 and self.parameters * STATE / (tp * pp) <= MEMORY:
                 yield {DP: self.gpus // (tp * pp), TP: tp, PP: pp}
 
-    def split(self, how: str, tp: int) -> tuple[Step, ...]:
-        """Return the steps of an operator-wise search on tp ("operators"), or of Megatron's layout ("megatron")."""
+    def split(self, how: str, axes: Mapping[str, int]) -> tuple[Step, ...]:
+        """Return the steps of an operator-wise search on tp ("operators"), or of Megatron's layout ("megatron"): legal
+        beside dp and micro-batches."""
+        dp, tp = axes[DP], axes[TP]
         if tp == 1:
             return ()
-        if (how, tp) not in self._tp:
-            mesh = Plan(((TP, tp),))
+        if (how, dp, tp) not in self._tp:
+            sizes = {name: size for name, size in ((DP, dp), (TP, tp)) if size > 1}
+            micro_batches = self.model.batch // dp
             if how == "megatron":
-                kept = megatron(self.graph, self.known)
-                steps = constrained_tensor_parallel(self.graph, self.known, mesh, tp, kept)
+                kept, plan = megatron(self.graph, self.known), Plan(tuple(sizes.items()), (), micro_batches)
+                steps = constrained_tensor_parallel(self.graph, self.known, plan, tp, kept)
             else:
-                steps = make_plan(self.graph, self.known, {TP: tp}).steps
-            self._tp[how, tp] = steps
-        return self._tp[how, tp]
+                steps = make_plan(self.graph, self.known, sizes, micro_batches=micro_batches).steps
+            self._tp[how, dp, tp] = steps
+        return self._tp[how, dp, tp]
 
     def plans(self, how: str) -> Iterator[tuple[str, dict[str, int], Plan]]:
         """Yield (text, sizes, plan) of dp x tp x pp with 1F1B, one sample in a micro-batch, recomputed or not."""
@@ -148,7 +151,7 @@ class Space:
             micro_batches = self.model.batch // axes[DP]
             stages = self.stages(how, axes)
             for again in (False, True):
-                steps = [*self.split(how, axes[TP]), *stages]
+                steps = [*self.split(how, axes), *stages]
                 text = f"dp={axes[DP]} tp={axes[TP]} pp={axes[PP]}" + ", recompute" * again
                 steps += [RecomputeStep(layer.operations) for layer in self.layers] if again else []
                 yield text, axes, Plan(mesh, tuple(steps), micro_batches)
@@ -174,7 +177,7 @@ class Space:
     def seconds(self, how: str, tp: int) -> Mapping[str, float]:
         """Return by operation its seconds, forward and backward, with the conversions before it."""
         if (how, tp) not in self._seconds:
-            plan = Plan(((TP, tp),), self.split(how, tp), self.model.batch)
+            plan = Plan(((TP, tp),), self.split(how, {DP: 1, TP: tp}), self.model.batch)
             found = measure(self.graph, self.known, plan, dict([next(iter(self.costs.items()))]))
             prices = next(iter(found.prediction.values())).prices[0]
             total: dict[str, float] = {}
