@@ -126,7 +126,7 @@ def parse_ready(text: str) -> ReadyPlan | None:
             axes.append(part)
         else:
             legal = ", ".join(f"{k}=N" for k in (*policy.axes, *policy.words))
-            near = get_close_matches(key, (*policy.axes, *policy.words), 1)
+            near = get_close_matches(key, (*policy.axes, *policy.words), 1, 0.5)
             guess = f"did you mean {near[0]}=N? " if near else ""
             raise NnscalerError("plan_illegal", f"--plan {text!r}: {part!r} is no part of {name}", help=guess + legal)
     if PIECES in words and words[PIECES] < 2:
