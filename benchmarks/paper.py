@@ -12,6 +12,10 @@ layers as evenly as their seconds allow, all layers recomputed or none. Every pl
   DeepSpeed-like   dp alone, with each stage of ZeRO (AlphaFold2)
   ours             all of these; coshard for Swin, interlaced pipelines for T5, 3F1B for AlphaFold2
 
+The planner of `nnscaler plan` searches neither regions in pieces nor recycling, and takes minutes for Swin, so that
+plans are enumerated here. Swin's windows are not shifted. The AlphaFold2-like model is simulated with one block and two
+in a stage, and the rest is linear; its pipelines have two stages. Only there is ZeRO in the spaces.
+
 What comes out are simulated seconds of a step, and ratios of them. A tiny model of the same kind is then compiled with
 each kind of plan that was chosen, and verified. Last, the planner's own search, with constraints and without.
 """
@@ -191,6 +195,8 @@ def main() -> int:
             results[case] = found
             who = f"{MODELS[case[0]].name}, {case[1]} GPUs"
             print(f"# {who}: {len(found)} of {tried} plans fit, {seconds:.0f} s of a processor", flush=True)
+            for system, plan in best_of(found, CLUSTERS[0]).items():
+                print(f"#   {system}: {plan.seconds[CLUSTERS[0]]:.2f} s on {CLUSTERS[0]}, {plan.plan}", flush=True)
         results = {case: results[case] for case in wanted}
         twins: dict[tuple[str, ...], None] = {}
         for cluster in CLUSTERS:

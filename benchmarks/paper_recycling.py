@@ -23,7 +23,6 @@ from nnscaler.scheduling.timeline import PassCosts, simulate
 from nnscaler.transform.plan import DP, PP, TP, Plan, RecomputeStep
 
 STAGES = (1, 2)  # of pipelines
-SPLITS = (1, 2)  # of operators
 
 
 class RecycledSpace:
@@ -48,12 +47,11 @@ class RecycledSpace:
             yield from self._both("DeepSpeed-like", "data", {DP: self.gpus, TP: 1, PP: 1}, zero, None)
 
     def recycled(self) -> Iterator[Simulated | None]:
-        """Yield 3F1B pipelines, with tensor parallelism or without."""
-        for tp in SPLITS:
-            for pp in STAGES[1:]:
-                dp = self.gpus // (tp * pp)
-                for zero in (0, 1) if dp > 1 else (0,):
-                    yield from self._both("ours", "3f1b", {DP: dp, TP: tp, PP: pp}, zero, "3f1b")
+        """Yield 3F1B pipelines, whose dp keeps whole parameters or shards optimizer states."""
+        for pp in STAGES[1:]:
+            dp = self.gpus // pp
+            for zero in (0, 1) if dp > 1 else (0,):
+                yield from self._both("ours", "3f1b", {DP: dp, TP: 1, PP: pp}, zero, "3f1b")
 
     def _both(
         self, system: str, policy: str, axes: Mapping[str, int], zero: int, schedule: str | None
