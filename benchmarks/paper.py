@@ -12,7 +12,7 @@ layers as evenly as their seconds allow, all layers recomputed or none. Every pl
   DeepSpeed-like   dp alone, with each stage of ZeRO (AlphaFold2)
   ours             all of these; coshard for Swin, interlaced pipelines for T5, 3F1B for AlphaFold2
 
-The planner of `nnscaler plan` searches neither regions in pieces nor recycling, and takes minutes for Swin, so that
+The planner of `nnscaler plan` searches neither regions in pieces nor recycling, and takes long for Swin, so that
 plans are enumerated here. Swin's windows are not shifted. The AlphaFold2-like model is simulated with one block and two
 in a stage, and the rest is linear; its pipelines have two stages. Only there is ZeRO in the spaces.
 
