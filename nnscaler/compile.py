@@ -30,6 +30,7 @@ from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.planning.ready import make_ready, parse_ready
 from nnscaler.planning.sharding.memory import bytes_of_optimizer
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
@@ -328,6 +329,18 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
     if search is not None:
         return _search(graph, known, search, wanted)
     assert plan is not None and not isinstance(plan, AutoPlan), "it is searched"
+    ready = parse_ready(plan) if isinstance(plan, str) else None
+    if ready is not None:
+        made = make_ready(
+            graph,
+            known,
+            ready,
+            ranks,
+            schedule=wanted.schedule,
+            micro_batches=wanted.micro_batches,
+            replicate=wanted.replicate,
+        )
+        return Planned(with_checkpoints(made, graph), known, "; ".join((f"ready policy {plan}", *made.notes)))
     spec = plan if isinstance(plan, str) else ",".join(f"{n}={v}" for n, v in plan.items())
     sizes = parse_spec(spec, ranks)
     made = make_plan(

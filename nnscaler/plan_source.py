@@ -12,6 +12,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import parse_precision
 from nnscaler.planning.auto import AutoPlan, cluster_of, parse_auto
 from nnscaler.planning.policies import parse_axes, parse_spec, ranks_in
+from nnscaler.planning.ready import parse_ready
 from nnscaler.scheduling.given import GivenOrder, kind_of_function, kind_of_orders
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of
 from nnscaler.scheduling.schedule import ScheduleKind
@@ -30,7 +31,8 @@ class CompileRequest:
     specialise     take the sample batch's branch where the model branches on data
     precision      mixed precision, as `bfloat16` or `param=bfloat16,reduce=bfloat16`; None: what a saved plan says
     ranks          None: as many as the plan says
-    plan           mesh axes, `auto`, `auto:CLUSTER`, a saved plan's file, or `policy.py::function`; None: search one
+    plan           mesh axes, `auto`, `auto:CLUSTER`, a ready policy, a saved plan's file, or `policy.py::function`;
+                   None: search one
     plan_document  the text of a saved plan, instead of `plan`
     schedule       its name, or a file that has one, as `read_schedule` reads it; None: the plan's
     micro_batches  None: as many as the plan says
@@ -63,7 +65,10 @@ if TYPE_CHECKING:
     from nnscaler.compile import PlanSource
     from nnscaler.transform.plan import Plan
 
-FORMS = "dp=2,tp=2 (mesh axes), auto or auto:h100x8 (searched), plan.json (a saved plan), or policy.py::function"
+FORMS = (
+    "dp=2,tp=2 (mesh axes), auto or auto:h100x8 (searched), megatron or another ready policy (`nnscaler list plans`), "
+    "plan.json (a saved plan), or policy.py::function"
+)
 SEARCH = ("cluster", "memory", "constraints", "profile")  # fields of a request that are for the search of a plan
 
 
@@ -87,6 +92,8 @@ def _check_named(request: CompileRequest) -> None:
     spec, ranks = request.plan, request.ranks
     if spec is not None and "::" in spec:
         _user_file(spec, FORMS)
+    elif spec is not None and (ready := parse_ready(spec)) is not None:
+        ready.for_ranks(ranks or ready.ranks or 1)
     elif spec is not None and is_words(spec):
         if ranks is not None:
             parse_spec(spec, ranks)
@@ -171,8 +178,8 @@ def _memory_of(text: str | None) -> float | None:
 
 
 def is_words(spec: str) -> bool:
-    """Return whether it says itself what the plan is (axes, auto), and is no file and no function."""
-    return "::" not in spec and ("=" in spec or parse_auto(spec) is not None)
+    """Return whether it says itself what the plan is (axes, auto, a ready policy), and is no file and no function."""
+    return "::" not in spec and ("=" in spec or parse_auto(spec) is not None or parse_ready(spec) is not None)
 
 
 def ranks_asked(request: CompileRequest) -> int | None:
@@ -182,6 +189,9 @@ def ranks_asked(request: CompileRequest) -> int | None:
     spec = request.plan
     if request.plan_document is None and (spec is None or parse_auto(spec) is not None or "::" in spec):
         return None
+    ready = None if spec is None else parse_ready(spec)
+    if ready is not None:
+        return ready.ranks
     return ranks_in(parse_axes(spec)) if spec is not None and is_words(spec) else _saved(request).ranks
 
 

@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     console: Console = options.console
     if options.missing is not None:
         return _missing(options, console)
-    rows = {"ops": _operators, "plans": lambda: list(PLANS), "schedules": _schedules}[options.what]()
+    rows = {"ops": _operators, "plans": _plans, "schedules": _schedules}[options.what]()
     if options.json:
         console.result(json.dumps([{"name": name, "text": text} for name, text in rows], indent=1))
         return ExitCode.VERIFIED
@@ -160,6 +160,12 @@ def _operators() -> list[tuple[str, str]]:
         if spec is not None:
             rows.append((name, spec.annotation if isinstance(spec.annotation, str) else "(depends on the arguments)"))
     return rows
+
+
+def _plans() -> list[tuple[str, str]]:
+    from nnscaler.planning.ready import READY
+
+    return [*PLANS, *((name, f"ready: {policy.text}") for name, policy in READY.items())]
 
 
 def _schedules() -> list[tuple[str, str]]:
