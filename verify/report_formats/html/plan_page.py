@@ -73,14 +73,14 @@ def _stages(found: Found, replayed: Replay) -> str:
     rows = [
         (
             str(number),
-            ranks[number],
+            ranks[found.best.configuration.stage_devices[number]],
             found.layers_of(number),
             show_seconds(times.forward[number]),
             show_seconds(times.backward[number]),
             show_seconds(times.once[number]),
-            f"{replayed.busy[number]:.0%}",
-            f"{1 - replayed.busy[number]:.0%}",
-            show_bytes(replayed.sent[number]),
+            f"{replayed.busy[found.best.configuration.stage_devices[number]]:.0%}",
+            f"{1 - replayed.busy[found.best.configuration.stage_devices[number]]:.0%}",
+            show_bytes(replayed.sent[found.best.configuration.stage_devices[number]]),
             show_bytes(stage.resting),
             show_bytes(stage.kept),
         )
