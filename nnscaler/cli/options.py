@@ -68,9 +68,9 @@ def _of_file(document: Document, command: str, keys: Sequence[Key]) -> dict[str,
 
 PLAN_HELP = (
     "how to lay the model out: mesh axes such as dp=2,tp=2,pp=2 (any subset; their product is the number of ranks), "
-    "with zero=3 for parameters that rest in shards over dp (ZeRO-3, FSDP), cp=2 for ranks that share the tokens of each "
-    "sequence, and ep=2 for experts that two ranks of dp divide; a ready policy that `nnscaler list plans` shows, alone "
-    "or with its axes (megatron:dp=2,tp=2); a plan.json written by `nnscaler plan` or `nnscaler compile`; or "
+    "with zero=3 for parameters that rest in shards over dp (ZeRO-3, FSDP), cp=2 for ranks that share the tokens of "
+    "each sequence, and ep=2 for experts that two ranks of dp divide; a ready policy that `nnscaler list plans` shows, "
+    "alone or with its axes (megatron:dp=2,tp=2); a plan.json written by `nnscaler plan` or `nnscaler compile`; or "
     "policy.py::function. Without it, or with auto, the fastest plan for --cluster is searched and shown (auto:h100x8 "
     "is short for --cluster h100x8)"
 )

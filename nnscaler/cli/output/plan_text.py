@@ -29,8 +29,9 @@ def summary(found: Found, seconds: float, replayed: Replay | None) -> list[str]:
     for number, stage in enumerate(best.stages):
         more = f", {show_bytes(stage.arriving)} of whole gradients" if stage.arriving else ""
         if replayed is not None:
-            busy = min(replayed.busy[number], 1.0)  # sums may differ in their last digits
-            more += f"; a rank sends {show_bytes(replayed.sent[number])} a step; busy {busy:.0%}, idle {1 - busy:.0%}"
+            device = best.configuration.stage_devices[number]
+            busy = min(replayed.busy[device], 1.0)  # sums may differ in their last digits
+            more += f"; a rank sends {show_bytes(replayed.sent[device])} a step; busy {busy:.0%}, idle {1 - busy:.0%}"
         lines.append(
             f"  stage {number}: {found.place_of(number)}; a micro-batch {show_seconds(stage.forward)} forward, "
             f"{show_seconds(stage.backward)} backward; once a step {show_seconds(stage.once)}; "

@@ -310,7 +310,12 @@ def test_all_constraints_of_a_random_plan_give_that_plan(name: str, seed: int) -
     graph = graph_of(name)
     random = Random(seed)
     shape = random.choice([(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)])
-    kept = sizes(**dict(zip(("dp", "tp", "pp"), shape, strict=True)), micro_batches=shape[2], recompute=seed == 1)
+    kept = sizes(
+        **dict(zip(("dp", "tp", "pp"), shape, strict=True)),
+        micro_batches=shape[2],
+        recompute=seed == 1,
+        schedule="1f1b",
+    )
     subject = subject_of(name, 8)
     tables = subject.tables(shape[1], shape[0] * shape[2])
     drawn = {n: random.choice(strategies).choices[0] for n, strategies in sorted(tables.strategies.items())}

@@ -69,7 +69,7 @@ def _stages(found: Found, replayed: Replay) -> str:
         "activations",
     )
     every = [program.stage for program in replayed.communicated.stages]
-    own = [next(stage for stage in every if stage.devices == (device,)) for device in range(len(found.best.stages))]
+    own = [stage for stage in every if len(stage.devices) == 1]  # the others are the shared ends of a pipeline
     times = replayed.prediction
     rows = [
         (
@@ -79,9 +79,9 @@ def _stages(found: Found, replayed: Replay) -> str:
             show_seconds(times.forward[own[number].index]),
             show_seconds(times.backward[own[number].index]),
             show_seconds(times.once[own[number].index]),
-            f"{replayed.busy[number]:.0%}",
-            f"{1 - replayed.busy[number]:.0%}",
-            show_bytes(replayed.sent[number]),
+            f"{replayed.busy[own[number].devices[0]]:.0%}",
+            f"{1 - replayed.busy[own[number].devices[0]]:.0%}",
+            show_bytes(replayed.sent[own[number].devices[0]]),
             show_bytes(stage.resting),
             show_bytes(stage.kept),
         )
