@@ -26,7 +26,7 @@ from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
-from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.planning.policies import make_plan, parse_slices, parse_spec
 from nnscaler.planning.sharding.memory import bytes_of_optimizer
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
@@ -323,6 +323,7 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
         schedule=wanted.schedule,
         micro_batches=wanted.micro_batches,
         replicate=wanted.replicate,
+        slices=parse_slices(spec),
     )
     return Planned(with_checkpoints(made, graph), known, "; ".join(("as asked", *made.notes)))
 

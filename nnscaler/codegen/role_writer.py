@@ -88,6 +88,8 @@ def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram]) -
         f"{INDENT}axes = {{{axes}}}",
         f"{INDENT}micro_batches = {stage.micro_batches}",
     ]
+    if stage.slices > 1:
+        lines.append(f"{INDENT}slices = {stage.slices}")
     if stage.time_axes:
         sizes = ", ".join(f'"{a.name}": {a.size}' for a in stage.time_axes)
         lines.append(f"{INDENT}time_axes = {{{sizes}}}")

@@ -136,7 +136,7 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
     for program in programs:
         sizes, names = program.stage.sizes, program.stage.names
         live = differentiated(graph, program)
-        for statements, times in ((program.prepare, 1), (program.forward, program.stage.micro_batches)):
+        for statements, times in ((program.prepare, 1), (program.forward, program.stage.passes)):
             for statement in statements:
                 if not isinstance(statement, Convert):
                     continue
@@ -153,7 +153,7 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
         for message in program.receives:
             elements = prod(local_shape(message.target.layout, sizes, graph.tensors[message.tensor].shape))
             calls, sent = found.get(("pp", "send"), (0, 0.0))
-            times = program.stage.micro_batches * (2 if message.needs_grad else 1)
+            times = program.stage.passes * (2 if message.needs_grad else 1)
             found["pp", "send"] = (calls + times, sent + float(times * elements))
     return found
 

@@ -8,6 +8,7 @@ Under `Split(identifier, outer)` an operand that has the identifier is sharded; 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand, Factor
 from op_registry.annotation.splits import balanced, shard_of, splittable
@@ -20,6 +21,7 @@ from nnscaler.ir.layout import (
     REPLICATED,
     Layout,
     Partial,
+    Prefix,
     Sharded,
     State,
     explain_illegal,
@@ -35,6 +37,16 @@ def operand_state(bound: BoundAnnotation, operand: BoundOperand | None, split: S
         return None
     found = shard_of(bound, operand, split.identifier, split.outer, split.sizes, split.sections)
     return None if found is None else Sharded(found.dim, found.outer, found.sections, found.sizes)
+
+
+def _prefix_state(bound: BoundAnnotation, operand: BoundOperand | None, split: Split) -> Prefix | None:
+    """Return the state of an operand that is read up to the rows of a slice; None for any other one."""
+    if operand is None or not split.prefix:
+        return None
+    dims = (tuple(f.identifier for f in dim.factors) for dim in operand.dims)
+    read = (i for i, names in enumerate(dims) if any(n and bound.rows.get(n) == split.identifier for n in names))
+    dim = next(read, None)
+    return None if dim is None else Prefix(dim, split.sizes)
 
 
 def input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
@@ -59,7 +71,7 @@ def _input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
     reduction = bound.marks.get(choice.identifier) == "+"
     states: list[State] = []
     for operand in bound.inputs:
-        state = operand_state(bound, operand, choice)
+        state = _prefix_state(bound, operand, choice) or operand_state(bound, operand, choice)
         if state is not None:
             states.append(state)
         elif operand is not None and operand.additive and reduction:
@@ -154,7 +166,20 @@ def _explain_illegal_choice(signature: Signature, choice: Split | RunPartial, pa
         return f"the hook of {signature.spec.name} does not know shards of unequal sizes"
     if (choice.outer > 1 or choice.sections) and choice.identifier in signature.spec.contiguous:
         return f"{choice.identifier!r} can only be split into contiguous blocks"
-    return splittable(signature.bound, choice.identifier, parts, choice.outer, choice.sizes, choice.sections)
+    if choice.prefix and (choice.outer > 1 or choice.sections or not reads_prefix(signature, choice.identifier)):
+        return f"`{signature.bound.text}` has nothing that is read up to a block of {choice.identifier!r}"
+    cut = (choice.outer, choice.sizes, choice.sections)
+    return splittable(signature.bound, choice.identifier, parts, *cut, choice.prefix)
+
+
+def reads_prefix(signature: Signature, identifier: str) -> bool:
+    """Return whether an operand is read up to the rows of an identifier, as its mark says: `s<q`."""
+    return signature.bound is not None and identifier in signature.bound.rows.values()
+
+
+def over_slices(signature: Signature, split: Split) -> Split:
+    """Return the split as slices in time take it: what is read up to a row is a prefix."""
+    return replace(split, prefix=True) if reads_prefix(signature, split.identifier) else split
 
 
 def explain_illegal_choices(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import MICRO, Axis, DeviceMesh
+from nnscaler.ir.layout import MICRO, SLICE, Axis, DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,20 @@ class Split:
     outer        how many blocks it has, each of which is split
     sections     sizes of concatenated parts, each of which is split; excludes `outer` and `sizes`
     sizes        of unequal pieces of each block, one per rank
+    prefix       whether the pieces are slices in time, which have the rows of earlier ones of what is marked `<`
     """
 
     identifier: str
     outer: int = 1
     sections: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    prefix: bool = False
 
     def __str__(self) -> str:
         how = f" outer {self.outer}" if self.outer > 1 else f" sections {self.sections}" if self.sections else ""
-        return f"split {self.identifier}{how}" + (f" sizes {self.sizes}" if self.sizes else "")
+        return f"split {self.identifier}{how}" + (f" sizes {self.sizes}" if self.sizes else "") + (
+            " with what is before" if self.prefix else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +65,38 @@ Choice = RunInvariant | RunReplicated | Split | RunPartial
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One segment of the pipeline and the mesh that runs it. `device` numbers the group of ranks (several stages of
-    an interleaved pipeline share one). `time_axes`: those of regions that run in pieces."""
+    an interleaved pipeline share one). `time_axes`: those of regions that run in pieces. `slices`: of tokens, in which
+    each micro-batch runs."""
 
     index: int
     mesh: DeviceMesh
     device: int
     micro_batches: int = 1
     time_axes: tuple[Axis, ...] = ()
+    slices: int = 1
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes of every layout on this stage: the mesh's, then those in time, of regions and, last, `micro` (size 1
-        without micro-batches). Outside of its region everything is `Invariant` on a region's axis."""
-        return (*self.mesh.axes, *self.time_axes, Axis(MICRO, self.micro_batches))
+        """The axes of every layout on this stage: the mesh's, then those in time, of regions, of slices where there
+        are some, and, last, `micro` (size 1 without micro-batches). Outside of its region everything is `Invariant` on
+        a region's axis."""
+        slices = (Axis(SLICE, self.slices),) if self.slices > 1 else ()
+        return (*self.mesh.axes, *self.time_axes, *slices, Axis(MICRO, self.micro_batches))
 
     @property
     def first_in_time(self) -> int:
         """The position of the first axis in time: from there on, axes have no ranks and communicate nothing."""
         return len(self.mesh.axes)
+
+    @property
+    def first_in_step(self) -> int:
+        """The position of the first axis in time over which the whole stage runs, and not a region of it."""
+        return len(self.mesh.axes) + len(self.time_axes)
+
+    @property
+    def passes(self) -> int:
+        """How often the stage runs forward in a step."""
+        return self.micro_batches * self.slices
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -107,7 +125,7 @@ class Chunk:
 class Placement:
     """Where and how an operation runs.
 
-    Invariant: the choice for micro-batches, the last one, is the same on all stages.
+    Invariant: the choices for slices and micro-batches, the last ones, are the same on all stages.
 
     stages      where it runs (more than one: it is repeated on each)
     choices     per stage of the graph, one choice per axis of that stage's `axes`; also where the operation does not

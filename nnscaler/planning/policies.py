@@ -129,7 +129,7 @@ def assign_steps(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
     return tuple(AssignStep(tuple(names), where) for where, names in sorted(groups.items()))
 
 
-OWNED = "owned"
+OWNED, SLICES = "owned", "slices"
 _WORDS = ("zero", OWNED)  # that are no sizes
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
@@ -137,20 +137,25 @@ AXES = {
     PP: "pipeline parallel: layers, or else operations, are split into stages",
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
+    SLICES: "of tokens, in which each micro-batch runs: slices=4, or shares of the tokens, slices=3:3:2 (TeraPipe)",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
 }
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`.
+    """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`. Slices are no
+    axis: `parse_slices` has them.
 
     Raises NnscalerError("plan_illegal").
     """
+    parse_slices(text)
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
+        if name == SLICES:
+            continue
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, tp=N, pp=N, zero=1|2|3, owned=1"
+            wrong = f"{part!r} is not one of dp=N, shard=N, tp=N, pp=N, zero=1|2|3, owned=1, slices=N"
             if name in sizes:
                 wrong = f"{name} is named twice"
             elif name in AXES and number.isdigit():
@@ -181,6 +186,20 @@ def parse_axes(text: str) -> dict[str, int]:
         message = f"--plan {text!r}: shard={sizes[SHARD]} says over which ranks parameters rest in shards"
         raise NnscalerError("plan_illegal", message, help="add zero=1, zero=2 or zero=3; or take more ranks of dp")
     return sizes
+
+
+def parse_slices(text: str) -> tuple[int, ...]:
+    """Return the shares of tokens that a specification names: of `pp=2,slices=3:3:2`, (3, 3, 2); () for none.
+
+    Raises NnscalerError("plan_illegal").
+    """
+    given = [part.strip() for part in text.split(",") if part.strip().partition("=")[0] == SLICES]
+    numbers = given[0].partition("=")[2].split(":") if given else []
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers) or numbers == ["1"] or len(given) > 1:
+        wrong = "slices are named twice" if len(given) > 1 else f"{given[0]!r} says no slices"
+        help = "slices=4 (two or more equal ones), or shares of the tokens: slices=3:3:2"
+        raise NnscalerError("plan_illegal", f"--plan {text!r}: {wrong}", help=help)
+    return (1,) * int(numbers[0]) if len(numbers) == 1 else tuple(map(int, numbers))
 
 
 def ranks_in(sizes: Mapping[str, int]) -> int:
@@ -214,13 +233,14 @@ def make_plan(
     micro_batches: int | None = None,
     replicate: Sequence[str] = (),
     chunks: int | None = None,
+    slices: tuple[int, ...] = (),
 ) -> Plan:
     """Return the product of the policies data_parallel, tensor_parallel and pipeline; with `zero`, parameters rest in
     shards.
 
     `micro_batches` None: as many as a given schedule is for; else twice the pipeline's devices, as far as the batch
     allows; 1 without a pipeline. `replicate`:
-    patterns of modules or operations that tensor parallelism leaves whole.
+    patterns of modules or operations that tensor parallelism leaves whole. `slices`: shares of tokens, as `Plan` has.
     """
     dp, tp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(TP, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule or DEFAULT
@@ -234,7 +254,7 @@ def make_plan(
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
     mesh = tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)
-    plan = with_schedule(Plan(mesh, (), micro_batches), schedule or DEFAULT.name, chunks)
+    plan = with_schedule(Plan(mesh, (), micro_batches, slices=slices), schedule or DEFAULT.name, chunks)
     if SHARD in sizes:
         plan = replace(plan, data_axes=(DP, SHARD))
     steps: list[Step] = []

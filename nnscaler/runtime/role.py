@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nnscaler.instructions import FORM, Instruction, StagePasses, check_order
-from nnscaler.runtime.communication.comm import AxisGroup
+from nnscaler.runtime.communication.comm import AxisGroup, KeptRows
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.layout import State
+from nnscaler.runtime.shards import ravel
 from nnscaler.runtime.split_backward import recompute_in_halves
 
 
@@ -27,7 +28,7 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
     A program may be run without all of its backwards, as one without a loss is. Raises ProgramError for anything else
     that `check_order` finds.
     """
-    passes = {stage.index: StagePasses((stage.micro_batches,), "may") for stage in stages}
+    passes = {stage.index: StagePasses(times_of(stage), "may") for stage in stages}
     instructions, mistakes = check_order(text.split(), passes)
     if mistakes:
         raise ProgramError(f"SCHEDULE {mistakes[0].message}; {FORM}")
@@ -35,6 +36,7 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
 
 
 MICRO = "micro"  # the axis of micro-batches
+SLICE = "slice"  # the axis of slices of tokens
 INPUT_GRADIENT = (
     "nnscaler_gradient_of_"  # of parameters that are zero and are added to an input, whose gradient they get
 )
@@ -221,7 +223,8 @@ Observer = Callable[[str, Tensor], None]
 
 class Stage:
     """Base of the stages of a role module. The executor makes one object per rank, with an `AxisGroup` for each axis
-    (`micro` is the current micro-batch, an axis of `time_axes` the current piece of its region) and a tensor for each
+    (`micro` is the current micro-batch, `slice` the slice of it, if there are `slices`, and an axis of `time_axes` the
+    current piece of its region) and a tensor for each
     declared parameter, frozen parameter, buffer and constant. Subclasses define `forward`, and `prepare` where
     `prepare_inputs` is not empty."""
 
@@ -229,6 +232,7 @@ class Stage:
     ranks: ClassVar[Ranks] = (0,)
     axes: ClassVar[Mapping[str, int]] = {}
     micro_batches: ClassVar[int] = 1
+    slices: ClassVar[int] = 1
     time_axes: ClassVar[Mapping[str, int]] = {}
     parameters: ClassVar[Mapping[str, Parameter]] = {}
     frozen: ClassVar[Mapping[str, Parameter]] = {}
@@ -243,6 +247,7 @@ class Stage:
     updates: ClassVar[Mapping[str, str]] = {}
 
     micro: AxisGroup
+    slice: AxisGroup
     device: torch.device
     context: RunContext
     at_rest: dict[str, torch.nn.Parameter]
@@ -254,17 +259,24 @@ class Stage:
         self.device = torch.device("cpu")  # the builder names another
         self.context = context
         self.at_rest = {}  # parameter -> its tensor between steps; mostly its leaf
-        self.micro = AxisGroup(MICRO, self.micro_batches, 0)
+        self.enter((0,) * len(times_of(self)), None)
         for axis, size in self.time_axes.items():
             setattr(self, axis, AxisGroup(axis, size, 0))
         self._observer = observer
 
     def coordinates(self) -> dict[str, int]:
         """Return this rank's index on every axis, and the current piece and micro-batch."""
-        return {axis: getattr(self, axis).index for axis in (*self.axes, *self.time_axes, MICRO)}
+        return {axis: getattr(self, axis).index for axis in self.sizes()}
 
     def sizes(self) -> dict[str, int]:
-        return {**self.axes, **self.time_axes, MICRO: self.micro_batches}
+        sliced = {SLICE: self.slices} if self.slices > 1 else {}
+        return {**self.axes, **self.time_axes, **sliced, MICRO: self.micro_batches}
+
+    def enter(self, at: tuple[int, ...], kept: KeptRows | None) -> None:
+        """Go to a place in time: the micro-batch, and its slice if there are some. `kept`: the rows of its slices."""
+        self.micro = AxisGroup(MICRO, self.micro_batches, at[0])
+        if self.slices > 1:
+            self.slice = AxisGroup(SLICE, self.slices, at[1], kept=kept)
 
     def in_piece(self, function: Callable[..., Any], **index: int) -> Callable[..., Any]:
         """Return the function at a place on an axis in time (`co=1`), also where it runs again in backward."""
@@ -292,6 +304,16 @@ class Stage:
         """Hand a value to the observer, after each assignment in a program that was loaded for observation."""
         if self._observer is not None and isinstance(value, Tensor):
             self._observer(name, value)
+
+
+def times_of(stage: Stage | type[Stage]) -> tuple[int, ...]:
+    """Return the size of each axis in time of a step: micro-batches, then slices where there are some."""
+    return (stage.micro_batches, stage.slices) if stage.slices > 1 else (stage.micro_batches,)
+
+
+def number_of(stage: Stage | type[Stage], at: tuple[int, ...]) -> int:
+    """Return the number of a place in time: the micro-batch where there are no slices, else that of its slice."""
+    return ravel(dict(enumerate(at)), dict(enumerate(times_of(stage))))
 
 
 def is_trained(stage: Stage | type[Stage]) -> bool:

@@ -51,7 +51,7 @@ def check_acyclic(schedule: Schedule, edges: Collection[StageEdge]) -> tuple[Ins
 def check_complete(schedule: Schedule) -> None:
     """Check that every stage runs forward once per micro-batch, on its device, and then backward, whole or in halves,
     where a gradient reaches it: else NnscalerError("bad_schedule")."""
-    times = (schedule.micro_batches,)
+    times = schedule.times
     for device, order in enumerate(schedule.orders):
         own = [s for s, d in enumerate(schedule.devices) if d == device]
         passes = {s: StagePasses(times, "never" if s in schedule.untrained else "must") for s in own}

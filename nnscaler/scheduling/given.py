@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.instructions import FORM, Instruction, StagePasses, check_order, read_instruction
+from nnscaler.instructions import FORM, SLICES, Instruction, StagePasses, check_order, read_instruction
 from nnscaler.scheduling.schedule import BACKWARD, Schedule, ScheduleKind
 
 
@@ -54,16 +54,29 @@ def read_orders(orders: Sequence[GivenOrder], source: str, devices: Sequence[int
         raise NnscalerError("bad_schedule", f"{source}: there are no passes in it", help=FORM)
     if devices is None:
         devices = _devices(orders, read, source)
-    micro_batches = max(i.micro for i in every) + 1
+    times = _times(orders, read, source)
     trained = {i.stage for i in every if i.kind in BACKWARD}
     for device, order in enumerate(orders):
         own = [stage for stage, at in enumerate(devices) if at == device]
-        passes = {stage: StagePasses((micro_batches,), "must" if stage in trained else "never") for stage in own}
+        passes = {stage: StagePasses(times, "must" if stage in trained else "never") for stage in own}
         _, mistakes = check_order(order.words, passes)
         for mistake in mistakes[:1]:
-            help = f"there are {len(devices)} stages and {micro_batches} micro-batches, and this device has the stages "
+            help = f"there are {len(devices)} stages and {times[0]} micro-batches, and this device has the stages "
             raise order.wrong(source, mistake.word, mistake.message, f"{help}{own}")
-    return Schedule(source, tuple(devices), micro_batches, read, frozenset(range(len(devices))) - trained)
+    untrained = frozenset(range(len(devices))) - trained
+    return Schedule(source, tuple(devices), times[0], read, untrained, (*times, 1)[1])
+
+
+def _times(orders: Sequence[GivenOrder], read: Sequence[Sequence[Instruction]], source: str) -> tuple[int, ...]:
+    """Return the size of each axis in time, as the largest places say. Raises NnscalerError("bad_schedule") where one
+    pass has a slice and another has none."""
+    first = next(i for order in read for i in order)
+    for order, given in zip(read, orders, strict=True):
+        for instruction in order:
+            if len(instruction.at) != len(first.at):
+                message = f"{instruction} and {first}: either all passes are of a slice, or none is"
+                raise given.wrong(source, str(instruction), message, f"{FORM}; {SLICES}")
+    return tuple(max(numbers) + 1 for numbers in zip(*(i.at for order in read for i in order), strict=True))
 
 
 def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:
@@ -73,10 +86,9 @@ def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:
         place = f"{order.name}, {order.places[position]}"
         message = f"{source}: {place}: {word!r} is not an instruction of a schedule"
         raise NnscalerError("bad_schedule", message, order.where, FORM)
-    if len(read.at) != 1:
-        raise order.wrong(
-            source, word, f"{word!r} has {len(read.at)} places in time, and a pass has a micro-batch", FORM
-        )
+    if len(read.at) > 2:
+        message = f"{word!r} has {len(read.at)} places in time, and a pass has a micro-batch, and a slice of it"
+        raise order.wrong(source, word, message, FORM)
     return read
 
 

@@ -8,12 +8,14 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
+from nnscaler.instructions import FORM, SLICES
 from nnscaler.scheduling.given import GivenOrder, read_orders
 from nnscaler.scheduling.gpipe import GPIPE
 from nnscaler.scheduling.interleaved import INTERLEAVED
 from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.slices import in_slices
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
 from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
 from nnscaler.transform.plan import Plan, stage_devices
@@ -79,6 +81,8 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
     else:
         kind = get_schedule(plan.schedule)
         found = kind(plan.devices, max(plan.stages // plan.devices, 1), plan.micro_batches)
+        if plan.slices:
+            found = in_slices(kind, found, len(plan.slices))
         if found.devices != devices:
             raise NnscalerError(
                 "plan_illegal",
@@ -108,6 +112,9 @@ def _own(plan: Plan, devices: tuple[int, ...]) -> Schedule:
         raise NnscalerError("bad_schedule", message, help="a text per device: F0.0 F0.1 B0.0 B0.1")
     given = [GivenOrder.of_text(text, f"device {device}") for device, text in enumerate(plan.orders)]
     found = read_orders(given, source, devices)
+    if found.slices != (len(plan.slices) or 1):
+        message = f"{source} are for {found.slices} slices of each micro-batch, and the plan has {len(plan.slices) or 1}"
+        raise NnscalerError("bad_schedule", message, help=f"{SLICES}; without slices, {FORM}")
     if found.micro_batches != plan.micro_batches:
         message = f"{source} are for {found.micro_batches} micro-batches, and the plan has {plan.micro_batches}"
         raise NnscalerError("bad_schedule", message, help=f'"micro_batches": {found.micro_batches}')

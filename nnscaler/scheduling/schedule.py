@@ -25,6 +25,7 @@ class Schedule:
     micro_batches   number of micro-batches
     orders          by device, its instructions in order
     untrained       stages that no gradient reaches: they have no backward passes
+    slices          in which each micro-batch runs; 1: it is whole
     """
 
     name: str
@@ -32,6 +33,12 @@ class Schedule:
     micro_batches: int
     orders: tuple[tuple[Instruction, ...], ...]
     untrained: frozenset[int] = frozenset()
+    slices: int = 1
+
+    @property
+    def times(self) -> tuple[int, ...]:
+        """The size of each axis in time: micro-batches, then slices where there are some."""
+        return (self.micro_batches, self.slices) if self.slices > 1 else (self.micro_batches,)
 
     @property
     def stages(self) -> int:
@@ -68,6 +75,7 @@ class ScheduleKind:
     repeats     (devices, micro-batches) -> how often the slowest stage counts beside the sum of all stages
     given       whether it is the user's: no name leads to it, so a plan that follows it holds its orders
     only        the one number of devices, and of micro-batches, that it is for; None: any
+    sliced      (devices, micro-batches, slices) -> the schedule of slices; None: each micro-batch's run where it would
     """
 
     name: str
@@ -80,6 +88,7 @@ class ScheduleKind:
     repeats: Callable[[int, int], int] | None = None
     given: bool = False
     only: tuple[int, int] | None = None
+    sliced: Callable[[int, int, int], Schedule] | None = None
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
         """Return the order of every device. Raises NnscalerError("plan_illegal") for a number of chunks that it has
