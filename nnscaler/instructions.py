@@ -4,8 +4,8 @@ The schedules that the compiler writes, the runtime that follows them and the ch
 share this file, so that none of them can accept an order that another one reads otherwise. It stands on the standard
 library alone.
 
-An instruction is a pass of one micro-batch, or of one slice of its tokens, through one stage: forward `F`, and backward either whole, `B`, or in two
-halves: `I` computes the gradients of what the stage received, and `W`, any time later, those of its parameters (Qi et
+An instruction is a pass of one micro-batch, or of one slice of its tokens, through one stage: forward `F`, and backward
+either whole, `B`, or in two halves: `I` computes the gradients of what the stage received, and `W`, any time later, those of its parameters (Qi et
 al., Zero Bubble Pipeline Parallelism, 2023). Nothing waits for `W` but the update, so it fills what would be a bubble.
 """
 
@@ -85,8 +85,8 @@ class StagePasses:
 class OrderMistake:
     """A reason why an order is not one of these stages.
 
-    kind      slices: those of a micro-batch out of their order; word: it is no instruction; foreign: of no stage here; unwanted: a backward without a loss; twice,
-              missing, early: an instruction repeated, left out, or before what it needs on its own stage; mixed: a
+    kind      slices: those of a micro-batch out of their order; word: it is no instruction; foreign: of no stage here;
+              unwanted: a backward without a loss; twice, missing, early: an instruction repeated, left out, or before what it needs on its own stage; mixed: a
               backward that is run whole and in halves
     word      the instruction
     message   "runs F0.1 twice": what the order does, without a subject
@@ -151,7 +151,10 @@ def _mistakes_at(
             return
 
 
-_TURN: Mapping[Kind, str] = {"F": "forward in order, each after what the ones before it keep", "B": "backward in reverse order"}
+_TURN: Mapping[Kind, str] = {
+    "F": "forward in order, each after what the ones before it keep",
+    "B": "backward in reverse order",
+}
 
 
 def _mistakes_of_slices(

@@ -173,5 +173,6 @@ def _cost(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Sequence
     elements = 1
     for size in local_shape(at_rest, stage.sizes, tensor.shape):
         elements *= size
-    deferred = [a.size for a, s in zip(stage.axes, leaf, strict=True) if isinstance(s, Replicated) and a.name not in IN_STEP]
+    reduced = (a for a, s in zip(stage.axes, leaf, strict=True) if isinstance(s, Replicated))
+    deferred = [a.size for a in reduced if a.name not in IN_STEP]
     return total + MEMORY * elements + sum(2 * (p - 1) / p * elements for p in deferred)

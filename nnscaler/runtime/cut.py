@@ -6,7 +6,7 @@ nothing else, so that what one of them relies on is what another one tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -84,6 +84,45 @@ class Cut:
         """Return the whole dim, with `piece` at its place and zeros elsewhere."""
         shapes = [self.shape_at(piece.shape, i) for i in range(parts)]
         return self.join([piece if i == index else piece.new_zeros(shape) for i, shape in enumerate(shapes)])
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCut:
+    """How slices in time cut a dim whose rows they keep for later ones: each has all rows up to its last one.
+
+    dim     that is cut
+    sizes   of unequal slices; empty: they are equal
+    terms   whether what they have are terms of a sum
+    """
+
+    dim: int
+    sizes: tuple[int, ...] = ()
+    terms: bool = False
+
+    def shape_of(self, whole: Sequence[int], parts: int, index: int) -> tuple[int, ...]:
+        """Return the shape of what the slice of `index` has, from that of the whole."""
+        end = sum((self.sizes or (whole[self.dim] // parts,) * parts)[: index + 1])
+        return (*whole[: self.dim], end, *whole[self.dim + 1 :])
+
+    def pieces(self, tensor: Tensor, parts: int) -> list[Tensor]:
+        """Return what each slice has of a value."""
+        shapes = (self.shape_of(tensor.shape, parts, index) for index in range(parts))
+        return [tensor.narrow(self.dim, 0, shape[self.dim]) for shape in shapes]
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the whole: that of the last slice, with the terms of earlier ones added to its rows."""
+        *earlier, last = pieces
+        if not self.terms:
+            return last
+        total = last.clone()
+        for piece in earlier:
+            total.narrow(self.dim, 0, piece.shape[self.dim]).add_(piece)
+        return total
+
+    def agree(self, pieces: Sequence[Tensor], same: Callable[[Tensor, Tensor], bool]) -> bool:
+        """Return whether earlier slices have of each row what the last one has; terms need not."""
+        *earlier, last = pieces
+        return self.terms or all(same(last.narrow(self.dim, 0, p.shape[self.dim]), p) for p in earlier)
 
 
 class ShardedState(Protocol):

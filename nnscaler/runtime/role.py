@@ -259,7 +259,7 @@ class Stage:
         self.device = torch.device("cpu")  # the builder names another
         self.context = context
         self.at_rest = {}  # parameter -> its tensor between steps; mostly its leaf
-        self.enter((0,) * len(times_of(self)), None)
+        enter(self, (0,) * len(times_of(self)), None)
         for axis, size in self.time_axes.items():
             setattr(self, axis, AxisGroup(axis, size, 0))
         self._observer = observer
@@ -269,14 +269,7 @@ class Stage:
         return {axis: getattr(self, axis).index for axis in self.sizes()}
 
     def sizes(self) -> dict[str, int]:
-        sliced = {SLICE: self.slices} if self.slices > 1 else {}
-        return {**self.axes, **self.time_axes, **sliced, MICRO: self.micro_batches}
-
-    def enter(self, at: tuple[int, ...], kept: KeptRows | None) -> None:
-        """Go to a place in time: the micro-batch, and its slice if there are some. `kept`: the rows of its slices."""
-        self.micro = AxisGroup(MICRO, self.micro_batches, at[0])
-        if self.slices > 1:
-            self.slice = AxisGroup(SLICE, self.slices, at[1], kept=kept)
+        return {**self.axes, **self.time_axes, **sizes_in_time(self)}
 
     def in_piece(self, function: Callable[..., Any], **index: int) -> Callable[..., Any]:
         """Return the function at a place on an axis in time (`co=1`), also where it runs again in backward."""
@@ -306,6 +299,13 @@ class Stage:
             self._observer(name, value)
 
 
+def enter(stage: Stage, at: tuple[int, ...], kept: KeptRows | None) -> None:
+    """Go to a place in time: the micro-batch, and its slice if there are some. `kept`: the rows of its slices."""
+    stage.micro = AxisGroup(MICRO, stage.micro_batches, at[0])
+    if stage.slices > 1:
+        stage.slice = AxisGroup(SLICE, stage.slices, at[1], kept=kept)
+
+
 def times_of(stage: Stage | type[Stage]) -> tuple[int, ...]:
     """Return the size of each axis in time of a step: micro-batches, then slices where there are some."""
     return (stage.micro_batches, stage.slices) if stage.slices > 1 else (stage.micro_batches,)
@@ -314,6 +314,17 @@ def times_of(stage: Stage | type[Stage]) -> tuple[int, ...]:
 def number_of(stage: Stage | type[Stage], at: tuple[int, ...]) -> int:
     """Return the number of a place in time: the micro-batch where there are no slices, else that of its slice."""
     return ravel(dict(enumerate(at)), dict(enumerate(times_of(stage))))
+
+
+def sizes_in_time(stage: Stage | type[Stage]) -> dict[str, int]:
+    """Return the axes in time of a step with their sizes, in the order of layouts."""
+    return {**({SLICE: stage.slices} if stage.slices > 1 else {}), MICRO: stage.micro_batches}
+
+
+def place_in_time(stage: Stage | type[Stage], number: int) -> dict[str, int]:
+    """Return the place with this number on the axes in time: the inverse of `number_of`."""
+    at = dict(zip((MICRO, SLICE), divmod(number, stage.slices), strict=True))
+    return {axis: at[axis] for axis in sizes_in_time(stage)}
 
 
 def is_trained(stage: Stage | type[Stage]) -> bool:

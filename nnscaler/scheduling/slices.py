@@ -63,9 +63,7 @@ def best_slices(tokens: int, stages: int, cost: SliceCost, step: int = 1) -> tup
     return tuple(length * step for length in found)
 
 
-def _least_sum(
-    count: int, times: dict[tuple[int, int], float], longest: float
-) -> tuple[float, tuple[int, ...]] | None:
+def _least_sum(count: int, times: dict[tuple[int, int], float], longest: float) -> tuple[float, tuple[int, ...]] | None:
     """Return the least sum of times of slices none of which takes longer, and their lengths; None for none."""
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ())]
     for end in range(1, count + 1):

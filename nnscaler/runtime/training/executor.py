@@ -20,7 +20,7 @@ from nnscaler.instructions import Instruction
 from nnscaler.manifest import Returns
 from nnscaler.runtime.communication.comm import KeptRows
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
-from nnscaler.runtime.role import Input, RunContext, Stage, number_of, parse_schedule, place_of, times_of
+from nnscaler.runtime.role import Input, RunContext, Stage, enter, number_of, parse_schedule, place_of, times_of
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
@@ -280,14 +280,14 @@ class RankExecutor:
             trained = backward and stage.index in self._trained
             if (instruction.kind == "B" and index == 0) if trained else index == stage.slices - 1:
                 del self._kept[place]
-        stage.enter(instruction.at, kept)
+        enter(stage, instruction.at, kept)
 
     def _prepare(self, stage: Stage, batch: Batch) -> Mapping[str, Any]:
         if not hasattr(stage, "prepare"):
             return {}
         with self._working(f"prepare of stage {stage.index}"), torch.no_grad():
             self._running = ("prepare", -1)
-            stage.enter((0,) * len(times_of(stage)), None)  # not the last one of the step before
+            enter(stage, (0,) * len(times_of(stage)), None)  # not the last one of the step before
             pieces = {name: self._piece(stage, source, batch) for name, source in stage.prepare_inputs.items()}
             return stage.prepare(**pieces)
 

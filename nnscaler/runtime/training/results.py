@@ -18,7 +18,6 @@ from nnscaler.runtime.shards import Sizes, local_shape
 from nnscaler.runtime.structure import restore
 from nnscaler.runtime.training.autocast import dtype_named
 
-
 Kept = dict[tuple[int, ...], Tensor]  # by place in time: the micro-batch, and its slice if there are some
 
 

@@ -138,11 +138,12 @@ def _draws(small: Representative) -> Iterator[Inputs]:
 def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[Case]:
     if isinstance(claim, Together):
         first, second = claim.identifiers
-        yield Case(inputs, (Split(first, 2 if first == second else 1), Split(second)), MESH)
+        one = Split(first, 2 if first == second else 1, prefix=first in claim.prefix)
+        yield Case(inputs, (one, Split(second, prefix=second in claim.prefix)), MESH)
         return
     if isinstance(claim, Splits) and claim.uneven:
         for parts in PARTS:
-            yield Case(inputs, (Split(claim.identifier),), (parts,), uneven=True)
+            yield Case(inputs, (Split(claim.identifier, prefix=claim.prefix),), (parts,), uneven=True)
         return
     for choice in _choices(claim, strided):
         for parts in PARTS if isinstance(claim, Splits) else PARTS[:2]:
@@ -151,6 +152,8 @@ def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[Case]:
 
 def _choices(claim: Claim, strided: set[str]) -> tuple[Choice, ...]:
     match claim:
+        case Splits(identifier, prefix=True):
+            return (Split(identifier, prefix=True),)
         case Splits(identifier):
             outers = (1, 2) if identifier in strided else (1,)
             return tuple(Split(identifier, outer) for outer in outers)
@@ -178,7 +181,7 @@ def prove(subject: ClaimedCall, tested: Mapping[Claim, Evidence], deadline: floa
     """
     small = subject.small
     undecided = [c for c in subject.claims if tested[c].verdict.passes and tested[c].open]
-    wanted = {_target(c): c for c in undecided if isinstance(c, Passes) or (isinstance(c, Splits) and not c.uneven)}
+    wanted = {_target(c): c for c in undecided if isinstance(c, Passes) or (isinstance(c, Splits) and _plain(c))}
     leaders = tuple(t for t in wanted if isinstance(t, str))
     linear = tuple(t for t in wanted if isinstance(t, frozenset))
     base = Base(small.inputs, small.signature, leaders, linear)
@@ -190,16 +193,27 @@ def prove(subject: ClaimedCall, tested: Mapping[Claim, Evidence], deadline: floa
             claimed = wanted[target]
             found[claimed] = replace(_strengthened(small, claimed, tested[claimed], strength), open=strength.open)
     for claim in undecided:
-        if isinstance(claim, Splits) and claim.uneven:
+        if isinstance(claim, Splits) and claim.prefix:
+            found[claim] = replace(found[claim], blocker="its call has what is before a slice: that is tested only")
+        elif isinstance(claim, Splits) and claim.uneven:
             found[claim] = _unevenly(small, claim, found)
         elif isinstance(claim, Together):
             found[claim] = _composed(small, claim, found)
         else:
             continue
         names = claim.identifiers if isinstance(claim, Together) else (claim.identifier,)
-        leant_on = [found[Splits(name)] for name in names if Splits(name) in found]
+        leant_on = [found[c] for name in names if (c := _by_itself(claim, name)) in found]
         found[claim] = replace(found[claim], open=any(e.open for e in leant_on))
     return found
+
+
+def _plain(claim: Splits) -> bool:
+    return not claim.uneven and not claim.prefix
+
+
+def _by_itself(claim: Splits | Together, name: str) -> Splits:
+    """Return the claim that an identifier of this one is split into equal pieces by one axis."""
+    return Splits(name, prefix=name in claim.prefix if isinstance(claim, Together) else claim.prefix)
 
 
 def _target(claim: Splits | Passes) -> Target:
@@ -241,7 +255,7 @@ def _composed(small: Representative, claim: Together, found: Mapping[Claim, Evid
     """Derive the evidence for two splits at once from that for each alone, where a shard's call is
     made axis by axis."""
     first, second = claim.identifiers
-    alone = [found[Splits(name)] for name in dict.fromkeys(claim.identifiers)]
+    alone = [found[_by_itself(claim, name)] for name in dict.fromkeys(claim.identifiers)]
     weakest = max(alone, key=lambda e: list(Verdict).index(e.verdict))
     if small.runner.spec.random:
         return found[claim]

@@ -75,13 +75,17 @@ def obligations_of(partitioned: PartitionedGraph, signatures: Mapping[str, Signa
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The identifier (the first of those split together) may be split. `uneven`: into shards of unequal sizes."""
+    """The identifier (the first of those split together) may be split. `uneven`: into shards of unequal sizes;
+    `prefix`: into slices in time, which have the rows of earlier ones of what is read up to a row."""
 
     identifier: str
     uneven: bool = False
+    prefix: bool = False
 
     def __str__(self) -> str:
-        return f"splits `{self.identifier}`" + (" into unequal shards" if self.uneven else "")
+        what = "slices with what is before" if self.prefix else "shards"
+        shown = self.prefix or self.uneven
+        return f"splits `{self.identifier}`" + (f" into {'unequal ' * self.uneven}{what}" if shown else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +100,10 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Two identifiers, or one of them twice, are split by two axes at once."""
+    """Two identifiers, or one of them twice, are split by two axes at once. `prefix`: those split into slices."""
 
     identifiers: tuple[str, str]
+    prefix: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         first, second = self.identifiers
@@ -121,9 +126,10 @@ def claims_of(obligation: Obligation) -> tuple[Claim, ...]:
     signature = obligation.signature
     choices = [c for c, (_, size) in zip(obligation.choices, obligation.axes, strict=True) if size > 1]
     found = dict.fromkeys(_of_choice(signature, c) for c in choices)
-    found |= dict.fromkeys(Splits(_leader(signature, c.identifier), True) for c in choices if _is_uneven(c))
+    found |= dict.fromkeys(Splits(_leader(signature, c.identifier), True, c.prefix) for c in choices if _is_uneven(c))
     splits = [_leader(signature, c.identifier) for c in choices if isinstance(c, Split)]
-    found |= dict.fromkeys(Together(pair) for pair in _pairs(splits))
+    sliced = frozenset(_leader(signature, c.identifier) for c in choices if isinstance(c, Split) and c.prefix)
+    found |= dict.fromkeys(Together(pair, sliced.intersection(pair)) for pair in _pairs(splits))
     if not splits and not any(isinstance(c, RunPartial) for c in choices):
         found[RunsWhole()] = None
     return tuple(found)
@@ -135,7 +141,7 @@ def _is_uneven(choice: Choice) -> TypeGuard[Split]:
 
 def _of_choice(signature: Signature, choice: Choice) -> Claim:
     if isinstance(choice, Split):
-        return Splits(_leader(signature, choice.identifier))
+        return Splits(_leader(signature, choice.identifier), prefix=choice.prefix)
     return Passes(choice.slots) if isinstance(choice, RunPartial) else RunsWhole()
 
 

@@ -85,7 +85,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import MICRO
+from nnscaler.ir.layout import IN_STEP
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import MANIFEST, Manifest
@@ -118,21 +118,22 @@ def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
         message = f"ranks {twice} have several roles" if twice else f"the roles run on the ranks {sorted(every)}"
         noted.append(Noted(place, place.number, Mistake("communication_mismatch", message)))
     seen: set[int] = set()
-    counts = {stage.micro_batches for role in roles for stage in role.stages}
+    counts = {stage.times for role in roles for stage in role.stages}
     in_time = list(dict.fromkeys(tuple(stage.time_axes.items()) for role in roles for stage in role.stages))
     for role in roles:
         for stage in role.stages:
             message = ""
             if stage.ranks != role.ranks:
                 message = f"stage {stage.index} runs on the ranks {stage.ranks}, and its role on {role.ranks}"
-            elif prod(stage.axes.values()) != len(stage.ranks) or {MICRO, *stage.time_axes} & {*stage.axes}:
+            elif prod(stage.axes.values()) != len(stage.ranks) or {*IN_STEP, *stage.time_axes} & {*stage.axes}:
                 message = f"stage {stage.index} has {len(stage.ranks)} ranks and the axes {dict(stage.axes)}"
             elif len(in_time) > 1:
                 message = f"stages have the axes in time {' and '.join(map(str, in_time))}: they are those of the plan"
             elif stage.index in seen:
                 message = f"stage {stage.index} occurs twice"
             elif len(counts) > 1:
-                message = f"stages have {sorted(counts)} micro-batches: a wrong count of micro-batches"
+                told = sorted(counts if any(len(times) > 1 for times in counts) else (n for (n,) in counts))
+                message = f"stages have {told} micro-batches: a wrong count of micro-batches"
             seen.add(stage.index)
             if message:
                 noted.append(Noted(stage, stage.number, Mistake("communication_mismatch", message)))

@@ -57,9 +57,9 @@ def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], t
 def _passes(stage: StageText, trains: bool) -> StagePasses:
     """Return the passes of a stage. Where neither the loss nor a gradient arrives there is nothing to go back from."""
     if not trains:
-        return StagePasses((stage.micro_batches,), "never")
+        return StagePasses(stage.times, "never")
     roots = stage.loss is not None or any(send.needs_grad for send in stage.sends)
-    return StagePasses((stage.micro_batches,), "must" if roots else "may")
+    return StagePasses(stage.times, "must" if roots else "may")
 
 
 def _mistake(role: RoleText, mistake: OrderMistake) -> Mistake:
@@ -67,6 +67,9 @@ def _mistake(role: RoleText, mistake: OrderMistake) -> Mistake:
     message, forward = f"SCHEDULE of {role.file} {mistake.message}", mistake.word[:1] == "F"
     if mistake.kind in ("word", "foreign", "early"):
         return Mistake("deadlock", message)
+    if mistake.kind == "slices":
+        cause = "a slice reads rows that are not there yet" if forward else "gradients of earlier slices' rows are lost"
+        return Mistake("not_covered" if forward else "gradient_reduced_wrongly", message, cause)
     if mistake.kind == "unwanted":
         return Mistake("gradient_reduced_wrongly", message, "there is nothing to start a backward from")
     if mistake.kind == "missing" and forward:
