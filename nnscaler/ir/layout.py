@@ -176,6 +176,7 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], 
     """Say why `layout` cannot hold a tensor of `shape` on a mesh with these axis sizes; None if it can. `at_rest`:
     nothing computes on it, and a rank may have nothing of it."""
     on_dim: dict[int, list[tuple[int, int]]] = {}
+    uneven: dict[int, list[int]] = {}  # dim -> outers of unequal cuts
     alone: dict[int, str] = {}  # dims that one axis takes whole, and how they are
     for state, parts in zip(layout, sizes, strict=True):
         if isinstance(state, Prefix):  # the same rows as shards, kept: alone on their dim
@@ -199,6 +200,7 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], 
             if reason:
                 return f"dim {state.dim}: {reason}"
             alone[state.dim] = "unevenly cut"
+            uneven.setdefault(state.dim, []).append(state.outer)
         elif size % (state.outer * parts):
             return f"dim {state.dim} of size {size} does not divide by {state.outer} x {parts}"
         others = on_dim.setdefault(state.dim, [])
@@ -207,9 +209,18 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], 
                 return f"two axes overlap on dim {state.dim}"
         others.append((state.outer, parts))
     for dim, word in alone.items():
-        if len(on_dim[dim]) > 1:
+        if len(on_dim[dim]) > 1 and not (word == "unevenly cut" and _is_innermost(uneven[dim], on_dim[dim])):
             return f"a second axis on the {word} dim {dim}"
     return None
+
+
+def _is_innermost(uneven: Sequence[int], cuts: Sequence[tuple[int, int]]) -> bool:
+    """Return whether one axis alone cuts a dim unevenly, and cuts what whole parts of all others consist of.
+
+    `uneven`: outers of unequal cuts; `cuts`: (outer, parts) of every axis on the dim.
+    """
+    *others, (outer, _) = sorted(cuts)
+    return list(uneven) == [outer] and all(outer % (other * parts) == 0 for other, parts in others)
 
 
 def local_shape(
@@ -219,7 +230,8 @@ def local_shape(
     local = list(shape)
     for axis, (state, parts) in enumerate(zip(layout, sizes, strict=True)):
         if isinstance(state, Sharded) and state.sizes:
-            local[state.dim] = (max(state.sizes) if at is None else state.sizes[at[axis]]) * state.outer
+            size = max(state.sizes) if at is None else state.sizes[at[axis]]
+            local[state.dim] = local[state.dim] // sum(state.sizes) * size  # of each block
         elif isinstance(state, Sharded):
             local[state.dim] //= parts
         elif isinstance(state, Prefix):
@@ -237,9 +249,10 @@ def shape_of_rank(
 ) -> tuple[int | Expression, ...]:
     """Return the shape of one rank's shard, as expressions of its place where shards differ. `axes`: (name, size)."""
     local: list[int | Expression] = list(local_shape(layout, [parts for _, parts in axes], shape))
-    for state, (axis, parts) in zip(layout, axes, strict=True):
+    for position, (state, (axis, parts)) in enumerate(zip(layout, axes, strict=True)):
         if isinstance(state, Sharded) and state.sizes:
-            local[state.dim] = by_index(axis, [size * state.outer for size in state.sizes])
+            outer = local_outer(layout, [n for _, n in axes], position)
+            local[state.dim] = by_index(axis, [size * outer for size in state.sizes])
         elif isinstance(state, Prefix):
             local[state.dim] = by_index(axis, state.ends(shape[state.dim], parts))
     return tuple(local)

@@ -56,7 +56,9 @@ class Cut:
 
     def shape_of(self, whole: Sequence[int], parts: int, index: int) -> tuple[int, ...]:
         """Return the shape of the piece of `index`, from that of the whole, which is taken to divide."""
-        size = self.sizes[index] * self.outer if self.sizes else whole[self.dim] // parts
+        size = whole[self.dim] // parts
+        if self.sizes:  # of each block
+            size = whole[self.dim] // max(sum(self.sizes), 1) * self.sizes[index]
         return (*whole[: self.dim], size, *whole[self.dim + 1 :])
 
     def shape_at(self, piece: Sequence[int], index: int) -> tuple[int, ...]:
@@ -152,8 +154,9 @@ def nested(cuts: Sequence[tuple[Cut, int]]) -> list[tuple[int, Cut]]:
     `cuts`: the cut of each axis, with `outer` measured in the logical dim, and its parts. A local one is measured in
     what those before it leave. Raises ValueError where two axes overlap.
     """
-    alone = next((cut for cut, _ in cuts if cut.sections or cut.sizes), None)
-    if alone is not None and len(cuts) > 1:
+    innermost = max((cut.outer for cut, _ in cuts), default=1)
+    alone = next((cut for cut, _ in cuts if cut.sections or (cut.sizes and cut.outer < innermost)), None)
+    if len(cuts) > 1 and (alone is not None or sum(bool(cut.sizes) for cut, _ in cuts) > 1):
         raise ValueError(f"{alone} takes the dim for itself, and a second axis cuts it too")
     found: list[tuple[int, Cut]] = []
     below, left = 1, 1  # the next `outer` is a multiple of `below`; `left` pieces were taken apart

@@ -20,7 +20,7 @@ from nnscaler.ir.derive import input_states, output_states, shards_of
 from nnscaler.ir.layout import Partial, State, gradient_state, shape_of_rank
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
-from nnscaler.runtime.cut import Cut
+from nnscaler.runtime.cut import Cut, PrefixCut
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.operand_shards import Lay, gather, lay_of, local_shape, ranks_of, spread
 from verify.evidence.options import Safeguards
@@ -344,7 +344,7 @@ def _tells_nothing(whole: Whole, partition: Partition) -> bool:
 
 def _summed(lay: Lay) -> bool:
     """Return whether ranks hold terms of a sum."""
-    return any(h == "sum" for h in lay.held)
+    return any(h == "sum" or (isinstance(h, PrefixCut) and h.terms) for h in lay.held)
 
 
 def _real(tensor: Tensor) -> bool:
@@ -352,7 +352,7 @@ def _real(tensor: Tensor) -> bool:
 
 
 def _wrong_shape(pieces: Sequence[Tensor], expected: Tensor, lay: Lay) -> str:
-    uneven = any(isinstance(h, Cut) and h.sizes for h in lay.held)
+    uneven = any(isinstance(h, PrefixCut) or (isinstance(h, Cut) and h.sizes) for h in lay.held)
     shape = local_shape(expected.shape, lay, (0,) * len(lay.parts))
     for rank, piece in zip(lay.ranks(), pieces, strict=True):
         if uneven:
