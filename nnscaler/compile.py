@@ -284,7 +284,12 @@ def step_timeline(
     timeline = simulate(
         order,
         communicated.edges,
-        PassCosts([w.forward for w in work], [w.backward for w in work], [w.weights for w in work]),
+        PassCosts(
+            [w.forward for w in work],
+            [w.backward for w in work],
+            [w.weights for w in work],
+            [w.slices for w in work if w.slices],
+        ),
     )
     ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in communicated.stages}
     unit = max(w.forward for w in work)

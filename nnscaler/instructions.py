@@ -5,8 +5,9 @@ share this file, so that none of them can accept an order that another one reads
 library alone.
 
 An instruction is a pass of one micro-batch, or of one slice of its tokens, through one stage: forward `F`, and backward
-either whole, `B`, or in two halves: `I` computes the gradients of what the stage received, and `W`, any time later, those of its parameters (Qi et
-al., Zero Bubble Pipeline Parallelism, 2023). Nothing waits for `W` but the update, so it fills what would be a bubble.
+either whole, `B`, or in two halves: `I` computes the gradients of what the stage received, and `W`, any time later,
+those of its parameters (Qi et al., Zero Bubble Pipeline Parallelism, 2023). Nothing waits for `W` but the update, so it
+fills what would be a bubble.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class OrderMistake:
     """A reason why an order is not one of these stages.
 
     kind      slices: those of a micro-batch out of their order; word: it is no instruction; foreign: of no stage here;
-              unwanted: a backward without a loss; twice, missing, early: an instruction repeated, left out, or before what it needs on its own stage; mixed: a
-              backward that is run whole and in halves
+              unwanted: a backward without a loss; twice, missing, early: an instruction repeated, left out, or before
+              what it needs on its own stage; mixed: a backward that is run whole and in halves
     word      the instruction
     message   "runs F0.1 twice": what the order does, without a subject
     """
@@ -104,7 +105,8 @@ def check_order(
 
     Every stage runs forward once at each place in time. Where it has gradients, it runs backward once, after forward:
     whole, or first I and then W. Slices of a micro-batch run forward in order, since each reads what those before it
-    keep, and backward in reverse order, since each adds to the gradients of those before it. Returns the instructions that could be read, each once, and all mistakes.
+    keep, and backward in reverse order, since each adds to the gradients of those before it. Returns the instructions
+    that could be read, each once, and all mistakes.
     """
     position: dict[Instruction, int] = {}
     mistakes: list[OrderMistake] = []

@@ -39,7 +39,6 @@ from nnscaler.ir.layout import (
     Layout,
     Partial,
     Sharded,
-    full_along,
     local_shape,
     shape_of_rank,
     with_state,
@@ -134,27 +133,31 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
         found[axis, collective] = (calls + times, sent + times * volume(collective, elements, parts))
 
     for program in programs:
-        sizes, names = program.stage.sizes, program.stage.names
+        sizes, names, passes = program.stage.sizes, program.stage.names, program.stage.micro_batches
         live = differentiated(graph, program)
-        for statements, times in ((program.prepare, 1), (program.forward, program.stage.passes)):
+        of_slices = range(program.stage.slices)
+        for statements, times, slices in ((program.prepare, 1, range(1)), (program.forward, passes, of_slices)):
             for statement in statements:
                 if not isinstance(statement, Convert):
                     continue
-                count = times * times_of(statement, program.stage)
+                each = times * times_of(statement, program.stage)
                 move, tensor = statement.move, graph.tensors[statement.source.tensor]
-                full = full_along(move.source, sizes, tensor.shape, move.axis)
-                add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], count)
-                if statement.target.variable in live:
-                    add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], count)
+                whole = with_state(move.source, move.axis, INVARIANT)
+                for index in slices:
+                    elements = prod(program.stage.shape_in_slice(whole, tensor.shape, index))
+                    add(names[move.axis], move.row.forward, elements, sizes[move.axis], each)
+                    if statement.target.variable in live:
+                        add(names[move.axis], move.row.backward, elements, sizes[move.axis], each)
         for stored, between in moves_of(graph, program):
             elements = prod(local_shape(between.whole, sizes, graph.tensors[stored.tensor].shape))
             for axis in between.axes:
                 add(axis, between.kind, elements, sizes[names.index(axis)], between.times(program.stage))
         for message in program.receives:
-            elements = prod(local_shape(message.target.layout, sizes, graph.tensors[message.tensor].shape))
-            calls, sent = found.get(("pp", "send"), (0, 0.0))
-            times = program.stage.passes * (2 if message.needs_grad else 1)
-            found["pp", "send"] = (calls + times, sent + float(times * elements))
+            each, shape = passes * (2 if message.needs_grad else 1), graph.tensors[message.tensor].shape
+            for index in of_slices:
+                elements = prod(program.stage.shape_in_slice(message.target.layout, shape, index))
+                calls, sent = found.get(("pp", "send"), (0, 0.0))
+                found["pp", "send"] = (calls + each, sent + float(each * elements))
     return found
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import MICRO, SLICE, Axis, DeviceMesh
+from nnscaler.ir.layout import MICRO, SLICE, Axis, DeviceMesh, Layout, Prefix, Sharded, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,10 @@ class Split:
 
     def __str__(self) -> str:
         how = f" outer {self.outer}" if self.outer > 1 else f" sections {self.sections}" if self.sections else ""
-        return f"split {self.identifier}{how}" + (f" sizes {self.sizes}" if self.sizes else "") + (
-            " with what is before" if self.prefix else ""
+        return (
+            f"split {self.identifier}{how}"
+            + (f" sizes {self.sizes}" if self.sizes else "")
+            + (" with what is before" if self.prefix else "")
         )
 
 
@@ -105,6 +107,21 @@ class Stage:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.axes)
+
+    def shape_in_slice(self, layout: Layout, shape: Sequence[int], index: int) -> tuple[int, ...]:
+        """Return the shape of a shard in the slice of this index, on the rank with the largest one."""
+        if self.slices == 1:
+            return local_shape(layout, self.sizes, shape)
+        axis = self.names.index(SLICE)
+        state = layout[axis]
+        others, of_others = ((*found[:axis], *found[axis + 1 :]) for found in (layout, self.sizes))
+        local = list(local_shape(others, of_others, shape))
+        if isinstance(state, Sharded):
+            shares = state.sizes or (1,) * self.slices
+            local[state.dim] = local[state.dim] // sum(shares) * shares[index]
+        elif isinstance(state, Prefix):
+            local[state.dim] = state.ends(local[state.dim], self.slices)[index]
+        return tuple(local)
 
 
 @dataclass(frozen=True, slots=True)

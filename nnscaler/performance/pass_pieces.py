@@ -118,7 +118,7 @@ class Pieces:
     def _line(self, program: StageProgram, part: Part, at: int, seconds: float) -> Piece:
         """Return a line; a call that it makes several times in a pass takes an equal part of it each time."""
         device, found = program.stage.device, self._places.get((program.stage.index, part, at), ())
-        passes = 1 if part == "prepare" else program.stage.micro_batches
+        passes = 1 if part == "prepare" else program.stage.passes
         calls = []
         for number, site in found:
             each = seconds * passes / site.times

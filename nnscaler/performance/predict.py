@@ -25,6 +25,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
+from nnscaler.communication.profile_memory import stage_work
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph, element_bytes
@@ -183,7 +184,8 @@ def predict(
     for device, calls in enumerate(around):
         before[device] += taken(calls, ranks[device], "gather")
         after[device] += taken(calls, ranks[device], "gradient") + taken(calls, ranks[device], "loss")
-    costs = PassCosts(forward, backward, weights)
+    shares = [w.slices for w in stage_work(communicated, signatures) if w.slices]
+    costs = PassCosts(forward, backward, weights, [[share / max(each) for share in each] for each in shares])
     if overheads.crowding:
         counts = [len(own) for own in ranks]
         timeline = simulate_crowded(order, communicated.edges, costs, counts, overheads.relief, before)
@@ -195,7 +197,7 @@ def predict(
     for device, own in enumerate([p for p in programs if p.stage.device == d] for d in range(len(ranks))):
         left = before[device] + after[device]
         for p in own:
-            left += p.stage.micro_batches * (prices[p.stage.index].divided - _moved(graph, p, cost, {"B"}))
+            left += p.stage.passes * (prices[p.stage.index].divided - _moved(graph, p, cost, {"B"}))
             left -= once[p.stage.index]
         for p in own:
             beside[p.stage.index] = left / len(own)

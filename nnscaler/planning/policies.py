@@ -143,8 +143,8 @@ AXES = {
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`. Slices are no
-    axis: `parse_slices` has them.
+    """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`. Slices are
+    no axis: `parse_slices` has them.
 
     Raises NnscalerError("plan_illegal").
     """

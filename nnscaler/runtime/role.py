@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nnscaler.instructions import FORM, Instruction, StagePasses, check_order
-from nnscaler.runtime.communication.comm import AxisGroup, KeptRows
+from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.layout import State
 from nnscaler.runtime.shards import ravel
 from nnscaler.runtime.split_backward import recompute_in_halves
@@ -313,7 +314,8 @@ def times_of(stage: Stage | type[Stage]) -> tuple[int, ...]:
 
 def number_of(stage: Stage | type[Stage], at: tuple[int, ...]) -> int:
     """Return the number of a place in time: the micro-batch where there are no slices, else that of its slice."""
-    return ravel(dict(enumerate(at)), dict(enumerate(times_of(stage))))
+    names = (MICRO, SLICE)[: len(at)]
+    return ravel(dict(zip(names, at, strict=True)), dict(zip(names, times_of(stage), strict=True)))
 
 
 def sizes_in_time(stage: Stage | type[Stage]) -> dict[str, int]:

@@ -113,7 +113,9 @@ def _own(plan: Plan, devices: tuple[int, ...]) -> Schedule:
     given = [GivenOrder.of_text(text, f"device {device}") for device, text in enumerate(plan.orders)]
     found = read_orders(given, source, devices)
     if found.slices != (len(plan.slices) or 1):
-        message = f"{source} are for {found.slices} slices of each micro-batch, and the plan has {len(plan.slices) or 1}"
+        message = (
+            f"{source} are for {found.slices} slices of each micro-batch, and the plan has {len(plan.slices) or 1}"
+        )
         raise NnscalerError("bad_schedule", message, help=f"{SLICES}; without slices, {FORM}")
     if found.micro_batches != plan.micro_batches:
         message = f"{source} are for {found.micro_batches} micro-batches, and the plan has {plan.micro_batches}"

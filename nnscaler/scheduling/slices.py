@@ -44,16 +44,16 @@ def best_slices(tokens: int, stages: int, cost: SliceCost, step: int = 1) -> tup
     """Return the lengths of slices with which one micro-batch passes `stages` stages soonest.
 
     That takes the sum of the slices' times, and the longest of them once more for each stage after the first. For each
-    bound of the longest slice, the least sum within it is a shortest path over the tokens before a slice; a larger bound
-    is worth its sum only, so that bounds are looked at upwards until no sum can make up for them (Li et al., 2021,
-    section 3.3). `step`: slices are multiples of it. Raises ValueError where `tokens` are not.
+    bound of the longest slice, the least sum within it is a shortest path over the tokens before a slice; a larger
+    bound is worth its sum only, so that bounds are looked at upwards until no sum can make up for them (Li et al.,
+    2021, section 3.3). `step`: slices are multiples of it. Raises ValueError where `tokens` are not.
     """
     if tokens < 1 or step < 1 or tokens % step:
         raise ValueError(f"{tokens} tokens in slices of multiples of {step}")
     count = tokens // step
     times = {(a, b): cost((b - a) * step, a * step) for a in range(count) for b in range(a + 1, count + 1)}
     least = _least_sum(count, times, max(times.values()))
-    best, found = float("inf"), ()
+    best, found = float("inf"), tuple[int, ...]()
     for longest in sorted(set(times.values())):
         if least is not None and least[0] + (stages - 1) * longest >= best:
             break

@@ -175,7 +175,7 @@ def _check_slices(plan: Plan) -> None:
     if len(plan.slices) < 2 or min(plan.slices) < 1:
         message = f"the plan has slices {list(plan.slices)}"
         raise NnscalerError("plan_illegal", message, help="two or more shares of the tokens, such as [1, 1] or [3, 2]")
-    if len({axes for axes in plan.device_axes}) > 1:
+    if len(set(plan.device_axes)) > 1:
         message = "the plan has slices, and stage_axes that differ: a slice goes from a rank to the one at its place"
         raise NnscalerError("plan_illegal", message, help="give all stages the axes of the mesh, or leave slices away")
     if plan.chunk_axes:

@@ -5,11 +5,12 @@
     dim        := ("*" | name) [mark] | integer | "(" { name [mark] | integer } ")" | "[" name [mark] { ... } "]"
     mark       := "+" [reduction] | "^" | "<" [name]    touches its name; the reduction is "max" ("sum" is the default)
 
-No mark: spatial (a split gives shards). `+`: reduction (outputs that lack the identifier become partial sums).
-`^`: frozen (never split). `s<q`: frozen as well, and row q of a result reads the rows
-up to its own of s (`t<`: its own identifier's), so that slices of q in time need a prefix of s each. `*`: any number of dims, the same ones wherever it stands. `(a b)`: one dim made of factors,
-outermost first. `[q k]`: one dim that concatenates parts. An integer is a fixed size. A `+` at an operand's start
-makes the operand additive: under a reduction split of an identifier that it lacks, it is itself a partial sum.
+No mark: spatial (a split gives shards). `+`: reduction (outputs that lack the identifier become partial sums). `^`:
+frozen (never split). `s<q`: frozen as well, and row q of a result reads the rows up to its own of s (`t<`: its own
+identifier's), so that slices of q in time need a prefix of s each. `*`: any number of dims, the same ones wherever it
+stands. `(a b)`: one dim made of factors, outermost first. `[q k]`: one dim that concatenates parts. An integer is a
+fixed size. A `+` at an operand's start makes the operand additive: under a reduction split of an identifier that it
+lacks, it is itself a partial sum.
 
 Every node knows its place in the text (`start`, `end`), which takes no part in comparisons.
 """

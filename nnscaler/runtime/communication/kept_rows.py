@@ -1,7 +1,8 @@
 """What the slices of one micro-batch keep for each other on a rank: rows going forward, their gradients going back.
 
 Slices run forward in order, each after the rows of all slices before it, and backward in reverse order (TeraPipe: Li et
-al., 2021). A slice that runs backward has its rows' terms from all later ones, and leaves its own terms for earlier ones.
+al., 2021). A slice that runs backward has its rows' terms from all later ones, and leaves its own terms for earlier
+ones.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class KeptRows:
         self._next: dict[str, int] = {}  # the slice that runs backward next
 
     def append(self, name: str, index: int, rows: Tensor) -> list[Tensor]:
-        """Keep the rows of a slice, and return those of all slices up to it. A slice that is computed again replaces its
-        own. Raises ProgramError where an earlier slice did not run."""
+        """Keep the rows of a slice, and return those of all slices up to it. A slice that is computed again replaces
+        its own. Raises ProgramError where an earlier slice did not run."""
         kept = self._rows.setdefault(name, [])
         if len(kept) < index:
             raise ProgramError(f"slice {index} of {name} runs forward before slice {len(kept)}")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nnscaler.instructions import Instruction
 from nnscaler.manifest import Returns
-from nnscaler.runtime.communication.comm import KeptRows
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
+from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.role import Input, RunContext, Stage, enter, number_of, parse_schedule, place_of, times_of
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run

@@ -110,8 +110,8 @@ def check_outputs(stage: Stage, outputs: Mapping[str, Tensor]) -> None:
 
 
 def total_loss(stage: Stage, losses: Kept, communicator: Communicator, precision: str | None = None) -> Tensor:
-    """Sum the loss of a step over micro-batches, slices and ranks, on the axes where it is a partial sum, and cast it as the
-    model does. `precision`: that of the executor."""
+    """Sum the loss of a step over micro-batches, slices and ranks, on the axes where it is a partial sum, and cast it
+    as the model does. `precision`: that of the executor."""
     assert stage.loss is not None
     states = stage.loss.states
     kept = _without_slices(losses, states, lambda values: torch.stack(values).sum(0))

@@ -129,9 +129,7 @@ def _origin(operator: str) -> tuple[tuple[str, ...], str]:
 
 _MOST = 1 << 20  # ranks on one axis, or micro-batches
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
-_MEMBERS = (
-    "index ranks axes micro_batches slices time_axes inputs prepare_inputs receives sends loss results updates".split()
-)
+_MEMBERS = "index ranks axes micro_batches time_axes inputs prepare_inputs receives sends loss results updates".split()
 _OF_PARAMETERS = {"reduce": (), "copies": (), "used": True, "rest": {}, "scatter": "step", "master": "", "sums": ""}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
@@ -236,14 +234,13 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
                 pass
             case _:
                 raise Unreadable(member, f"`{first_line(member)}` is no part of a stage")
-    if (unknown := set(found) - {*_KINDS, *_MEMBERS}) or "forward" not in bodies:
+    if (unknown := set(found) - {*_KINDS, *_MEMBERS, "slices"}) or "forward" not in bodies:
         raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
-    fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
-    if len(fixed) < 4:
+    given = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches", "slices") if n in found}
+    if len(fixed := {"slices": 1, **given}) < 5:
         raise Unreadable(node, f"`class {node.name}` lacks index, ranks, axes or micro_batches")
     time_axes, updates = (read_value(found[n][0]) if n in found else {} for n in ("time_axes", "updates"))
-    slices = read_value(found["slices"][0]) if "slices" in found else 1
-    sizes = (fixed["micro_batches"], slices, *fixed["axes"].values(), *time_axes.values())
+    sizes = (fixed["micro_batches"], fixed["slices"], *fixed["axes"].values(), *time_axes.values())
     named = all(type(axis) is str for axis in (*fixed["axes"], *time_axes)) and type(fixed["index"]) is int
     if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and 1 <= n <= _MOST for n in sizes):
         raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
@@ -267,8 +264,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         bodies["forward"],
         tuple(source),
         tuple(_result(call, name) for name, call in _entries(found, "results")),
-        time_axes,
-        slices,
+        *(time_axes, fixed["slices"]),
     )
 
 
