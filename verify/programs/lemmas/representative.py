@@ -326,7 +326,8 @@ def _calls(
 
 def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, int]]:
     """Yield sizes by identifier: frozen ones small, then as they are. A size of 1 stays: it broadcasts."""
-    splittable = [n for n in bound.sizes if bound.marks.get(n) not in UNSPLIT and bound.sizes[n] > 1]
+    held = {n for n, mark in bound.marks.items() if mark in UNSPLIT and n not in large}  # `t<` is split into slices
+    splittable = [n for n in bound.sizes if n not in held and bound.sizes[n] > 1]
     for keep in (False, True):
         frozen = iter(FROZEN * len(bound.sizes))
         wanted = [n for n in splittable if n in large] if large else splittable
@@ -336,7 +337,7 @@ def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, 
         for name, size in bound.sizes.items():
             if size <= 1:
                 sizes[name] = size
-            elif bound.marks.get(name) in UNSPLIT:
+            elif name in held:
                 sizes[name] = size if keep else next(frozen)
             else:
                 sizes[name] = next(split if name in wanted else rest)
