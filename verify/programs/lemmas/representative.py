@@ -359,9 +359,9 @@ def _searched(
     What is frozen and small (the size of a kernel) stays.
     """
     (_, table) = _tables(bound, large)
-    frozen = [n for n in bound.sizes if bound.marks.get(n) == "^" and bound.sizes[n] > LARGEST_KERNEL]
+    frozen = [n for n in bound.sizes if bound.marks.get(n) in UNSPLIT and bound.sizes[n] > LARGEST_KERNEL]
     moved = bound.inputs[0].identifiers() if bound.inputs and bound.inputs[0] is not None else ()
-    small = [n for n in moved if bound.marks.get(n) == "^"]  # a picture of 3 x 3 is as small as a kernel
+    small = [n for n in moved if bound.marks.get(n) in UNSPLIT]  # a picture of 3 x 3 is as small as a kernel
     for names, size in ((names, size) for names in dict.fromkeys((tuple(frozen), tuple(small))) for size in TRIED):
         call = resized(signature, bound, table | dict.fromkeys(names, size))
         for concrete in with_tensors_for(call, attempt.seed, attempt.counts):
