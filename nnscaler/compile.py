@@ -33,6 +33,7 @@ from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of, with_schedule
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.slices import parse_slices
 from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
@@ -286,7 +287,12 @@ def step_timeline(
     timeline = simulate(
         order,
         communicated.edges,
-        PassCosts([w.forward for w in work], [w.backward for w in work], [w.weights for w in work]),
+        PassCosts(
+            [w.forward for w in work],
+            [w.backward for w in work],
+            [w.weights for w in work],
+            slices=[w.slices for w in work if w.slices],
+        ),
     )
     ranks = [ranks_text(ranks) for ranks in communicated.partitioned.devices]
     unit = max(w.forward for w in work)
@@ -323,6 +329,7 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
         schedule=wanted.schedule,
         micro_batches=wanted.micro_batches,
         replicate=wanted.replicate,
+        slices=parse_slices(spec),
     )
     return Planned(with_checkpoints(made, graph), known, "; ".join(("as asked", *made.notes)))
 

@@ -24,6 +24,7 @@ from nnscaler.planning.recycling import partition_runs, runs_of
 from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
+from nnscaler.scheduling.slices import SLICES, parse_slices
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
@@ -203,21 +204,25 @@ AXES = {
     SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
     EP: "expert parallel: of the ranks of dp, which ep divides, so many divide the experts (ep=2 is dp=2,ep=2)",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
+    SLICES: "of tokens, in which each micro-batch runs: slices=4, or shares of the tokens, slices=3:3:2 (TeraPipe)",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
 }
 
 
 def parse_axes(text: str) -> dict[str, int]:
     """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`. With `ep`
-    there is `dp` as well.
+    there is `dp` as well. Slices are no axis: `parse_slices` has them.
 
     Raises NnscalerError("plan_illegal").
     """
+    parse_slices(text)
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
+        if name == SLICES:
+            continue
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, cp=N, tp=N, pp=N, zero=1|2|3, owned=1, ep=N"
+            wrong = f"{part!r} is not one of dp=N, shard=N, cp=N, tp=N, pp=N, zero=1|2|3, owned=1, ep=N, slices=N"
             if name in sizes:
                 wrong = f"{name} is named twice"
             elif name in AXES and number.isdigit():
@@ -301,13 +306,14 @@ def make_plan(
     micro_batches: int | None = None,
     replicate: Sequence[str] = (),
     chunks: int | None = None,
+    slices: tuple[int, ...] = (),
 ) -> Plan:
     """Return the product of the policies data_parallel, context_parallel, tensor_parallel and pipeline; with `zero`,
     parameters rest in shards.
 
     `micro_batches` None: as many as a given schedule is for; else twice the pipeline's devices, as far as the batch
     allows; 1 without a pipeline. `replicate`:
-    patterns of modules or operations that tensor parallelism leaves whole.
+    patterns of modules or operations that tensor parallelism leaves whole. `slices`: shares of tokens, as `Plan` has.
     """
     dp, tp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(TP, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule or DEFAULT
@@ -323,7 +329,7 @@ def make_plan(
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
     mesh = _mesh_of(sizes)
-    plan = with_schedule(Plan(mesh, (), micro_batches), schedule or DEFAULT.name, chunks)
+    plan = with_schedule(Plan(mesh, (), micro_batches, slices=slices), schedule or DEFAULT.name, chunks)
     if SHARD in sizes:
         plan = replace(plan, data_axes=(DP, SHARD))
     on_tp: tuple[SplitStep | ReplicateStep, ...] = ()
