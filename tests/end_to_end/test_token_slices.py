@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import signatures
+from nnscaler.planning.policies import make_plan
+from nnscaler.transform.plan import Plan, RecomputeStep
 from verify import verify_plan
 
 
@@ -77,3 +82,13 @@ def test_tokens_that_do_not_divide_and_plans_that_cannot_be_sliced_are_refused()
     for plan, told in (("pp=2,slices=4", "the 9 tokens"), ("pp=2,slices=2:3", "the 9 tokens")):
         with pytest.raises(NnscalerError, match=told):
             parallelize(scan(), inputs(), ranks=2, plan=plan)
+
+
+def recomputed(graph: Graph, ranks: int) -> Plan:
+    made = make_plan(graph, signatures(graph), {"pp": ranks}, micro_batches=2, slices=(4, 3, 2))
+    return replace(made, steps=(*made.steps, RecomputeStep(("*",))))
+
+
+def test_what_is_computed_again_keeps_its_rows_once() -> None:
+    report = verify_plan(scan, inputs(), ranks=2, plan=recomputed, backend="simulator", depth="quick")
+    assert report.verdict.passes, [f.message for f in report.findings]
