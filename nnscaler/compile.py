@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import step_communication
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.communication.profile_memory import stage_memory, stage_work
+from nnscaler.communication.searched_order import with_orders
 from nnscaler.communication.streams import check_stream
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
@@ -27,13 +29,13 @@ from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
-from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.planning.policies import make_plan
 from nnscaler.planning.sharding.memory import bytes_of_optimizer
+from nnscaler.planning.specification import parse_slices, parse_spec
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of, with_schedule
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
-from nnscaler.scheduling.slices import parse_slices
 from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
@@ -255,6 +257,12 @@ def compile_traced(
     start = time.perf_counter()
     partitioned = apply_plan(traced.graph, planned.signatures, chosen)
     communicated = materialise(partitioned, planned.signatures)
+    ordered = with_orders(
+        chosen, communicated, planned.signatures, limit_of(wanted.schedule), bytes_of_optimizer(wanted.optimizer_bytes)
+    )
+    if ordered is not chosen:
+        report("order", time.perf_counter() - start, ordered.notes[-1])
+    chosen = ordered
     order = schedule_of(chosen, communicated.without_gradient)
     check_acyclic(order, communicated.edges)
     check_stream(communicated, order)
@@ -277,6 +285,12 @@ def compile_traced(
     )
     report("profile", time.perf_counter() - start, f"{len(communication.classes)} classes of communication")
     return Program(sources, described, chosen, traced.graph, traced.state, traced.inputs)
+
+
+def limit_of(schedule: str | ScheduleKind | None) -> float:
+    """Return the bytes of a rank within which the orders of a schedule are searched; inf where there is no limit."""
+    given = schedule.within if isinstance(schedule, ScheduleKind) else None
+    return inf if given is None else given
 
 
 def step_timeline(
@@ -338,6 +352,9 @@ def _under(plan: Plan, schedule: str | ScheduleKind | None) -> Plan:
     """Return a plan that exists under another schedule, for as many stages as it has. Raises NnscalerError."""
     if schedule is None:
         return plan
+    kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
+    if kind.within is not None and kind.chunks == 1:
+        return replace(plan, schedule=kind.name, orders=())  # its stages stay where they are
     says = isinstance(schedule, str) and ":" in schedule  # how many stages are on each device
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
     found = with_schedule(plan, schedule, None if says else kind.chunks_of(plan.devices, plan.stages))
@@ -357,11 +374,14 @@ def searched(plan: PlanSource) -> AutoPlan | None:
 
 
 def _search(graph: Graph, known: dict[str, Signature], search: AutoPlan, wanted: WantedPlan) -> Planned:
-    """Search a plan. Another schedule than 1F1B takes the place of the one that was searched."""
+    """Search a plan: of the schedule that is asked for, or of any. One whose orders are to be searched takes the place
+    of the one that was found, for its stages."""
     check_schedule(wanted.schedule, searched=True)
     start = time.perf_counter()
-    decided = Decided(wanted.micro_batches, wanted.replicate, optimizer_bytes=wanted.optimizer_bytes)
+    kind = get_schedule(wanted.schedule) if isinstance(wanted.schedule, str) else wanted.schedule
+    polished = kind is not None and kind.within is not None
+    named = wanted.schedule.strip().lower() if isinstance(wanted.schedule, str) and not polished else None
+    decided = Decided(wanted.micro_batches, wanted.replicate, optimizer_bytes=wanted.optimizer_bytes, schedule=named)
     found = search_plan(graph, known, wanted.ranks, search, decided)
-    return Planned(
-        with_checkpoints(_under(found.plan, wanted.schedule), graph), known, told(found, time.perf_counter() - start)
-    )
+    plan = _under(found.plan, wanted.schedule) if polished else found.plan
+    return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))

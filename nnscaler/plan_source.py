@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import parse_precision
 from nnscaler.planning.auto import AutoPlan, cluster_of, parse_auto
-from nnscaler.planning.policies import parse_axes, parse_spec, ranks_in
+from nnscaler.planning.specification import parse_axes, parse_spec, ranks_in
 from nnscaler.scheduling.given import GivenOrder, kind_of_function, kind_of_orders
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of
 from nnscaler.scheduling.schedule import ScheduleKind
@@ -75,7 +75,7 @@ def check_plan(request: CompileRequest) -> None:
     if request.precision is not None:
         parse_precision(request.precision)
     wanted = asked_search(request)  # refuses values of a search beside a plan that is named
-    check_schedule(read_schedule(request.schedule), searched=wanted is not None)
+    check_schedule(schedule_of_request(request), searched=wanted is not None)
     if wanted is None:
         _check_named(request)
     else:
@@ -92,7 +92,8 @@ def _check_named(request: CompileRequest) -> None:
             parse_spec(spec, ranks)
     else:
         plan = _saved(request)
-        schedule_of(plan, range(plan.stages))
+        if plan.orders or get_schedule(plan.schedule).within is None:
+            schedule_of(plan, range(plan.stages))
         plan.for_ranks(plan.ranks if ranks is None else ranks)
 
 
@@ -153,7 +154,8 @@ def asked_search(request: CompileRequest) -> AutoPlan | None:
 
 def search_given(request: CompileRequest) -> str | None:
     """Return the first option of a search that the request has, as users write it."""
-    return next((f"--{name}" for name in SEARCH if getattr(request, name) is not None), None)
+    own = ("memory",) if _searches_orders(request.schedule) else ()  # the limit of a schedule that is searched
+    return next((f"--{name}" for name in SEARCH if getattr(request, name) is not None and name not in own), None)
 
 
 def _memory_of(text: str | None) -> float | None:
@@ -210,9 +212,22 @@ def _saved(request: CompileRequest) -> Plan:
 # The schedule that a request names.
 
 SCHEDULE_FORMS = (
-    "zb-h1 (a name: `nnscaler list schedules`), orders.csv (as torch.distributed.pipelining writes them), "
-    "mine.py::function, or plan.json (that of a saved plan)"
+    "zb-h1 (a name: `nnscaler list schedules`), search (for these stages), orders.csv (as "
+    "torch.distributed.pipelining writes them), mine.py::function, or plan.json (that of a saved plan)"
 )
+
+
+def schedule_of_request(request: CompileRequest) -> str | ScheduleKind | None:
+    """Return the schedule of a request, with its limit of memory where it is to be searched. Raises as
+    `read_schedule`."""
+    found = read_schedule(request.schedule)
+    if request.memory is None or not isinstance(found, str) or not _searches_orders(found):
+        return found
+    return replace(get_schedule(found), within=_memory_of(request.memory))
+
+
+def _searches_orders(schedule: str | None) -> bool:
+    return schedule is not None and schedule_file(schedule) is None and get_schedule(schedule).within is not None
 
 
 def read_schedule(text: str | None) -> str | ScheduleKind | None:

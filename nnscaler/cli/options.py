@@ -180,8 +180,9 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--schedule",
         metavar="NAME",
-        help="order of passes in a pipeline: a name that `nnscaler list schedules` shows, orders.csv as "
-        "torch.distributed.pipelining writes them, mine.py::function, or a saved plan, whose schedule is taken",
+        help="order of passes in a pipeline: a name that `nnscaler list schedules` shows; search, for the best order "
+        "that is found for the plan's stages, within --memory; search:zb-v, for stages where zb-v has them; orders.csv "
+        "as torch.distributed.pipelining writes them, mine.py::function, or a saved plan, whose schedule is taken",
     )
     group.add_argument(
         "--micro-batches", type=positive, metavar="M", help="pieces into which a step's batch is cut for the pipeline"

@@ -6,9 +6,9 @@ the two can be compared, and any plan can be given a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import cast
 
 from nnscaler.communication.backward_halves import StatementHalves, statement_halves
@@ -27,73 +27,22 @@ from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.profile_memory import stage_work
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
-from nnscaler.instructions import Instruction, StageEdge
+from nnscaler.communication.searched_order import with_orders
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.rotations import Direction, as_computed, rotations
 from nnscaler.ir.signature import Signature
 from nnscaler.performance.calls_around import PricedCall, calls_around, taken
+from nnscaler.performance.crowded import simulate_crowded
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
-from nnscaler.scheduling.dependencies import check_acyclic, dependencies
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.schedule import Schedule
-from nnscaler.scheduling.timeline import PassCosts, Span, Timeline, simulate, timeline_of
+from nnscaler.scheduling.timeline import PassCosts, Timeline, simulate
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
-
-# Event simulation of a schedule on devices that share the cores of one machine: a device is faster while others
-# wait.
-
-
-def simulate_crowded(
-    schedule: Schedule,
-    edges: Collection[StageEdge],
-    costs: PassCosts,
-    ranks: Sequence[int],
-    relief: Callable[[int], float],
-    before: Sequence[float] | None = None,
-) -> Timeline:
-    """Simulate as `timeline.simulate`, with costs per stage that hold while every rank computes.
-
-    `ranks`: of each device; `relief(n)`: the share of its cost that an instruction takes while n ranks compute. A
-    device that waits computes nothing. `before`: cost of what each device does before its first instruction.
-    """
-    check_acyclic(schedule, edges)
-    waits = dependencies(schedule, edges)
-    position = [0] * len(schedule.orders)
-    rows: list[list[Span]] = [[] for _ in schedule.orders]
-    finished: set[Instruction] = set()
-    # device: what, since when, cost that is left
-    running: dict[int, tuple[Instruction | None, float, float]] = {
-        device: (None, 0.0, cost) for device, cost in enumerate(before or ()) if cost
-    }
-    now = 0.0
-    while True:
-        for device, order in enumerate(schedule.orders):
-            if device in running or position[device] == len(order):
-                continue
-            instruction = order[position[device]]
-            together = schedule.devices[instruction.stage]
-            there = all(d not in running and schedule.orders[d][position[d] :][:1] == (instruction,) for d in together)
-            if there and all(w in finished for w in waits[instruction]):
-                running.update(dict.fromkeys(together, (instruction, now, costs.of(instruction))))
-        if not running:
-            return timeline_of(schedule, rows)
-        share = relief(sum(ranks[device] for device in running))
-        passed = min(left for _, _, left in running.values())
-        now += passed * share
-        for device, (run, start, left) in list(running.items()):
-            if left <= passed:
-                if run is not None:
-                    rows[device].append(Span(run, start, now))
-                    finished.add(run)
-                    position[device] += 1
-                del running[device]
-            else:
-                running[device] = run, start, left - passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,14 +332,16 @@ class Programmed:
         return predict(self.communicated, self.order, self.signatures, cost)
 
 
-def programmed(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> Programmed:
-    """Make the program of a plan, as far as its communication.
+def programmed(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, within: float = inf) -> Programmed:
+    """Make the program of a plan, as far as its communication. `within`: bytes of a rank for a schedule that is
+    searched.
 
     Raises NnscalerError for a plan that is not legal for the graph.
     """
     known = dict(signatures)  # `apply_plan` adds those of operations that it makes
     communicated = materialise(apply_plan(graph, known, plan), known)
-    return Programmed(communicated, schedule_of(plan, communicated.without_gradient), known)
+    ordered = with_orders(plan, communicated, known, within)
+    return Programmed(communicated, schedule_of(ordered, communicated.without_gradient), known)
 
 
 def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: CostModel) -> Replay:

@@ -44,12 +44,14 @@ class Decided:
     replicate       patterns of modules that are left whole
     cost            the cost model; None: that of the request
     optimizer_bytes   that the optimizer keeps of an element; None: two float32 moments, as Adam does
+    schedule        its name; None: searched
     """
 
     micro_batches: int | None = None
     replicate: Sequence[str] = ()
     cost: CostModel | None = None
     optimizer_bytes: float | None = None
+    schedule: str | None = None
 
 
 NOTHING_DECIDED = Decided()
@@ -110,6 +112,8 @@ def search_plan(
         kept.append(constraints.replicate(graph, decided.replicate))
     if decided.micro_batches is not None:
         kept.append(constraints.sizes(micro_batches=decided.micro_batches))
+    if decided.schedule is not None:
+        kept.append(constraints.sizes(schedule=decided.schedule))
     try:
         return find_plan(
             graph,

@@ -10,11 +10,9 @@ from math import gcd
 
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
-from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
-from nnscaler.scheduling.schedule import ScheduleKind
+from nnscaler.scheduling.registry import DEFAULT, planned_schedules
+from nnscaler.scheduling.schedule import Ramp, ScheduleFigures, ScheduleKind
 from nnscaler.transform.plan import CP, DP, EP, PP, TP
-
-SCHEDULES = (ONE_F_ONE_B,)  # that are searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,7 @@ class Configuration:
     recompute       whether all layers (True) or none (False) are recomputed in backward; None: those for which it pays
     parameters      how parameters, gradients and optimizer states rest over dp
     schedule        of the pipeline
+    chunks          stages on each pipeline device
     ep              of the ranks of dp, which it divides, how many divide the experts
     cp              ranks that share the tokens of a sequence
     """
@@ -38,7 +37,8 @@ class Configuration:
     micro_batches: int = 1
     recompute: bool | None = False
     parameters: ParameterPlacement = WHOLE
-    schedule: ScheduleKind = ONE_F_ONE_B
+    schedule: ScheduleKind = DEFAULT
+    chunks: int = 1
     ep: int = 1
     cp: int = 1
 
@@ -47,14 +47,34 @@ class Configuration:
         sizes = " ".join(f"{n}={v}" for n, v in named if v > 1)
         sizes += f" zero={self.zero}" if self.zero else ""
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
-        return (sizes or "1 rank") + batches + (", recompute" if self.recompute else "")
+        order = "" if self.schedule is DEFAULT else f", {self.named}"
+        return (sizes or "1 rank") + batches + order + (", recompute" if self.recompute else "")
 
     @property
     def order(self) -> tuple[int, ...]:
         """Key by which configurations that are alike otherwise are sorted."""
         again = (None, False, True).index(self.recompute)
-        schedule = SCHEDULES.index(self.schedule) if self.schedule in SCHEDULES else len(SCHEDULES)
-        return self.dp, self.tp, self.pp, self.micro_batches, again, self.zero, schedule, self.ep, self.cp
+        planned = planned_schedules()
+        schedule = planned.index(self.schedule) if self.schedule in planned else len(planned)
+        return self.dp, self.tp, self.pp, self.micro_batches, again, self.zero, schedule, self.chunks, self.ep, self.cp
+
+    @property
+    def named(self) -> str:
+        """The schedule as `--schedule` takes it: `zb-v`, `interleaved:3`."""
+        chunks = "" if self.chunks == self.schedule.chunks else f":{self.chunks}"
+        return f"{self.schedule.name}{chunks}"
+
+    @property
+    def figures(self) -> ScheduleFigures:
+        """What the planner assumes of the schedule."""
+        assert self.schedule.figures is not None, "schedules without figures are not searched"
+        return self.schedule.figures
+
+    @property
+    def stage_devices(self) -> tuple[int, ...]:
+        """The pipeline device of each stage but those that all devices run."""
+        places = self.schedule.places(self.pp, self.chunks)
+        return tuple(devices[0] for devices in places if len(devices) == 1)
 
     @property
     def ranks(self) -> int:
@@ -91,30 +111,52 @@ class Configuration:
             PP: AxisPlace(self.pp, self.tp * self.cp * self.dp),
         }
 
-    def live(self, device: int) -> int:
+    def live(self, device: int) -> float:
         """Return the most micro-batches that are between forward and backward on a pipeline device."""
-        assert self.schedule.in_flight is not None, "schedules without figures are not searched"
-        return self.schedule.in_flight(device, self.pp, self.micro_batches)
+        return self.figures.in_flight(device, self.pp, self.chunks, self.micro_batches)
 
     @property
-    def repeats(self) -> int:
-        """How often the slowest stage counts in a step beside the sum of all stages."""
-        assert self.schedule.repeats is not None, "schedules without figures are not searched"
-        return self.schedule.repeats(self.pp, self.micro_batches)
+    def at_ends(self) -> tuple[int, int]:
+        """As `live`, of the first and of the last stage alone."""
+        return self.figures.at_ends(self.pp, self.chunks, self.micro_batches)
 
     @property
-    def turns(self) -> int:
-        """How often what every stage takes as long for counts in a step, whatever its place."""
-        return self.repeats + self.pp
+    def ramp(self) -> float:
+        """How often a device's pass counts at least in what it adds to a step."""
+        return self.figures.even(self.chunks)
+
+    @property
+    def repeats(self) -> float:
+        """How often the slowest device counts in a lower bound of a step, beside what all add."""
+        return self.micro_batches - max(max(form) for form in self.figures.ramps(self.chunks))
+
+    @property
+    def turns(self) -> float:
+        """How often what every device takes as long for counts at least in a step, whatever its place."""
+        return self.repeats + self.ramp * self.pp
 
     @property
     def each(self) -> float:
         """How often the time of one micro-batch through all layers counts in a lower bound of a step.
 
-        By its schedule's estimate, a step takes at least T + repeats * T / p, with T the time of one micro-batch on all
-        p devices together: the sum of all stages, and the largest one, which is no smaller than the mean.
+        By its schedule's figures, a step takes at least ramp * T + repeats * T / p, with T the time of one micro-batch
+        on all p devices together: what all devices add, and the slowest one, which is no faster than the mean.
         """
         return self.turns / self.pp
+
+    @property
+    def passes(self) -> Ramp | None:
+        """How often F, I and W of one micro-batch through all layers count in a lower bound of a step; None where that
+        is `each` for all of them.
+
+        Any form of a ramp bounds it, so with the mean for the busiest device: (m x + (p - 1) ramp) / p. It is the form
+        that is longest where I takes 4 and W 2 of what F takes 3 of.
+        """
+        form = max(self.figures.ramps(self.chunks), key=lambda form: 3 * form[0] + 4 * form[1] + 2 * form[2])
+        if min(form) == max(form):
+            return None
+        f, i, w = ((self.micro_batches + (self.pp - 1) * often) / self.pp for often in form)
+        return f, i, w
 
 
 def divisors(number: int) -> list[int]:
@@ -138,7 +180,21 @@ def configurations(
             if batch % dp or pp > max(layers, 1):
                 continue
             for micro_batches in divisors(batch // dp):
-                ways, schedules = PLACEMENTS[: None if dp > 1 else 1], SCHEDULES[: None if pp > 1 else 1]
+                ways = PLACEMENTS[: None if dp > 1 else 1]
+                orders = tuple(orders_of(pp, micro_batches, layers))
                 shared = divisors(gcd(dp, experts))
-                for ep, recompute, parameters, schedule in product(shared, again, ways, schedules):
-                    yield Configuration(dp, tp, pp, micro_batches, recompute, parameters, schedule, ep)
+                for ep, recompute, parameters, (schedule, chunks) in product(shared, again, ways, orders):
+                    yield Configuration(dp, tp, pp, micro_batches, recompute, parameters, schedule, chunks, ep)
+
+
+def orders_of(pp: int, micro_batches: int, layers: int) -> Iterator[tuple[ScheduleKind, int]]:
+    """Yield the schedules of so many devices and micro-batches, each with its numbers of stages on a device: those
+    whose figures hold, and whose every stage has a layer."""
+    if pp == 1:
+        yield DEFAULT, 1
+        return
+    for kind in planned_schedules():
+        assert kind.figures is not None
+        for chunks in kind.figures.chunks:
+            if kind.figures.holds(pp, micro_batches) and (kind is DEFAULT or pp * chunks <= layers):
+                yield kind, chunks

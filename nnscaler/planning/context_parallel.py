@@ -45,7 +45,7 @@ def context_parallel(
     """
     slices = dict(axes).get(SLICE)
     if slices is not None:
-        message = f"{axis}={parts} passes keys of all tokens around, and with slices={slices} a pass has those of a slice"
+        message = f"{axis}={parts} passes keys of all tokens around, and each of {slices} slices has a part of them"
         raise NnscalerError("plan_illegal", message, help=f"leave slices away, or {axis}: tp and dp go with slices")
     able = _able(graph, signatures, parts)
     dim = _token_dim(graph, signatures, parts, able)

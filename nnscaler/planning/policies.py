@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
-from math import prod
 
 from op_registry.annotation.splits import balanced
 
@@ -21,10 +19,10 @@ from nnscaler.planning.constraints.kinds import SharedEnds
 from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.experts import batch_axes, expert_steps
 from nnscaler.planning.recycling import partition_runs, runs_of
+from nnscaler.planning.specification import OWNED
 from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
-from nnscaler.scheduling.slices import SLICES, parse_slices
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
@@ -36,7 +34,6 @@ from nnscaler.transform.plan import (
     SHARD,
     SHARED,
     TP,
-    ZERO,
     AssignStep,
     Plan,
     ReplicateStep,
@@ -193,110 +190,6 @@ def assign_steps(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
     return tuple(AssignStep(tuple(names), where) for where, names in sorted(groups.items()))
 
 
-OWNED = "owned"
-_WORDS = ("zero", OWNED)  # that are no sizes
-_INSIDE = (*_WORDS, EP)  # that are no ranks of their own
-AXES = {
-    DP: "data parallel: the batch is split, parameters are held whole",
-    CP: "context parallel: tokens are split, and attention passes its keys and values around",
-    TP: "tensor parallel: operators are split as their annotations allow, by least communication",
-    PP: "pipeline parallel: layers, or else operations, are split into stages",
-    SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
-    EP: "expert parallel: of the ranks of dp, which ep divides, so many divide the experts (ep=2 is dp=2,ep=2)",
-    "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
-    SLICES: "of tokens, in which each micro-batch runs: slices=4, or shares of the tokens, slices=3:3:2 (TeraPipe)",
-    OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
-}
-
-
-def parse_axes(text: str) -> dict[str, int]:
-    """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`. With `ep`
-    there is `dp` as well. Slices are no axis: `parse_slices` has them.
-
-    Raises NnscalerError("plan_illegal").
-    """
-    parse_slices(text)
-    sizes: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, number = part.partition("=")
-        if name == SLICES:
-            continue
-        if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, cp=N, tp=N, pp=N, zero=1|2|3, owned=1, ep=N, slices=N"
-            if name in sizes:
-                wrong = f"{name} is named twice"
-            elif name in AXES and number.isdigit():
-                wrong = f"{part!r} is for no ranks, and N is at least 1"
-            raise NnscalerError(
-                "plan_illegal",
-                f"--plan {text!r}: {wrong}",
-                help="for example dp=2,tp=2,pp=2; or a plan.json; or policy.py::function",
-            )
-        sizes[name] = int(number)
-    _check_experts(text, sizes)
-    over = SHARD if SHARD in sizes else DP
-    if DP in sizes and ranks_in(sizes) == 1 and sizes.get("zero", 1) <= ZERO:  # a script's dp={ranks}
-        for word in _WORDS:
-            sizes.pop(word, None)
-    if sizes.get("zero", ZERO) > ZERO or ("zero" in sizes and sizes.get(over, 1) == 1):
-        raise NnscalerError(
-            "plan_illegal",
-            f"--plan {text!r}: zero={sizes['zero']} with {over}={sizes.get(over, 1)}",
-            help="zero=1 shards optimizer states, zero=2 gradients too, zero=3 parameters too, over the ranks of dp, "
-            "or of shard where it is named, of which there are two or more: dp=2,zero=1 or dp=2,shard=2,zero=3",
-        )
-    if OWNED in sizes and (sizes[OWNED] != 1 or sizes.get("zero") not in (1, 2)):
-        message = f"--plan {text!r}: owned={sizes[OWNED]} with " + (
-            f"zero={sizes['zero']}" if "zero" in sizes else "no zero"
-        )
-        raise NnscalerError("plan_illegal", message, help="zero=1,owned=1 or zero=2,owned=1: parameters rest on owners")
-    if SHARD in sizes and "zero" not in sizes:
-        message = f"--plan {text!r}: shard={sizes[SHARD]} says over which ranks parameters rest in shards"
-        raise NnscalerError("plan_illegal", message, help="add zero=1, zero=2 or zero=3; or take more ranks of dp")
-    return sizes
-
-
-def _check_experts(text: str, sizes: dict[str, int]) -> None:
-    """Let dp be ep where it is not named. Raises NnscalerError("plan_illegal") where ep does not divide dp."""
-    if EP not in sizes:
-        return
-    ep, dp = sizes[EP], sizes.setdefault(DP, sizes[EP])
-    if SHARD in sizes:
-        message = f"--plan {text!r}: ep={ep} and shard={sizes[SHARD]} both name a part of the ranks of dp"
-        raise NnscalerError("plan_illegal", message, help="leave shard away: zero divides over all ranks of dp")
-    if sizes.get(OWNED):
-        message = f"--plan {text!r}: owned={sizes[OWNED]} with ep={ep}, which makes two axes of dp"
-        raise NnscalerError("plan_illegal", message, help="leave owned away: zero=1 and zero=2 divide each parameter")
-    if dp % ep:
-        raise NnscalerError(
-            "plan_illegal",
-            f"--plan {text!r}: ep={ep} does not divide dp={dp}, whose ranks share the experts",
-            help=f"ep in {[n for n in range(1, dp + 1) if dp % n == 0]}, or ep={ep} alone, which is dp={ep},ep={ep}",
-        )
-
-
-def ranks_in(sizes: Mapping[str, int]) -> int:
-    """Return how many ranks the axes mean."""
-    return prod(size for name, size in sizes.items() if name not in _INSIDE)
-
-
-def parse_spec(text: str, ranks: int) -> dict[str, int]:
-    """Parse as `parse_axes`.
-
-    Raises NnscalerError("plan_illegal") as well unless the product of dp, tp and pp is `ranks`.
-    """
-    sizes = parse_axes(text)
-    count = ranks_in(sizes)
-    if count != ranks:
-        options = ", ".join(",".join(f"{n}={v}" for n, v in s.items()) for s in _factorisations(ranks)[:6])
-        raise NnscalerError(
-            "plan_illegal",
-            f"plan {text!r} is for {count} ranks, and there are {ranks}",
-            help=f"the product of dp, tp and pp must be {ranks}: {options}",
-        )
-    return sizes
-
-
 def make_plan(
     graph: Graph,
     signatures: Mapping[str, Signature],
@@ -312,10 +205,10 @@ def make_plan(
     parameters rest in shards.
 
     `micro_batches` None: as many as a given schedule is for; else twice the pipeline's devices, as far as the batch
-    allows; 1 without a pipeline. `replicate`:
-    patterns of modules or operations that tensor parallelism leaves whole. `slices`: shares of tokens, as `Plan` has.
+    allows; 1 without a pipeline. `replicate`: patterns of modules or operations that tensor parallelism leaves whole.
+    `slices`: shares of tokens, as `Plan` has.
     """
-    dp, tp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(TP, 1), sizes.get(PP, 1)
+    dp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule or DEFAULT
     if chunks is None:
         chunks = kind.chunks if pp > 1 else 1
@@ -324,27 +217,40 @@ def make_plan(
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None and kind.stream:
         micro_batches = 1  # each batch is one, with an update of its own
-    if micro_batches is None:
-        micro_batches = None if kind.only is None else kind.only[1]
+    if micro_batches is None and kind.only is not None:
+        _, micro_batches = kind.only
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
-    mesh = _mesh_of(sizes)
-    plan = with_schedule(Plan(mesh, (), micro_batches, slices=slices), schedule or DEFAULT.name, chunks)
-    if SHARD in sizes:
-        plan = replace(plan, data_axes=(DP, SHARD))
+    plan = Plan(_mesh_of(sizes), (), micro_batches, slices=slices)
+    plan = with_schedule(plan, schedule or DEFAULT.name, chunks)
+    plan = replace(plan, data_axes=(DP, SHARD)) if SHARD in sizes else plan
+    plan, steps = _inside(graph, signatures, sizes, plan, whole)
+    if "zero" in sizes:
+        over = [SHARD] if SHARD in sizes else [name for name, _ in plan.mesh if name in (DP, EP)]
+        steps.extend(RestStep(("*",), axis, sizes["zero"], OWNED in sizes) for axis in over)
+    return replace(plan, steps=tuple(steps))
+
+
+def _inside(
+    graph: Graph, signatures: Mapping[str, Signature], sizes: Mapping[str, int], plan: Plan, whole: set[str]
+) -> tuple[Plan, list[Step]]:
+    """Return the steps of experts, tokens, operators and stages, and the plan with its notes on them.
+
+    `plan`: without steps; `whole`: the operations that tensor parallelism leaves whole.
+    """
+    cp, tp = sizes.get(CP, 1), sizes.get(TP, 1)
     on_tp: tuple[SplitStep | ReplicateStep, ...] = ()
     given: tuple[Step, ...] = ()  # to experts and tokens
     ends = _ends_of(graph, signatures, plan)
     cut = None
     if ends is not None:
-        cut = interlaced_stages(graph, signatures, pp, ends)
+        cut = interlaced_stages(graph, signatures, plan.devices, ends)
     elif plan.stages > 1:
-        cut = stages_of(graph, signatures, pp, plan.stages)
+        cut = stages_of(graph, signatures, plan.devices, plan.stages)
     if sizes.get(EP, 1) > 1:
         plan = replace(plan, data_axes=(DP, EP))
         given = expert_steps(graph, signatures, plan, plan.device_axes[0], sizes[EP])
         plan = replace(plan, steps=given)
-    cp = sizes.get(CP, 1)
     if cp > 1 or tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
         if cp > 1:
@@ -361,10 +267,7 @@ def make_plan(
     if cut is not None:
         steps.extend(assign_steps(graph, cut))
         plan = replace(plan, notes=(*plan.notes, *cut.notes))
-    if "zero" in sizes:
-        over = [SHARD] if SHARD in sizes else [name for name, _ in mesh if name in (DP, EP)]
-        steps.extend(RestStep(("*",), axis, sizes["zero"], OWNED in sizes) for axis in over)
-    return replace(plan, steps=tuple(steps))
+    return plan, steps
 
 
 def _ends_of(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> SharedEnds | None:
@@ -386,13 +289,3 @@ def _mesh_of(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Return the mesh's axes in rank order: of those of dp, ep has the inner ones."""
     ep, rest = sizes.get(EP, 1), tuple((n, sizes[n]) for n in (DP, SHARD, CP, TP, PP) if n in sizes)
     return rest if ep == 1 else (*batch_axes(sizes[DP], ep), *(axis for axis in rest if axis[0] != DP))
-
-
-def _factorisations(ranks: int) -> list[dict[str, int]]:
-    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
-    found: list[dict[str, int]] = []
-    for dp, tp in product(divisors, divisors):
-        if ranks % (dp * tp) == 0:
-            sizes = {DP: dp, TP: tp, PP: ranks // dp // tp}
-            found.append({n: v for n, v in sizes.items() if v > 1} or {DP: 1})
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind
 from nnscaler.transform.plan import stage_devices
 
 
@@ -28,6 +28,9 @@ GPIPE = ScheduleKind(
     gpipe,
     chunks=1,
     any_chunks=True,
-    in_flight=lambda device, devices, micro_batches: micro_batches,
-    repeats=lambda devices, micro_batches: micro_batches - 1,
+    figures=ScheduleFigures(
+        ramps=lambda chunks: ((1.0, 1.0, 1.0),),
+        in_flight=lambda device, devices, chunks, micro_batches: micro_batches,
+        at_ends=lambda devices, chunks, micro_batches: (micro_batches, micro_batches),
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nnscaler.instructions import Instruction, Kind
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind
 from nnscaler.transform.plan import stage_devices
 
 
@@ -43,7 +43,10 @@ INTERLACED = ScheduleKind(
     interlaced,
     chunks=1,
     places=around,
-    in_flight=lambda device, devices, micro_batches: min(micro_batches, 2 * (devices - device) - 1),
-    repeats=lambda devices, micro_batches: micro_batches - 1,
-    in_rounds=True,
+    figures=ScheduleFigures(  # of the stages that are on one device; a planner adds what all devices run
+        ramps=lambda chunks: ((1.0, 1.0, 1.0),),
+        in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, 2 * (devices - device) - 1),
+        at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices - 1), 1),
+        in_rounds=True,
+    ),
 )

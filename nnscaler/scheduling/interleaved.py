@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B, alternate
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.one_f_one_b import alternate
+from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind
 from nnscaler.transform.plan import stage_devices
 
 
@@ -35,6 +35,12 @@ def interleaved(devices: int, chunks: int, micro_batches: int) -> Schedule:
     return Schedule("interleaved", stage_devices(devices, chunks), micro_batches, tuple(orders))
 
 
+def _in_flight(device: int, devices: int, chunks: int, micro_batches: int) -> float:
+    """Return how many micro-batches of all of a device's layers are live at once."""
+    ahead = (chunks - 1) * devices + 2 * (devices - device) - 1
+    return min(chunks * micro_batches, ahead) / chunks
+
+
 # with one stage on each device it is 1F1B
 INTERLEAVED = ScheduleKind(
     "interleaved",
@@ -42,6 +48,11 @@ INTERLEAVED = ScheduleKind(
     interleaved,
     chunks=2,
     any_chunks=True,
-    in_flight=ONE_F_ONE_B.in_flight,
-    repeats=ONE_F_ONE_B.repeats,
+    figures=ScheduleFigures(
+        ramps=lambda chunks: ((1 / chunks, 1 / chunks, 1 / chunks),),
+        in_flight=_in_flight,
+        at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices), 1),
+        holds=lambda devices, micro_batches: micro_batches % devices == 0,  # a last group that is not full costs more
+        chunks=tuple(range(2, 9)),
+    ),
 )

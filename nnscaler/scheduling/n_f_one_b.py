@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.transform.plan import stage_devices
 
@@ -44,7 +43,4 @@ def n_f_one_b(devices: int, chunks: int, micro_batches: int) -> Schedule:
     return Schedule("3f1b", stage_devices(devices, chunks), micro_batches, tuple(orders), untrained)
 
 
-# with one run it is 1F1B
-N_F_ONE_B = ScheduleKind(
-    "3f1b", "3F1B", n_f_one_b, chunks=3, any_chunks=True, in_flight=ONE_F_ONE_B.in_flight, repeats=ONE_F_ONE_B.repeats
-)
+N_F_ONE_B = ScheduleKind("3f1b", "3F1B", n_f_one_b, chunks=3, any_chunks=True)  # with one run it is 1F1B

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind
 from nnscaler.transform.plan import stage_devices
 
 
@@ -50,7 +50,10 @@ ONE_F_ONE_B = ScheduleKind(
     "1F1B",
     one_f_one_b,
     chunks=1,
-    in_flight=lambda device, devices, micro_batches: min(micro_batches, devices - device),
-    repeats=lambda devices, micro_batches: micro_batches - 1,
+    figures=ScheduleFigures(
+        ramps=lambda chunks: ((1.0, 1.0, 1.0),),
+        in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices - device),
+        at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, devices), 1),
+    ),
     sliced=one_f_one_b_of_slices,
 )

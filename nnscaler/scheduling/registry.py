@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from math import inf
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
@@ -26,14 +27,25 @@ from nnscaler.transform.plan import Plan, stage_devices
 _KINDS = (GPIPE, ONE_F_ONE_B, INTERLEAVED, INTERLACED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V, PIPEDREAM)
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
+SEARCH = "search"  # the name of orders that are searched when the stages are known
+
+
+def planned_schedules() -> tuple[ScheduleKind, ...]:
+    """Return the schedules that the planner searches: those with figures, the default one first. One that shares stages
+    is for pipelines whose constraint says which."""
+    others = (k for k in SCHEDULES.values() if k.figures is not None and k is not DEFAULT and not k.shares)
+    return (DEFAULT, *others)
 
 
 def get_schedule(name: str) -> ScheduleKind:
-    """Return the schedule of this name, in any case; `interleaved:3` is the one with three stages on each device.
+    """Return the schedule of this name, in any case; `interleaved:3` is the one with three stages on each device, and
+    `search:NAME` the one that is searched for the places of that one's stages (`search`: one on each device).
 
     Raises NnscalerError("unknown_schedule") with the nearest name, and "plan_illegal" for a number that it has not.
     """
     bare, colon, number = name.strip().lower().partition(":")
+    if bare == SEARCH:
+        return replace(get_schedule(number) if number else DEFAULT, name=SEARCH, title="searched", within=inf)
     found = SCHEDULES.get(bare)
     if found is not None and (not colon or (number.isdecimal() and int(number) > 0)):
         if not colon:
@@ -42,7 +54,7 @@ def get_schedule(name: str) -> ScheduleKind:
         return replace(found, chunks=int(number))
     near = get_close_matches(bare, SCHEDULES, 1, 0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
-    known = f"known: {', '.join(SCHEDULES)}; interleaved:3 has three stages on each device"
+    known = f"known: {', '.join(SCHEDULES)}; interleaved:3 has three stages on each device; search, search:zb-v"
     raise NnscalerError("unknown_schedule", f"no schedule {name!r}", help=f"{guess}{known}")
 
 
@@ -90,6 +102,10 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
         found = _own(plan)
     else:
         kind = get_schedule(plan.schedule)
+        if kind.within is not None:
+            message = f"the orders of schedule {plan.schedule} are not found yet"
+            help = "compile the plan: the plan.json of its program has them; or name a schedule"
+            raise NnscalerError("plan_illegal", message, help=help)
         found = kind(plan.devices, kind.chunks_of(plan.devices, plan.stages), _batches(plan, kind))
         if plan.slices:
             found = in_slices(kind, found, len(plan.slices))
@@ -171,12 +187,12 @@ def check_schedule(schedule: str | ScheduleKind | None, searched: bool) -> None:
     if schedule is None:
         return
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
-    reason = None
-    if kind.chunks > 1:
-        reason = "the planner searches plans with one stage per device, and this schedule has several"
-    elif kind.places(2, kind.chunks) != stage_devices(2, kind.chunks):
+    if not searched:
+        return
+    reason = ""
+    if kind.shares:
         reason = "the planner runs a stage on several devices where a constraint of the kind interlaced says which"
-    elif kind.in_flight is None or kind.repeats is None:
+    elif kind.figures is None:
         reason = "the planner has no figures of its memory and its step to search with"
-    if searched and reason is not None:
+    if reason:
         raise NnscalerError("plan_illegal", f"schedule {kind.name!r}: {reason}", help="name the plan: --plan dp=2,pp=2")

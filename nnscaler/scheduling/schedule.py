@@ -76,12 +76,61 @@ class Schedule:
         return " ".join(map(str, self.orders[device]))
 
 
+Ramp = tuple[float, float, float]  # how often F, I and W of a device count; B is I + W
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduleFigures:
+    """What a planner may assume of a schedule, with F, I and W the seconds of all layers of a device.
+
+    The device with most to do runs all of its micro-batches, and every other one adds what the first micro-batch takes
+    to get through it, and the last gradient: its ramp. This is exact for equal stages and messages that take no time.
+
+    chunks     numbers of stages on each device that may be searched
+    ramps      (chunks) -> what a device adds; of several forms the one that is longest
+    in_flight  (device, devices, chunks, micro-batches) -> the most micro-batches of the device's layers whose backward
+               is still to come or to end
+    at_ends    (devices, chunks, micro-batches) -> the same, of the first and of the last stage, each by itself
+    holds      (devices, micro-batches) -> whether the figures do
+    in_rounds  whether the devices wait for each other after each pass, so that all take as long as the slowest
+    """
+
+    ramps: Callable[[int], tuple[Ramp, ...]]
+    in_flight: Callable[[int, int, int, int], float]
+    at_ends: Callable[[int, int, int], tuple[int, int]]
+    holds: Callable[[int, int], bool] = lambda devices, micro_batches: True
+    chunks: tuple[int, ...] = (1,)
+    in_rounds: bool = False
+
+    def step_seconds(self, passes: Sequence[Ramp], micro_batches: int, chunks: int = 1) -> float:
+        """Return the seconds of a step. `passes`: by device, the seconds of F, I and W of a micro-batch.
+
+        Unlike stages are estimated: see docs/planner.md.
+        """
+        longest = 0.0
+        if self.in_rounds:
+            passes = [max(passes, key=sum)] * len(passes)
+        for form in self.ramps(chunks):
+            # what a device adds; no device takes away from the work of another one
+            added = [max(0.0, sum(often * time for often, time in zip(form, own, strict=True))) for own in passes]
+            busy = [micro_batches * sum(own) - more for own, more in zip(passes, added, strict=True)]
+            longest = max(longest, sum(added) + max(busy))
+        return longest
+
+    def bound(self, seconds: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
+        """Return a lower bound of `step_seconds` by the seconds of a micro-batch on each device, whatever of these is
+        F, I and W."""
+        even = self.even(chunks)
+        return even * sum(seconds) + (micro_batches - even) * max(seconds)
+
+    def even(self, chunks: int) -> float:
+        """Return how often a device's whole pass counts at least in its ramp."""
+        return max(max(0.0, min(form)) for form in self.ramps(chunks))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduleKind:
-    """A schedule that can be asked for, and what a planner may assume of it.
-
-    `in_flight` and `repeats` are for one stage on each device. The planner takes no schedule that leaves them open,
-    as one does whose step depends on more than the seconds of a forward and a backward in each stage.
+    """A schedule that can be asked for. The planner searches those with figures.
 
     name        by which it is asked for
     title       in reports
@@ -89,12 +138,12 @@ class ScheduleKind:
     chunks      stages on each device of a pipeline where no number is asked for
     any_chunks  whether there may be more or fewer of them
     places      (devices, chunks) -> the devices of each stage
-    in_flight   (device, devices, micro-batches) -> the most micro-batches whose backward pass is still to come there
-    repeats     (devices, micro-batches) -> how often the slowest stage counts beside the sum of all stages
+    figures     what a planner may assume of it; None: it is not searched
     given       whether it is the user's: no name leads to it, so a plan that follows it holds its orders
-    in_rounds   whether the devices wait for each other after each pass, so that all take as long as the slowest
     only        the one number of devices, and of micro-batches, that it is for; None: any
     stream      whether each micro-batch is a batch with an update of its own, so that there is no step
+    within      bytes of a rank within which its orders are searched when the stages are known (inf: no limit), for
+                the places that it says; None: they are those of `orders`
     sliced      (devices, micro-batches, slices) -> the schedule of slices; None: each micro-batch's run where it would
     """
 
@@ -104,12 +153,11 @@ class ScheduleKind:
     chunks: int
     any_chunks: bool = False
     places: Callable[[int, int], tuple[tuple[int, ...], ...]] = stage_devices
-    in_flight: Callable[[int, int, int], int] | None = None
-    repeats: Callable[[int, int], int] | None = None
+    figures: ScheduleFigures | None = None
     given: bool = False
-    in_rounds: bool = False
     only: tuple[int, int] | None = None
     stream: bool = False
+    within: float | None = None
     sliced: Callable[[int, int, int], Schedule] | None = None
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -138,15 +186,10 @@ class ScheduleKind:
     def summary(self) -> str:
         return (getdoc(self.orders) or "").split("\n")[0]
 
-    def step_seconds(self, seconds: Sequence[float], micro_batches: int) -> float:
-        """Return the seconds of a step, by the seconds of a micro-batch in every stage, forward and backward.
-
-        One micro-batch goes through all stages, and the slowest stage runs the others. This is exact for equal stages;
-        unlike ones take at most this where backward takes the same multiple of forward in all of them.
-        """
-        assert self.repeats is not None, "the planner takes no such schedule"
-        once = len(seconds) * max(seconds) if self.in_rounds else sum(seconds)
-        return once + self.repeats(len(seconds), micro_batches) * max(seconds)
+    @property
+    def shares(self) -> bool:
+        """Whether some of its stages are on several devices."""
+        return any(len(devices) > 1 for devices in self.places(2, self.chunks))
 
 
 def parse_order(text: str) -> tuple[Instruction, ...]:

@@ -14,22 +14,6 @@ from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 
-SLICES = "slices"  # in the specification of a plan
-
-
-def parse_slices(text: str) -> tuple[int, ...]:
-    """Return the shares of tokens that a specification names: of `pp=2,slices=3:3:2`, (3, 3, 2); () for none.
-
-    Raises NnscalerError("plan_illegal").
-    """
-    given = [part.strip() for part in text.split(",") if part.strip().partition("=")[0] == SLICES]
-    numbers = given[0].partition("=")[2].split(":") if given else []
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers) or numbers == ["1"] or len(given) > 1:
-        wrong = "slices are named twice" if len(given) > 1 else f"{given[0]!r} says no slices"
-        help = "slices=4 (two or more equal ones), or shares of the tokens: slices=3:3:2"
-        raise NnscalerError("plan_illegal", f"--plan {text!r}: {wrong}", help=help)
-    return (1,) * int(numbers[0]) if len(numbers) == 1 else tuple(map(int, numbers))
-
 
 def in_slices(kind: ScheduleKind, made: Schedule, slices: int) -> Schedule:
     """Return the schedule `made` by `kind` with each micro-batch in slices.

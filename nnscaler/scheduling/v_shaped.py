@@ -7,7 +7,7 @@ the loss at once, and all devices hold as many activations. Figures below have F
 from __future__ import annotations
 
 from nnscaler.scheduling.phases import Phase, in_phases
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind
 
 
 def v_shape(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
@@ -71,5 +71,31 @@ def dualpipe_v(devices: int, chunks: int, micro_batches: int) -> Schedule:
     return Schedule("dualpipe-v", v_shape(devices, chunks), micro_batches, tuple(orders))
 
 
-ZB_V = ScheduleKind("zb-v", "ZB-V", zb_v, chunks=2, places=v_shape)
-DUALPIPE_V = ScheduleKind("dualpipe-v", "DualPipe-V", dualpipe_v, chunks=2, places=v_shape)
+ZB_V = ScheduleKind(
+    "zb-v",
+    "ZB-V",
+    zb_v,
+    chunks=2,
+    places=v_shape,
+    figures=ScheduleFigures(
+        ramps=lambda chunks: ((0.5, 0.0, 0.0), (0.0, 0.5, 0.0), (0.0, 0.0, 0.5), (0.0, 1.0, -1.0)),
+        in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices),
+        at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices), 1),
+        holds=lambda devices, micro_batches: micro_batches >= 2 * devices - 1,
+        chunks=(2,),
+    ),
+)
+DUALPIPE_V = ScheduleKind(
+    "dualpipe-v",
+    "DualPipe-V",
+    dualpipe_v,
+    chunks=2,
+    places=v_shape,
+    figures=ScheduleFigures(
+        ramps=lambda chunks: ((0.5, 0.0, 0.0), (0.0, 1.0, -0.5)),
+        in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices + 0.5),
+        at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices), 1),
+        holds=lambda devices, micro_batches: micro_batches >= 2 * devices,
+        chunks=(2,),
+    ),
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.phases import in_phases
-from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind
 from nnscaler.transform.plan import stage_devices
 
 
@@ -45,5 +45,27 @@ def _held_back(stage: int, ahead: int, held: int, micro_batches: int) -> tuple[I
     return in_phases((stage,), phases, micro_batches)
 
 
-ZB_H1 = ScheduleKind("zb-h1", "ZB-H1", zb_h1, chunks=1)
-ZB_H2 = ScheduleKind("zb-h2", "ZB-H2", zb_h2, chunks=1)
+ZB_H1 = ScheduleKind(
+    "zb-h1",
+    "ZB-H1",
+    zb_h1,
+    chunks=1,
+    figures=ScheduleFigures(
+        ramps=lambda chunks: ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 1.0, -1.0)),
+        in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices),
+        at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, devices),) * 2,
+        holds=lambda devices, micro_batches: micro_batches >= devices,
+    ),
+)
+ZB_H2 = ScheduleKind(
+    "zb-h2",
+    "ZB-H2",
+    zb_h2,
+    chunks=1,
+    figures=ScheduleFigures(
+        ramps=lambda chunks: ((1.0, 0.0, 0.0), (1.0, 1.0, -2.0)),
+        in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, 2 * devices - 1),
+        at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices - 1),) * 2,
+        holds=lambda devices, micro_batches: micro_batches >= 2 * devices - 1,
+    ),
+)

@@ -20,7 +20,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import Precision
 from nnscaler.ir.signature import signatures
 from nnscaler.model_file import find_target, load_loss_function, user_frame, user_function
-from nnscaler.plan_source import plan_source, read_schedule
+from nnscaler.plan_source import plan_source, schedule_of_request
 from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.runtime.training.batch import DataPart
 from nnscaler.scheduling.registry import get_schedule, is_stream
@@ -166,7 +166,7 @@ def make_program(
 
     def compiled() -> Program:
         plan = plan_source(request)
-        schedule = None if isinstance(plan, Plan) else read_schedule(request.schedule)
+        schedule = None if isinstance(plan, Plan) else schedule_of_request(request)
         _check_steps(plan, schedule, settings.clip)
         program = parallelize(
             model,

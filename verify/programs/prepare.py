@@ -18,7 +18,7 @@ from nnscaler.compile import PlanSource, WantedPlan, compile_traced, make, searc
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.precision import Precision, parse_precision
-from nnscaler.plan_source import read_schedule
+from nnscaler.plan_source import schedule_of_request
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
@@ -156,6 +156,8 @@ def _compile(
         model=subject.description or {"name": type(model).__name__},
         progress=context.progress,
     )
+    if compiled.plan.orders and (not isinstance(plan, Plan) or not plan.orders):  # they were searched
+        notes = (*notes, *compiled.plan.notes[-1:])
     return traced, open_program(compiled.save(folder)), found, notes
 
 
@@ -186,7 +188,7 @@ def _wanted(request: PlanRequest, source: PlanSource, precision: Precision | Non
     return WantedPlan(
         request.rank_count,
         source,
-        read_schedule(request.schedule),
+        schedule_of_request(request),
         request.micro_batches,
         request.replicate,
         precision,

@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 def run(options: argparse.Namespace) -> int:
     """Compiles, writes, and says what was written."""
     from nnscaler.model_file import check_targets, load_model_file
-    from nnscaler.plan_source import check_plan, plan_source, ranks_asked, read_schedule
+    from nnscaler.plan_source import check_plan, plan_source, ranks_asked, schedule_of_request
 
     console: Console = options.console
     request = compile_request(options)
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         model.inputs,
         ranks=ranks,
         plan=plan,
-        schedule=read_schedule(request.schedule),
+        schedule=schedule_of_request(request),
         micro_batches=request.micro_batches,
         replicate=request.replicate,
         specialise=request.specialise,

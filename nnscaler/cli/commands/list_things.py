@@ -80,6 +80,7 @@ PLANS = (
 )
 SCHEDULE_FORMS = (
     ("interleaved:3", "with another number of stages on each device"),
+    ("search", "the best order that is found for the plan's stages; search:zb-v: for stages where zb-v has them"),
     ("orders.csv", "one that torch.distributed.pipelining wrote, or can run: docs/schedules.md"),
     ("mine.py::function", "a function of yours: (devices, chunks, micro_batches) -> a text of orders per device"),
     ("plan.json", "that of a saved plan"),

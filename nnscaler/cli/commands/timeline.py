@@ -161,10 +161,10 @@ def _records(folder: Path, ranks: int) -> Records:
 
 def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Console) -> _Planned:
     """Trace the model and make its plan."""
-    from nnscaler.compile import WantedPlan, make
+    from nnscaler.compile import WantedPlan, limit_of, make
     from nnscaler.ir.precision import parse_precision
     from nnscaler.performance.predict import programmed
-    from nnscaler.plan_source import plan_source
+    from nnscaler.plan_source import plan_source, schedule_of_request
     from nnscaler.tracing import trace
     from nnscaler.transform.plan import Plan
 
@@ -178,7 +178,7 @@ def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Con
     wanted = WantedPlan(
         ranks,
         source,
-        request.schedule,
+        schedule_of_request(request),
         request.micro_batches,
         request.replicate,
         precision,
@@ -188,7 +188,7 @@ def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Con
     made = make(traced.graph, wanted)
     plan = replace(made.plan, precision=precision)
     console.progress(f"plan         {time.perf_counter() - start:5.1f} s  {plan.describe()}: {made.why}")
-    return _Planned(model, traced, plan, programmed(traced.graph, made.signatures, plan))
+    return _Planned(model, traced, plan, programmed(traced.graph, made.signatures, plan, limit_of(wanted.schedule)))
 
 
 def _write(name: str, title: str, events: StepEvents, options: argparse.Namespace) -> None:

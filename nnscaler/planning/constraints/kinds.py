@@ -86,12 +86,24 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
     )
 
 
-def sizes(**wanted: int | bool) -> Constraint:
+def sizes(**wanted: int | bool | str) -> Constraint:
     """Fix numbers: of `dp`, `cp`, `tp`, `pp`, `ep`, `micro_batches`, whether to `recompute`, and the stage of ZeRO
-    over dp (`zero`: 0 to 3; False is none, and True the one in which parameters rest in shards)."""
+    over dp (`zero`: 0 to 3; False is none, and True the one in which parameters rest in shards); and the `schedule` of
+    pipelines: `zb-v`, `interleaved` with any number of stages on a device, or `interleaved:3`."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
     exact = {name: ZERO if name == "zero" and value is True else value for name, value in wanted.items()}
-    return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in exact.items()))
+    schedule = exact.pop("schedule", None)
+
+    def permits(c: Configuration) -> bool:
+        if (
+            schedule is not None
+            and c.pp > 1
+            and schedule not in (c.named, c.schedule.name, f"{c.schedule.name}:{c.chunks}")
+        ):
+            return False
+        return all(getattr(c, name) == value for name, value in exact.items())
+
+    return Constraint(text, permits)
 
 
 def data_parallel() -> Constraint:

@@ -8,8 +8,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.constraints.kinds import Constraint, all_of, sizes
+from nnscaler.scheduling.registry import planned_schedules
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, OrderStep, Plan, RecomputeStep, RestStep
 from nnscaler.transform.select import layers_of, select
@@ -31,7 +31,9 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
     wanted = dict(plan.mesh)
     again = any(isinstance(step, RecomputeStep) for step in plan.steps)
     zero = next((step.zero for step in reversed(plan.steps) if isinstance(step, RestStep)), 0)
+    order = {"schedule": plan.schedule.lower()} if plan.devices > 1 else {}
     sized = sizes(
+        **order,
         **{name: wanted.get(name, 1) for name in (DP, TP, PP)},
         ep=1,
         micro_batches=plan.micro_batches,
@@ -66,7 +68,7 @@ def _outside(plan: Plan, graph: Graph) -> str | None:
         return "stages of unlike meshes"
     if plan.orders or plan.stage_devices:
         return f"the schedule {plan.schedule}, with orders or places of stages of its own"
-    if plan.chunks > 1 or plan.schedule.lower() not in [kind.name for kind in SCHEDULES]:
+    if plan.chunks > 1 or plan.schedule.lower() not in [kind.name for kind in planned_schedules()]:
         return f"the schedule {plan.schedule} and {plan.chunks} stages per device"
     if any(isinstance(step, OrderStep) for step in plan.steps):
         return "an order of operations"

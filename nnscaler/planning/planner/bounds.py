@@ -19,7 +19,7 @@ import numpy as np
 
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
-from nnscaler.planning.planner.layer_chain import Numbers
+from nnscaler.planning.planner.layer_chain import Chain, Numbers
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.pipeline_bound import Layered
 from nnscaler.planning.sharding.build_problem import pose
@@ -27,6 +27,7 @@ from nnscaler.planning.sharding.tables import when_backward_ends
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor
+from nnscaler.scheduling.registry import DEFAULT
 from nnscaler.transform.plan import DP
 
 # The Lagrangian bound under a budget at many prices of memory at once.
@@ -71,10 +72,21 @@ def layered_of(subject: PlanningCache, c: Configuration, memory: float) -> tuple
         sent = _sent(subject, c, chain.handed)
         early = Layered(chain, len(subject.layers), c, weights_of(subject, c), memory, sent)
         subject.layered[c, memory] = tuple(
-            replace(early, chain=chain.when_backward_ends(), late=True) if late else early
+            replace(early, chain=_with_ends(chain.when_backward_ends() if late else chain, c, late), late=late)
             for late in c.parameters.moments
         )
     return subject.layered[c, memory]
+
+
+def _with_ends(chain: Chain, c: Configuration, late: bool) -> Chain:
+    """Return the chain in which what the first and the last stage keep outside of layers counts as often as there are
+    passes of them, for one micro-batch of their devices' layers."""
+    if c.chunks == 1:
+        return chain
+    devices = (c.stage_devices[0], c.stage_devices[-1])
+    lives = [c.live(device) - late for device in devices]
+    head, tail = ((n - late) / live if live else 0.0 for n, live in zip(c.at_ends, lives, strict=True))
+    return chain.with_kept_outside(head, tail)
 
 
 def _sent(subject: PlanningCache, c: Configuration, sizes: Sequence[float]) -> Numbers:
@@ -90,12 +102,27 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
     """
     if c.ep > 1:
         return 0.0
-    rough = subject.rough(c.tp, parts)
+    rough = subject.rough(c.tp, parts, c.chunks > 1)  # with several stages fewer passes of the ends are alive
     if rough is None:
         return 0.0
     sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])
     each = gathering(subject, c, len(subject.layers) // 2)
     return rough.bound(c, memory, summing_rate(subject, c), each, sent, subject.shrinks(c.rests))
+
+
+def grouped_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:
+    """Bound the seconds of a step by what holds for all schedules of the configuration's sizes.
+
+    Infinite where nothing fits, 0 where the graph is no chain.
+    """
+    rough = subject.rough(c.tp, 1)
+    if rough is None or c.pp == 1:
+        return 0.0
+    key = replace(c, schedule=DEFAULT, chunks=1), memory
+    if key not in subject.grouped:
+        each = gathering(subject, c, len(subject.layers) // 2)
+        subject.grouped[key] = rough.in_any_order(key[0], memory, each, subject.shrinks(c.rests))
+    return c.repeats * subject.grouped[key]
 
 
 def summing_rate(subject: PlanningCache, c: Configuration) -> float:
@@ -125,9 +152,10 @@ def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float
     Where the graph is no chain, or ranks divide experts, the bound holds whatever the memory is.
     """
     if c.ep > 1:
-        return c.each * subject.fastest(c.tp, c.parts, c.ep)
+        return c.each * subject.fastest(c.tp, c.parts, ep=c.ep)
     if subject.chain(c.tp, c.parts) is None:
-        return c.each * (subject.fastest(c.tp, c.parts) + gathering(subject, c))
+        times = c.each if c.passes is None else 1.0
+        return times * subject.fastest(c.tp, c.parts, c.passes) + c.each * gathering(subject, c)
     return rough_bound(subject, c, memory, c.parts)
 
 

@@ -18,10 +18,19 @@ from itertools import accumulate
 
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.planner.bounds import bound_within, gathering, layered_of, near_bound, rough_bound, summing_rate
+from nnscaler.planning.planner.bounds import (
+    bound_within,
+    gathering,
+    grouped_bound,
+    layered_of,
+    near_bound,
+    rough_bound,
+    summing_rate,
+)
 from nnscaler.planning.planner.evaluate import Evaluated, beside, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.lagrangian_bound import Prices
 from nnscaler.planning.planner.layer_chain import Chain
+from nnscaler.planning.planner.layer_strategies import Way
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.memory_fit import StageFill, fill
 from nnscaler.planning.planner.pipeline_bound import Layered, Least
@@ -75,15 +84,23 @@ def _placed(subject: PlanningCache, layered: Layered, stages: Sequence[StageFill
     places = _places(tables, layered.chain, layered.layers)
     choices = [0] * len(tables.names)
     again: set[int] = set()
-    for layer, way in enumerate(way for stage in stages for way in stage):
+    by_stage = _by_stage(c, stages)
+    for layer, way in enumerate(way for stage in by_stage for way in stage):
         for node, choice in way.choices.items():
             choices[places[layer][node]] = int(layered.chain.kept[node][choice])
         if way.again:
             again.add(layer)
-    edges = [0, *(1 + end for end in accumulate(len(list(stage)) for stage in stages[:-1])), layered.layers + 2]
+    edges = [0, *(1 + end for end in accumulate(len(stage) for stage in by_stage[:-1])), layered.layers + 2]
     found = evaluated(subject, c, tables, weights_of(subject, c), choices, frozenset(again), edges)
     prices = [c.each * fill.price(stage.live) for fill, stage in zip(stages, layered.stages, strict=True)]
-    return replace(found, stages=tuple(replace(e, price=p) for e, p in zip(found.stages, prices, strict=True)))
+    priced = zip(found.stages, c.stage_devices, strict=True)
+    return replace(found, stages=tuple(replace(stage, price=prices[device]) for stage, device in priced))
+
+
+def _by_stage(c: Configuration, fills: Sequence[StageFill]) -> list[list[Way]]:
+    """Return the ways of the layers of each stage; `fills` has those of each device."""
+    chunks = [iter(fill.in_chunks(c.chunks)) for fill in fills]
+    return [next(chunks[device]) for device in c.stage_devices]
 
 
 def _places(tables: Tables, chain: Chain, layers: int) -> list[dict[int, int]]:
@@ -105,7 +122,7 @@ def _places(tables: Tables, chain: Chain, layers: int) -> list[dict[int, int]]:
     return [same(chain.head.nodes), *middle, same(chain.tail.nodes)]
 
 
-BOUNDS = (rough_bound, near_bound, bound_within)  # of a configuration, before it is solved
+BOUNDS = (grouped_bound, rough_bound, near_bound, bound_within)  # of a configuration, before it is solved
 CLOSE = 0.005  # a search ends when what is left can save less than this share
 Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it was improved, order among equals
 
@@ -257,4 +274,6 @@ def _bound(subject: PlanningCache, least: Least, c: Configuration) -> float:
     if c.ep > 1:
         return 0.0
     once = least.seconds + (least.again if c.recompute else 0.0)
-    return c.each * (once / c.parts + gathering(subject, c)) + summing_rate(subject, c) * least.summed / c.pp
+    ramps = [max(f, i) for f, i, w in c.figures.ramps(c.chunks) if w >= 0.0]
+    more = max(0.0, *(often - c.ramp for often in ramps)) * least.again / c.parts if ramps else 0.0
+    return c.each * (once / c.parts + gathering(subject, c)) + more + summing_rate(subject, c) * least.summed / c.pp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,11 +59,12 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
-    """One pipeline device.
+    """One stage of the pipeline.
 
     items      the first item of the stage, and the one after its last
     forward    seconds of one micro-batch
     backward   seconds of one micro-batch, recomputation included
+    weights    those of them that the second half of a backward, W, takes
     once       seconds once per step
     resting    bytes of parameters, gradients and optimizer states
     kept       bytes of activations of all live micro-batches
@@ -73,6 +75,7 @@ class StageEstimate:
     items: tuple[int, int]
     forward: float
     backward: float
+    weights: float
     once: float
     resting: float
     kept: float
@@ -95,7 +98,7 @@ class Evaluated:
     again     the layers that are recomputed in backward
     tables    the cost tables that the choices refer to
     weights   how the parts of a step count
-    stages    one entry per pipeline device
+    stages    one entry per stage
     """
 
     configuration: Configuration
@@ -115,7 +118,19 @@ class Evaluated:
     @property
     def memory(self) -> float:
         """Bytes of the rank that holds most."""
-        return max(stage.memory for stage in self.stages)
+        return max(self.on_devices("memory"))
+
+    def on_devices(self, name: str) -> list[float]:
+        """Return, by pipeline device, the sum of a figure over its stages."""
+        return by_device(self.configuration, [getattr(stage, name) for stage in self.stages])
+
+
+def by_device(c: Configuration, values: Sequence[float]) -> list[float]:
+    """Return, by pipeline device, the sum of `values` of its stages."""
+    found = [0.0] * c.pp
+    for device, value in zip(c.stage_devices, values, strict=True):
+        found[device] += value
+    return found
 
 
 def weights_of(subject: PlanningCache, c: Configuration) -> Weights:
@@ -124,7 +139,7 @@ def weights_of(subject: PlanningCache, c: Configuration) -> Weights:
     rates = {axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in sizes.items() if size > 1}
     if c.ep > 1:  # what is no expert's is summed over dp and ep at once
         rates[EP] = max(0.0, seconds_per_byte(subject.cost, c.sharing) - rates.get(DP, 0.0))
-    return Weights(c.each, 1 / c.pp, rates, c.live(0), c.recompute is True)
+    return Weights(c.each, 1 / c.pp, rates, c.live(0), c.recompute is True, c.passes)
 
 
 def evaluate(subject: PlanningCache, c: Configuration, memory: float) -> Evaluated | None:
@@ -196,10 +211,11 @@ def _with(subject: PlanningCache, c: Configuration, tables: Tables, weights: Wei
     crossing = None
     if subject.blocks:  # a cut before item i + 1 is one before block i
         crossing = [0.0, *(sent * b.weight for sent, b in zip(numbers["sent"], subject.blocks, strict=False)), 0.0]
-    cuts = cuts_of(subject.items, list(numbers["forward"] + numbers["backward"]), c.pp, subject.constraint, crossing)
+    count_of, times = c.pp * c.chunks, list(numbers["forward"] + numbers["backward"])
+    cuts = cuts_of(subject.items, times, count_of, subject.constraint, crossing)
     assert cuts is not None, c
     found = evaluated(subject, c, tables, weights, solution.choices, again, (0, *cuts, count))
-    prices = (solution.multiplier,) * c.pp
+    prices = (solution.multiplier,) * count_of
     stages = tuple(replace(stage, price=price) for stage, price in zip(found.stages, prices, strict=True))
     return replace(found, bound=solution.bound, stages=stages)
 
@@ -218,12 +234,18 @@ def evaluated(
     A step takes what the schedule makes of the stages' seconds, and the largest of what stages do once per step.
     """
     numbers = item_numbers(subject, tables, weights, choices, again)
-    ends = ends_of(subject, c)
-    stages = tuple(_with_ends(_stage(c, numbers, again, s, edges[s], edges[s + 1]), ends) for s in range(c.pp))
+    devices, ends = c.stage_devices, ends_of(subject, c)
+    count = len(devices)
+    stages = tuple(_with_ends(_stage(c, numbers, again, s, edges[s], edges[s + 1]), ends) for s in range(count))
     sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["sent"][end - 1])) for end in edges[1:-1]), 0.0]
-    times = [s.forward + s.backward + before + after for s, before, after in zip(stages, sent, sent[1:], strict=False)]
-    step = c.schedule.step_seconds(times, c.micro_batches) + max(stage.once for stage in stages)
-    step += beside(subject, c)
+    sent = [time if 0 < s < count and devices[s - 1] != devices[s] else 0.0 for s, time in enumerate(sent)]
+    # [stages]: seconds of half of what a stage sends and receives, forward and backward
+    mail = [(before + after) / 2 for before, after in pairwise(sent)]
+    ahead = by_device(c, [s.forward + time for s, time in zip(stages, mail, strict=True)])
+    inputs = by_device(c, [s.backward - s.weights + time for s, time in zip(stages, mail, strict=True)])
+    passes = list(zip(ahead, inputs, by_device(c, [s.weights for s in stages]), strict=True))
+    once = max(by_device(c, [stage.once for stage in stages]))
+    step = c.figures.step_seconds(passes, c.micro_batches, c.chunks) + once + beside(subject, c)
     return Evaluated(c, step, 0.0, True, tuple(choices), again, tables, weights, stages)
 
 
@@ -244,6 +266,7 @@ def item_numbers(
     """Add up the tables per item (before the layers, every layer, after them); each entry is [items].
 
     forward, backward   seconds of one micro-batch
+    weights             those of `backward` that W takes
     once                seconds once per step
     resting             bytes at rest
     kept, outside       bytes that one micro-batch keeps in its layer, and outside of layers
@@ -253,12 +276,13 @@ def item_numbers(
     arriving            bytes of gradients that are whole when a backward ends
     """
     count = len(subject.layers) + 2
-    names = ("forward", "backward", "once", "resting", "kept", "outside", "handed", "arriving")
+    names = ("forward", "backward", "weights", "once", "resting", "kept", "outside", "handed", "arriving")
     total = {name: np.zeros(count) for name in names}
     items = subject.items_of(tables)
     for columns, group, choice, item in zip(tables.columns, tables.groups, choices, items, strict=True):
         total["forward"][item] += columns.forward[choice]
         total["backward"][item] += columns.backward[choice] + (columns.forward[choice] if group in again else 0.0)
+        total["weights"][item] += columns.weights[choice]
         total["once"][item] += once_at(columns, weights, choice)
         total["resting"][item] += columns.resting[choice]
         total["kept" if group >= 0 else "outside"][item] += columns.kept[choice]
@@ -281,20 +305,26 @@ def _stage(
 ) -> StageEstimate:
     """Estimate one stage. A recomputed layer keeps only what it hands on; while it runs again, all of it is there once
     more."""
-    live = c.live(number)
-    received = float(numbers["sent"][start - 1]) if number else 0.0
+    devices = c.stage_devices
+    ends = {len(devices) - 1: c.at_ends[1], 0: c.at_ends[0]}
+    live = c.live(devices[number])  # of its layers; by how often the device runs them
+    passes = ends.get(number, live) if c.chunks > 1 else live
+    remote = number and devices[number - 1] != devices[number]
+    received = float(numbers["sent"][start - 1]) if remote else 0.0
     kept, handed, outside = numbers["kept"], numbers["handed"], numbers["outside"]
     computed = [item for item in range(start, end) if item - 1 in again]
     held = sum(float(handed[item] if item in computed else kept[item]) for item in range(start, end))
     if not number and 1 in computed:
         held += float(handed[0])
     once_more = max((float(kept[item]) for item in computed), default=0.0)
-    forward, backward, once, resting, arriving = (
-        float(numbers[n][start:end].sum()) for n in ("forward", "backward", "once", "resting", "arriving")
+    forward, backward, weights, once, resting, arriving = (
+        float(numbers[n][start:end].sum()) for n in ("forward", "backward", "weights", "once", "resting", "arriving")
     )
-    one = held + float(outside[start:end].sum()) + received
-    kept_in_all = live * one + once_more
-    return StageEstimate((start, end), forward, backward, once, resting, kept_in_all, max(0.0, arriving - one))
+    beside = float(outside[start:end].sum()) + received
+    one = held + beside
+    kept_in_all = live * held + passes * beside + once_more
+    arriving = max(0.0, arriving - one)
+    return StageEstimate((start, end), forward, backward, weights, once, resting, kept_in_all, arriving)
 
 
 def send_seconds(cost: CostModel, c: Configuration, size: float) -> float:

@@ -250,6 +250,8 @@ def _find_plan(
     known: dict[tuple[int, int], str | None] = {}
 
     def allowed(c: Configuration) -> bool:
+        if c.chunks > 1 and (subject.constraint.at or subject.constraint.together):
+            return False  # they speak of devices with one stage
         return constraint is None or (constraint.permits(c) and _may_be_cut(subject, c))
 
     def impossible(c: Configuration) -> bool:
@@ -290,7 +292,8 @@ def _refused(subject: PlanningCache, c: Configuration) -> str | None:
 
 def _may_be_cut(subject: PlanningCache, c: Configuration) -> bool:
     """Return whether there are stages that keep to the constraints."""
-    return cuts_of(subject.items, [1.0] * (len(subject.layers) + 2), c.pp, subject.constraint) is not None
+    stages = c.pp * c.chunks
+    return cuts_of(subject.items, [1.0] * (len(subject.layers) + 2), stages, subject.constraint) is not None
 
 
 def _least_that_fits(look: Callable[[float], Search], limit: float) -> tuple[Evaluated, ...]:

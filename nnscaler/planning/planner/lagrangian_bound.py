@@ -112,21 +112,39 @@ def floors_of(chain: Chain) -> Floors:
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """The place of a stage in its pipeline.
+    """The place of a pipeline device. Here it is called a stage: where it has several stages, these are its chunks.
 
-    live    micro-batches that are alive at once
-    first   whether it is the first stage, which has the head
-    last    whether it is the last stage, which has the tail
+    live      micro-batches of its layers that are alive at once
+    first     whether it has the first stage, and with it the head
+    last      whether it has the last stage, and with it the tail
+    received  passes that hold what another device sent, at once
+    ends      messages of a micro-batch that it receives and sends in forward; None: one on each side that is no end
+    chunks    stages on it, all of which begin and end in one state of the cut where there are several
     """
 
-    live: int
+    live: float
     first: bool
     last: bool
+    received: float
+    ends: int | None = None
+    chunks: int = 1
 
 
 def stages_of(c: Configuration, late: bool = False) -> tuple[StageKind, ...]:
     """Return the stages of a pipeline. `late`: when a backward ends, so that one fewer micro-batch is alive."""
-    return tuple(StageKind(c.live(s) - late, s == 0, s == c.pp - 1) for s in range(c.pp))
+    if c.chunks == 1:
+        lives = [c.live(s) - late for s in range(c.pp)]
+        return tuple(StageKind(live, s == 0, s == c.pp - 1, live * (s > 0)) for s, live in enumerate(lives))
+    devices, found = c.stage_devices, []
+    for device in range(c.pp):
+        own = [stage for stage, at in enumerate(devices) if at == device]
+        arriving = [s for s in own if s and devices[s - 1] != device]
+        leaving = [s for s in own if s < len(devices) - 1 and devices[s + 1] != device]
+        live = c.live(device) - late
+        received = sum(c.at_ends[1] if s == len(devices) - 1 else live for s in arriving)
+        ends = len(arriving) + len(leaving)
+        found.append(StageKind(live, 0 in own, len(devices) - 1 in own, received, ends, c.chunks))
+    return tuple(found)
 
 
 def ends_of(c: Configuration) -> Ends:
@@ -136,7 +154,7 @@ def ends_of(c: Configuration) -> Ends:
 
 def most_of(c: Configuration, layers: int) -> int:
     """Return the largest number of layers of a stage that is looked at: about twice the mean. More cost no less."""
-    return min(layers - c.pp + 1, -(-2 * layers // c.pp) + 2)
+    return min(layers - (c.pp - 1) * c.chunks, -(-2 * layers // c.pp) + 2)
 
 
 def at_prices(chain: Chain, prices: Prices, recompute: bool | None, seconds: Callable[[Columns], Column]) -> Pieces:
@@ -227,7 +245,7 @@ def limited(
     middle, ends = counts - stage.first - stage.last, [head] * stage.first + [tail] * stage.last
     # [layers]: floors of the bytes at rest, kept by a micro-batch in layers, and handed on
     resting = middle * layer.resting + sum(f.resting for f in ends)
-    received = 0.0 if stage.first else live * layer.handed
+    received = stage.received * part * layer.handed
     outside = sum(f.outside for f in ends)
     whole = middle * layer.kept + sum(f.kept for f in ends)
     handed = middle * layer.handed + sum(f.handed for f in ends)
@@ -248,6 +266,7 @@ def limited(
         if not live:  # any number of bytes may be kept
             value[..., prices.kept > 0.0] = -np.inf
         value[resting / shrinks + live * kept > room] = np.inf
+        value[: stage.chunks if stage.chunks > 1 else 0] = np.inf  # every stage has a layer
         # [layers, states, states]: the best bound over prices; below, the least over how many layers are recomputed
         bound, by = value.max(axis=-1), value.argmax(axis=-1)
         if best is None:

@@ -9,7 +9,7 @@ is kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import TypeVar
@@ -22,6 +22,7 @@ from nnscaler.planning.sharding.tables import Column, Columns, Tables, when_back
 from nnscaler.planning.solver.eliminate import Elimination, Factor, Order, find_order, run_elimination, substitute
 from nnscaler.planning.solver.problem import Edge, TooWide
 from nnscaler.planning.solver.reduce import Criteria, merge_edges, survivors
+from nnscaler.scheduling.schedule import Ramp
 
 # Drop strategies that are dominated in time and in every kind of memory (dead-end elimination, see
 # `solver.reduce`).
@@ -96,6 +97,7 @@ def _columns(own: Columns, left: NDArray[np.intp]) -> Columns:
         own.handed[left],
         own.arriving[left],
         {axis: column[left] for axis, column in own.summed.items()},
+        own.weights[left],
     )
 
 
@@ -151,6 +153,23 @@ class Chain:
     hubs: tuple[int, ...]
     entry: tuple[int, ...]
     orders: tuple[Order, ...]
+    _least: dict[Ramp, tuple[float, ...]] = field(default_factory=dict)
+
+    def least(self, form: Ramp) -> tuple[float, ...]:
+        """Return the least seconds of head, layer and tail where F, I and W count so often, with all conversions,
+        whatever the memory is and the states at their cuts are."""
+        if form not in self._least:
+            f, i, w = form
+            edges = tuple((a, b, table * ((f + i) / 2)) for a, b, table in self.tables.edges)
+            scaled = replace(self, tables=replace(self.tables, edges=edges))
+            costs = [
+                (f * own.forward + i * (own.backward - own.weights) + w * own.weights)[:, None]
+                for own in self.tables.columns
+            ]
+            pieces = (self.head, self.layer, self.tail)
+            made = [price(scaled, piece, {node: costs[node] for node in piece.nodes}) for piece in pieces]
+            self._least[form] = tuple(float(one.table.min()) for one in made)
+        return self._least[form]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -165,6 +184,17 @@ class Chain:
     def when_backward_ends(self) -> Chain:
         """Return the chain with the memory of the moment when the backward of a micro-batch ends."""
         return replace(self, tables=when_backward_ends(self.tables))
+
+    def with_kept_outside(self, head: float, tail: float) -> Chain:
+        """Return the chain in which what is kept outside of layers counts so often, in the head and in the tail."""
+        if head == tail == 1.0:
+            return self
+        columns = list(self.tables.columns)
+        for piece, often in ((self.head, head), (self.tail, tail)):
+            for node in piece.nodes:
+                if node not in piece.inside:
+                    columns[node] = replace(columns[node], kept=columns[node].kept * often)
+        return replace(self, tables=replace(self.tables, columns=tuple(columns)))
 
     @property
     def width(self) -> int:

@@ -13,42 +13,31 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints.kinds import Constraint
-from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.cost.model import AxisPlace, CostModel
-from nnscaler.planning.experts import expert_steps, find_experts
+from nnscaler.planning.experts import find_experts
+from nnscaler.planning.planner.given_axes import given_axes
+from nnscaler.planning.planner.items import Repeated, halves_of_items, items_of_operations
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, kept_by
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, ParameterPlacement
-from nnscaler.planning.sharding.problem_config import Setting, make_setting
+from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
 from nnscaler.scheduling.interlaced import INTERLACED
+from nnscaler.scheduling.registry import DEFAULT
+from nnscaler.scheduling.schedule import Ramp
 from nnscaler.transform.blocks import Block
 from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
-from nnscaler.transform.plan import CP, DP, EP, TP, Axes, Plan, Step
+from nnscaler.transform.plan import CP, DP, EP, TP
 from nnscaler.transform.select import Layer
 
 MANY = 8  # layers, from which on some stand for all
 
 FREE = Constraint("none")
-
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """Layers between the first and the last that are all alike.
-
-    window   the layers that stand for all of them in bounds
-    around   the first layer of the window with a neighbour on either side
-    times    how many windows these layers make
-    """
-
-    window: range
-    around: range
-    times: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +65,7 @@ class PlanningCache:
     constraint   what a plan keeps to
     optimizer    bytes that the optimizer keeps of an element
     layered      the chain in a configuration and within a limit of memory (bytes), by moment
+    grouped      of a configuration without its schedule, and a limit of memory (bytes), what bounds all schedules
     gathering    by how parameters rest and the place of a dp axis, seconds per byte to gather and to scatter them
     left_out     operations that cost nothing here, with the parameters that only they read: others run them
     between      ranks from one rank of tp to the next
@@ -88,6 +78,7 @@ class PlanningCache:
     constraint: Constraint = FREE
     optimizer: float = OPTIMIZER_BYTES
     cp: int = 1
+    grouped: dict[tuple[Configuration, float], float] = field(default_factory=dict)
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
@@ -98,10 +89,10 @@ class PlanningCache:
     _builders: dict[tuple[int, int, AtRest], TableBuilder] = field(default_factory=dict)
     _tables: dict[tuple[int, int, AtRest, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
-    _fastest: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int, int, Ramp | None], float] = field(default_factory=dict)
     _chains: dict[tuple[int, int, AtRest], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
-    _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
+    _rough: dict[tuple[int, int, bool], Rough] = field(default_factory=dict)
     _gathered: dict[tuple[int, int | None], float] = field(default_factory=dict)
     _shrinks: dict[tuple[AtRest, bool], float] = field(default_factory=dict)
 
@@ -122,8 +113,11 @@ class PlanningCache:
             return
         experts = 1 if interlaced else self.experts
         for c in configurations(ranks // self.cp, self.batch, len(self.layers), each, not self.blocks, experts):
-            made = replace(c, schedule=INTERLACED) if interlaced and c.pp > 1 else c
-            yield made if self.cp == 1 else replace(made, cp=self.cp)
+            if interlaced and c.pp > 1:
+                if c.schedule is DEFAULT:
+                    yield replace(c, schedule=INTERLACED)
+            else:
+                yield c if self.cp == 1 else replace(c, cp=self.cp)
 
     @cached_property
     def experts(self) -> int:
@@ -142,18 +136,15 @@ class PlanningCache:
 
     @cached_property
     def items(self) -> dict[str, int]:
-        """By operation, its item: 0 before the layers, i + 1 in or after layer i, one more after the last layer."""
-        last = max((i for i, op in enumerate(self.graph.operations) if op.name in self.groups), default=-1)
-        found: dict[str, int] = {}
-        here = 0
-        for i, op in enumerate(self.graph.operations):
-            here = max(here, self.groups.get(op.name, here - 1) + 1)
-            found[op.name] = here if i <= last else len(self.layers) + 1
-        return found
+        return items_of_operations(self.graph, self.groups, len(self.layers))
 
     @cached_property
     def kept(self) -> dict[str, tuple[Kept, ...]]:
         return kept_by(self.graph, self.signatures)
+
+    @cached_property
+    def halves(self) -> dict[str, float]:
+        return halves_of_items(self.graph, self.items)
 
     @cached_property
     def batch(self) -> int:
@@ -236,9 +227,7 @@ class PlanningCache:
                 DP: AxisPlace(parts // ep, tp * self.cp * ep),
             }
             if (parts, ep) not in self._settings:
-                mesh, steps = self._batch(parts, ep)
-                made = make_setting(self.graph, self.signatures, mesh, (), 1, places, steps)
-                self._settings[parts, ep] = made if self.cp == 1 else self._with_tokens(made)
+                self._settings[parts, ep] = given_axes(self.graph, self.signatures, parts, ep, self.cp, places)
             searched = ((TP, tp),) if tp > 1 else ()
             setting = replace(self._settings[parts, ep], searched=searched, places=places)
             options = [self.options(tp)] if tp > 1 else []
@@ -256,25 +245,9 @@ class PlanningCache:
                 rests,
                 self.optimizer,
                 self.elsewhere,
+                self.halves,
             )
         return self._builders[key]
-
-    def _batch(self, parts: int, ep: int) -> tuple[Axes, tuple[Step, ...]]:
-        """Return the axes that cut the batch into `parts`, and the steps that divide experts over `ep` of them."""
-        if ep == 1:
-            return ((DP, parts),) if parts > 1 else (), ()
-        mesh = ((DP, parts // ep), (EP, ep))
-        plan = Plan(mesh, data_axes=(DP, EP))
-        return mesh, expert_steps(self.graph, self.signatures, plan, mesh, ep)
-
-    def _with_tokens(self, setting: Setting) -> Setting:
-        """Return the setting with the axis that splits tokens, the last one of the mesh."""
-        graph, size = self.graph, self.cp
-        choices, _ = context_parallel(graph, self.signatures, CP, size, setting.made, setting.axes)
-        same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
-        joined = {name: (*before[:-1], choices[name], before[-1]) for name, before in setting.made.items()}
-        shared = {name: same.setdefault(made, made) for name, made in joined.items()}
-        return replace(setting, given=(*setting.given, (CP, size)), made=shared)
 
     def tokens(self) -> Mapping[str, Choice]:
         """Return, by operation, its choice on the axis that splits tokens."""
@@ -318,15 +291,17 @@ class PlanningCache:
             self._chains[key] = find_chain(tables, self.items_of(tables), count)
         return self._chains[key]
 
-    def rough(self, tp: int, parts: int) -> Rough | None:
+    def rough(self, tp: int, parts: int, inside: bool = False) -> Rough | None:
         """Return bounds from the chain whose shapes are those of one of `parts` of the batch; None where the graph is
-        no chain."""
+        no chain. `inside`: without what is kept outside of layers."""
         chain = self.chain(tp, parts)
         if chain is None:
             return None
-        if (tp, parts) not in self._rough:
-            self._rough[tp, parts] = Rough(chain, len(self.layers), self.batch, parts)
-        return self._rough[tp, parts]
+        key = (tp, parts, inside)
+        if key not in self._rough:
+            kept = chain.with_kept_outside(0.0, 0.0) if inside else chain
+            self._rough[key] = Rough(kept, len(self.layers), self.batch, parts)
+        return self._rough[key]
 
     def items_of(self, tables: Tables) -> list[int]:
         """Return the item of every node: that of its operation, of the tensor's producer, or of the tensor's first
@@ -412,11 +387,11 @@ class PlanningCache:
         )
         return self._least[tp]
 
-    def fastest(self, tp: int, parts: int, ep: int = 1) -> float:
+    def fastest(self, tp: int, parts: int, passes: Ramp | None = None, ep: int = 1) -> float:
         """Return a lower bound of the seconds of one of `parts` of the batch, forward and backward, without a limit of
-        memory."""
-        key = (tp, parts, ep)
+        memory. `passes`: how often F, I and W count; None: once."""
+        key = (tp, parts, ep, passes)
         if key not in self._fastest:
             tables = self.tables(tp, parts, AtRest(experts=ep), short=True)
-            self._fastest[key] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound
+            self._fastest[key] = solve(pose(tables, Weights(once=0.0, passes=passes), self.window(tp))).bound
         return self._fastest[key]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from nnscaler.planning.planner.lagrangian_bound import Pieces, Prices, StageKind
 from nnscaler.planning.planner.layer_chain import Numbers, Priced
 from nnscaler.planning.planner.layer_strategies import Ends, Way, ways_of
-from nnscaler.planning.planner.pipeline_bound import Layered
+from nnscaler.planning.planner.pipeline_bound import Layered, adding
 from nnscaler.planning.planner.stage_partition_dp import StagePartition, best_cut
 
 STATES = 4  # of the cut that are tried
@@ -55,7 +55,22 @@ class StageFill:
             yield from [self.ways[1]] * (self.layers - self.often)
         yield from (way for way in (self.turn, self.tail) if way is not None)
 
-    def price(self, live: int) -> float:
+    def in_chunks(self, chunks: int) -> list[list[Way]]:
+        """Return the ways of the layers of each stage of the device: as many in each, and as alike as they can be."""
+        middle = list(self)[self.head is not None : None if self.tail is None else -1]
+        each, more = divmod(len(list(self)), chunks)
+        room = [each + (number < more) for number in range(chunks)]
+        made: list[list[Way]] = [[] for _ in range(chunks)]
+        if self.head is not None:
+            made[0].append(self.head)
+        for way in middle:
+            left = [room[k] - len(made[k]) - (self.tail is not None and k == chunks - 1) for k in range(chunks)]
+            made[left.index(max(left))].append(way)
+        if self.tail is not None:
+            made[-1].append(self.tail)
+        return made
+
+    def price(self, live: float) -> float:
         """Return the seconds of a micro-batch per byte of memory between both ways; 0 where only one is used."""
         if self.ways is None or self.often == self.layers:
             return 0.0
@@ -162,7 +177,8 @@ def _spread(layered: Layered, ways: Ways, states: Sequence[int]) -> tuple[StageF
     found = {stage: _fastest(layered, ways, stage, states) for stage in set(stages)}
     # [stages, layers, states, states]: the fastest mixes of all stages
     seconds = np.stack([_table(found[stage], layered.most, len(states)) for stage in stages])
-    cut = best_cut(seconds, layered.layers, layered.configuration.repeats)
+    c = layered.configuration
+    cut = best_cut(seconds, layered.layers, c.repeats, adding(seconds, c.ramp, layered.added))
     if cut is None:
         return None
     fills = []
@@ -218,11 +234,14 @@ def _fastest(layered: Layered, ways: Ways, stage: StageKind, states: Sequence[in
     none: tuple[Way | None, ...] = (None,)
     useful: dict[int, list[Way]] = {}
     for a, b in ways.layer:
-        if (a != b and (stage.first or stage.last)) or not ways.layer[a, a]:
+        if (a != b and (stage.first or stage.last or stage.chunks > 1)) or not ways.layer[a, a]:
             continue
-        begin, end = 0 if stage.first else states.index(a), 0 if stage.last else states.index(b)
-        received = 0.0 if stage.first else stage.live * layered.chain.handed[a]
+        both = stage.first and stage.last and stage.chunks > 1  # others begin in the state in which it ends
+        begin, end = 0 if stage.first else states.index(a), 0 if stage.last and not both else states.index(b)
+        received = stage.received * layered.chain.handed[a]
         sent = (0.0 if stage.first else layered.sent[a]) + (0.0 if stage.last else layered.sent[b])
+        if stage.ends is not None:
+            sent = stage.ends * layered.sent[a]
         if a not in useful:
             useful[a] = _useful(ways.layer[a, a], stage.live)
         heads = _useful(ways.head[a], stage.live) if stage.first else none
@@ -231,11 +250,12 @@ def _fastest(layered: Layered, ways: Ways, stage: StageKind, states: Sequence[in
         fixed = tuple(product(heads, turns, tails))
         if fixed:
             mixes = _mixes(fixed, useful[a], stage.live, layered.memory - received, sent, layered.most)
+            mixes.seconds[: stage.chunks] = np.inf  # every stage has a layer
             found.setdefault((begin, end), []).append(mixes)
     return found
 
 
-def _useful(ways: Sequence[Way], live: int) -> list[Way]:
+def _useful(ways: Sequence[Way], live: float) -> list[Way]:
     """Return the ways on the Pareto frontier of seconds and bytes, with `live` live micro-batches."""
     answer: list[Way] = []
     least = np.inf
@@ -249,7 +269,7 @@ def _useful(ways: Sequence[Way], live: int) -> list[Way]:
 def _mixes(
     fixed: tuple[tuple[Way | None, Way | None, Way | None], ...],
     layers: Sequence[Way],
-    live: int,
+    live: float,
     memory: float,
     sent: float,
     most: int,

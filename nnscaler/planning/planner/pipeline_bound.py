@@ -10,8 +10,10 @@ that is done once per step, on the stage that has most of it. Where all have abo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,24 +113,33 @@ class Layered:
         )
 
     @cached_property
+    def added(self) -> Numbers | None:
+        """What each device adds to a step at least, by its layers: [stages, layers]; None where that is a part of its
+        seconds alone."""
+        return added_of(self.configuration, self.stages, self.chain, self.most)
+
+    @cached_property
     def bound(self) -> tuple[float, Prices, StagePartition | None]:
         """The bound of a step in seconds, and the prices and the cut that prove it; infinite, without a cut, where
         nothing fits."""
         numbers = [stage.live for stage in self.stages]
-        lives = np.unique(np.round(np.geomspace(1, max(numbers), LIVES))) if max(numbers) else np.zeros(0)
+        lives = np.unique(np.round(np.geomspace(1, max(1.0, *numbers), LIVES))) if max(numbers) else np.zeros(0)
         lives = lives if min(numbers) else np.append(0.0, lives)
         prices = grid(self.chain, self.floors, LOW, HIGH, COARSE, lives)
         # [stages, layers, states, states] each: the bounds of the stages, and which price proves them
         seconds, binding = self.lower(prices)
-        weight = self.configuration.repeats
-        found = best_cut(seconds, self.layers, weight)
+        found = self._cut(seconds)
         if found is None:
             return np.inf, prices, None
         refined = self._refined(prices, binding, found)
         if not len(refined):
             return found.value + self.once, prices, found
-        found = best_cut(np.maximum(seconds, self.lower(refined)[0]), self.layers, weight)
+        found = self._cut(np.maximum(seconds, self.lower(refined)[0]))
         return np.inf if found is None else found.value + self.once, prices.with_more(refined), found
+
+    def _cut(self, seconds: Numbers) -> StagePartition | None:
+        c = self.configuration
+        return best_cut(seconds, self.layers, c.repeats, adding(seconds, c.ramp, self.added))
 
     def _refined(self, prices: Prices, binding: NDArray[np.int64], cut: StagePartition) -> Prices:
         """Return finer prices about those that bind in the stages of a cut, for the stages' own numbers of live
@@ -155,8 +166,8 @@ class Layered:
         ends = ends_of(self.configuration)
         values = values_of(self.at(prices), len(prices), self.most, STATES, ends, counted=self.most <= COUNTED)
         best = {s: limited(values, s, self.floors, self.memory, prices) for s in set(stages)}
-        seconds = [best[s][0] + between(s, self.sent, best[s][0].shape[-1]) for s in stages]
-        return np.stack(seconds), np.stack([best[s][1] for s in stages])
+        seconds = [around(s, best[s][0]) + between(s, self.sent, best[s][0].shape[-1]) for s in stages]
+        return np.stack(seconds), np.stack([around(s, best[s][1]) for s in stages])
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +254,32 @@ class Rough:
             whole("summed"),
         )
 
+    def in_any_order(self, c: Configuration, memory: float, each: float, shrinks: float) -> float:
+        """Bound the seconds of a micro-batch on the busiest device, whatever the schedule is.
+
+        No schedule holds fewer micro-batches than 1F1B. The first and the last piece of the model, and messages, are
+        left out: schedules have them in different places.
+        """
+        lives = [min(c.micro_batches, c.pp - device) for device in range(c.pp)]
+        prices, most, part = self._priced[1], min(self.layers, 2 * -(-self.layers // c.pp) + 2), self.parts / c.parts
+        values = self._values(most, frozenset({(False, False)}))
+        cut = {
+            kind: np.full_like(v, np.inf)[: most + 1] if c.recompute is False and kind[2] != 0 else v[: most + 1]
+            for kind, v in values.items()
+        }
+        made = {}
+        for live in {_coarse(live) for live in lives}:
+            bounds, _ = limited(cut, StageKind(live, False, False, 0.0), self.floors, memory, prices, part, shrinks)
+            bounds[0] = 0.0
+            made[live] = part * bounds + each * np.arange(most + 1)[:, None, None]
+        # the busiest device alone: all other seconds count next to nothing
+        seconds = np.stack([made[_coarse(live)] for live in lives])
+        found = best_cut(seconds, self.layers - 2, 1.0, np.zeros_like(seconds))
+        if found is None:
+            return np.inf
+        taken = zip(lives, found.layers, found.states, strict=True)
+        return max(float(made[_coarse(live)][count, a, b]) for live, count, (a, b) in taken)
+
     def bound(self, c: Configuration, memory: float, rate: float, each: float, sent: Numbers, shrinks: float) -> float:
         """Bound the seconds of a step; infinite where nothing fits.
 
@@ -267,11 +304,54 @@ class Rough:
             summed = middle * floors.layer.summed
             summed = summed + stage.first * floors.head.summed + stage.last * floors.tail.summed
             once = rate * summed / c.turns + each * np.maximum(middle, 0)
-            made[stage] = part * bounds + once[:, None, None] + between(stage, sent, bounds.shape[-1])
+            held = around(stage, bounds)
+            made[stage] = part * held + once[:, None, None] + between(stage, sent, bounds.shape[-1])
         # [stages, layers, states, states]: seconds of a micro-batch at least
         seconds = np.stack([made[stage] for stage in stages])
-        found = best_cut(seconds, self.layers, c.repeats)
+        added = added_of(c, stages, self.chain, most, part)
+        found = best_cut(seconds, self.layers, c.repeats, adding(seconds, c.ramp, added))
         return np.inf if found is None else found.value
+
+
+def _coarse(live: float) -> float:
+    """Return one of few numbers that are no larger, and not much smaller."""
+    return live if live <= 4 else float(2 ** (np.floor(4 * np.log2(live)) / 4))
+
+
+def added_of(
+    c: Configuration, stages: Sequence[StageKind], chain: Chain, most: int, part: float = 1.0
+) -> Numbers | None:
+    """Return what each device adds to a step at least, by its layers: [stages, layers]; None where that is a part of
+    its seconds alone. A micro-batch is `part` of what the chain counts."""
+    forms = [form for form in c.figures.ramps(c.chunks) if min(form) < c.ramp or max(form) > c.ramp]
+    if not forms:
+        return None
+    counts = np.arange(most + 1, dtype=np.float64)
+    known: dict[StageKind, Numbers] = {}
+    for stage in set(stages):
+        middle = np.maximum(counts - stage.first - stage.last, 0.0)
+        least = [chain.least(form) for form in forms]
+        every = [middle * layer + stage.first * head + stage.last * tail for head, layer, tail in least]
+        known[stage] = part * np.maximum(0.0, np.max(every, axis=0))
+    return np.stack([known[stage] for stage in stages])
+
+
+def adding(seconds: Numbers, ramp: float, added: Numbers | None) -> Numbers:
+    """Return what devices add to a step: a part of their `seconds`, [stages, layers, states, states], or more."""
+    found = ramp * seconds
+    return found if added is None else np.maximum(found, added[:, :, None, None])
+
+
+T = TypeVar("T", np.float64, np.int64)
+
+
+def around(stage: StageKind, table: NDArray[T]) -> NDArray[T]:
+    """Return a table [layers, states, states] as one of a device that is handed tensors, and hands them on, in one
+    state: several stages in which there is none to begin with take that in which the device ends."""
+    if stage.chunks > 1 and stage.first and stage.last:
+        table = table.copy()
+        table[:, 0, :] = table[:, 0, :1]
+    return table
 
 
 def between(stage: StageKind, sent: Numbers, states: int) -> Numbers:
@@ -280,5 +360,12 @@ def between(stage: StageKind, sent: Numbers, states: int) -> Numbers:
     `sent` is by state; its least counts where states are not told apart.
     """
     own = sent if states == len(sent) else np.full(states, sent.min())
+    if stage.ends is not None:
+        if stage.first:
+            return np.broadcast_to(stage.ends * own, (states, states))
+        if stage.last:
+            return np.broadcast_to((stage.ends * own)[:, None], (states, states))
+        apart = np.where(np.eye(states, dtype=bool), 0.0, np.inf)
+        return apart + (stage.ends * own)[:, None]
     zero = np.zeros(states)
     return (zero if stage.first else own)[:, None] + (zero if stage.last else own)[None, :]

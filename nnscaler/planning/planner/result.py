@@ -9,7 +9,6 @@ from typing import Any
 
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
-from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.constraints.interlaced import between_ends, of_layers
 from nnscaler.planning.context_parallel import LONG
 from nnscaler.planning.experts import batch_axes, expert_steps
@@ -18,7 +17,8 @@ from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.shared_ends import ends_of
 from nnscaler.planning.policies import assign_steps, steps_of
-from nnscaler.scheduling.registry import with_schedule
+from nnscaler.scheduling.registry import planned_schedules, with_schedule
+from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators
 from nnscaler.transform.plan import CP, DP, EP, PP, SHARED, TP, Plan, RecomputeStep, RestStep, Step
 
@@ -27,15 +27,24 @@ SEARCHED = (
     "tp; micro-batches that divide the batch; recomputing all layers or none, or, of many equal ones, any; all "
     "parameters whole on dp, or in shards "
     "between steps (ZeRO-1), with their gradients (ZeRO-2), or at all times (ZeRO-3); cuts between layers (without "
-    "numbered ones, at borders of modules) that balance the stages; " + " and ".join(kind.title for kind in SCHEDULES)
+    "numbered ones, at borders of modules) that balance the stages; the schedules {schedules}, where the figures of "
+    "their steps hold, by the bounds of which they are pruned; where a device has several stages, all of them begin in "
+    "one layout"
 )
 OF_TOKENS = f"cp beside these, a power of two, where attention has {LONG} rows or more"
 NOT_SEARCHED = (
-    "other schedules and several stages per device; pipelines of models with one numbered layer; recomputation in "
-    "models without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some "
-    "parameters only, or over some ranks of dp; several versions of one tensor, each converted from where it is made; "
-    "overlap of communication and computation"
+    "orders that are none of these schedules' (`--schedule search` does, for the stages of a plan); strategies that "
+    "are slower in a whole pass and hold no less; pipelines of models with one numbered layer; recomputation in models "
+    "without; splits on the dp axis other than that of the batch; stages of unlike meshes; sharding some parameters "
+    "only, or over some ranks of dp; several versions of one tensor, each converted from where it is made; overlap of "
+    "communication and computation"
 )
+
+
+def _titled(kind: ScheduleKind) -> str:
+    assert kind.figures is not None
+    chunks = kind.figures.chunks
+    return kind.title + (f" of {chunks[0]} to {chunks[-1]} stages a device" if len(chunks) > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class Certificate:
             "memory_bytes": round(self.memory),
             "memory_limit_bytes": round(self.memory_limit),
             "configurations": {"solved": self.solved, "pruned": self.left, "too_large": self.too_large},
-            "searched": f"{SEARCHED}; {OF_TOKENS}",
+            "searched": f"{SEARCHED.format(schedules=', '.join(map(_titled, planned_schedules())))}; {OF_TOKENS}",
             "not_searched": NOT_SEARCHED,
             "cost_model": self.cost_model,
             "cluster": self.cluster,
@@ -148,7 +157,7 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     steps.extend(
         replace(step, axis=axis) for step in c.parameters.steps if isinstance(step, RestStep) for axis, _ in batch
     )
-    return with_schedule(replace(plan, steps=tuple(steps), notes=notes), c.schedule)
+    return with_schedule(replace(plan, steps=tuple(steps), notes=notes), c.schedule, c.chunks)
 
 
 def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
@@ -168,7 +177,7 @@ def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
     kept = subject.constraint
     return partition_stages(
         subject.graph,
-        found.configuration.pp,
+        found.configuration.pp * found.configuration.chunks,
         cost,
         random=random,
         rules=StageRules(counts, dict(kept.at), kept.together, subject.blocks),

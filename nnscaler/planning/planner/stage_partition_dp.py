@@ -28,16 +28,17 @@ class StagePartition(NamedTuple):
     states: tuple[tuple[int, int], ...]
 
 
-def best_cut(seconds: Numbers, layers: int, weight: float) -> StagePartition | None:
-    """Minimise the sum of the stages' seconds plus `weight` times the largest of them; None where the layers cannot be
-    spread.
+def best_cut(seconds: Numbers, layers: int, weight: float, added: Numbers | None = None) -> StagePartition | None:
+    """Minimise the sum of what the stages add plus `weight` times the largest of their seconds; None where the layers
+    cannot be spread. A stage adds its seconds, or `added` of the same shape.
 
     `seconds` is [stages, most + 1, states, states]: what a stage takes with 0, 1, ... layers that begins and ends in
     these states of the tensors it is handed and hands on; infinite where it cannot be. A stage begins as the one before
     it ended. At a limit for the largest stage, the least sum is a shortest path; the limits are tried in ascending
     order, until the largest stage alone costs more than the best so far.
     """
-    free = _path(seconds, layers, np.inf)
+    every = seconds if added is None else np.where(np.isfinite(seconds), added, np.inf)
+    free = _path(every, seconds, layers, np.inf)
     if free is None:
         return None
     limits = np.unique(seconds[np.isfinite(seconds)])
@@ -52,7 +53,7 @@ def best_cut(seconds: Numbers, layers: int, weight: float) -> StagePartition | N
     while low < len(limits):
         if best is not None and weight * limits[low] + free.value >= best.value:
             break
-        found = _path(seconds, layers, limits[low])
+        found = _path(every, seconds, layers, limits[low])
         if found is None:
             low += 1
             continue
@@ -77,9 +78,9 @@ def _most(seconds: Numbers, limit: float) -> float:
     return float(reached.max())
 
 
-def _path(seconds: Numbers, layers: int, limit: float) -> StagePartition | None:
-    """Return the least sum with no stage over the limit, by a dynamic program over stages and layers."""
-    allowed = np.where(seconds <= limit, seconds, np.inf)
+def _path(added: Numbers, seconds: Numbers, layers: int, limit: float) -> StagePartition | None:
+    """Return the least sum of `added` with no stage over the limit, by a dynamic program over stages and layers."""
+    allowed = np.where(seconds <= limit, added, np.inf)
     used = np.flatnonzero(np.isfinite(allowed).any(axis=(0, 2, 3)))
     if not len(used):
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nnscaler.planning.sharding.tables import Column, Columns, Tables
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node
+from nnscaler.scheduling.schedule import Ramp
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Weights:
     rates       by axis, seconds per byte of gradients summed over it
     live        micro-batches that are between forward and backward at once
     recompute   whether layers keep only their inputs, and run forward twice
+    passes      how often the seconds of F, I and W of one micro-batch count; None: `each`
     """
 
     each: float = 1.0
@@ -24,6 +26,12 @@ class Weights:
     rates: Mapping[str, float] = field(default_factory=dict, hash=False)
     live: float = 1
     recompute: bool = False
+    passes: Ramp | None = None
+
+    @property
+    def conversions(self) -> float:
+        """How often the seconds of a conversion count: half of it is F's, and half of it I's."""
+        return self.each if self.passes is None else (self.passes[0] + self.passes[1]) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ def pose(
     scaled: dict[tuple[int, float], Column] = {}
     edges = []
     for first, second, table in tables.edges:
-        often = weights.each * max(times[first], times[second])
+        often = weights.conversions * max(times[first], times[second])
         if (id(table), often) not in scaled:
             scaled[id(table), often] = table if often == 1.0 else often * table
         edges.append(Edge(first, second, scaled[id(table), often]))
@@ -73,7 +81,11 @@ def pose(
 def seconds_of(columns: Columns, weights: Weights, in_layer: bool) -> Column:
     """Return the weighted seconds of a node's strategies: [strategies]."""
     again = columns.forward if weights.recompute and in_layer else 0.0
-    return weights.each * (columns.forward + columns.backward + again) + weights.once * once_of(columns, weights)
+    if weights.passes is None:
+        return weights.each * (columns.forward + columns.backward + again) + weights.once * once_of(columns, weights)
+    f, i, w = weights.passes
+    seconds: Column = f * columns.forward + i * (columns.backward - columns.weights + again) + w * columns.weights
+    return seconds + weights.once * once_of(columns, weights)
 
 
 def once_of(columns: Columns, weights: Weights) -> Column:

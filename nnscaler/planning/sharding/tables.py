@@ -47,6 +47,7 @@ class Columns:
     handed     bytes of one micro-batch that are handed to another layer
     arriving   bytes of gradients that are whole when a backward ends, and then rest in shards
     summed     by axis, bytes of gradients that are added up over it once per step
+    weights    seconds of `backward` that its second half, W, takes
     """
 
     forward: Column
@@ -57,6 +58,7 @@ class Columns:
     handed: Column
     arriving: Column
     summed: Mapping[str, Column]
+    weights: Column
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +86,8 @@ def when_backward_ends(tables: Tables) -> Tables:
 
     What arrives is there, as if it rested; the activations of the micro-batch are gone, so that one fewer is alive.
     """
-    made: dict[int, Columns] = {}
-    for own in tables.columns:
-        if id(own) not in made:
-            made[id(own)] = replace(own, resting=own.resting + own.arriving)
+    each = {id(own): own for own in tables.columns}
+    made = {key: replace(own, resting=own.resting + own.arriving) for key, own in each.items()}
     return replace(tables, columns=tuple(made[id(own)] for own in tables.columns))
 
 
@@ -100,8 +100,8 @@ class TableBuilder:
     together   pairs of operations whose choices on the first axis are to be the same
     rests      how parameters rest over dp
     optimizer  bytes that the optimizer keeps of an element
-    left_out   operations that cost nothing, with the parameters that only they read: other ranks run them, or other
-               tables have them
+    left_out   operations that cost nothing, with the parameters that only they read: others run them
+    halves     by operation, the share of its backward that W takes; 0 where it is not there
     """
 
     graph: Graph
@@ -115,6 +115,7 @@ class TableBuilder:
     rests: AtRest = AT_REST_WHOLE
     optimizer: float = OPTIMIZER_BYTES
     left_out: frozenset[str] = frozenset()
+    halves: Mapping[str, float] = field(default_factory=dict)
     _columns: dict[Any, Columns] = field(default_factory=dict)
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
@@ -131,7 +132,7 @@ class TableBuilder:
         names = [op.name for op in operations]
         index = {name: i for i, name in enumerate(names)}
         chosen = {op.name: self.strategies.of(op) for op in operations}
-        columns = [self._charged(op.name, self._of_operation(op, chosen[op.name])) for op in operations]
+        columns = [self._charged(self._of_operation(op, chosen[op.name]), (op.name,)) for op in operations]
         groups = [self.groups.get(name, -1) for name in names]
         edges: list[tuple[int, int, Column]] = []
         layouts: dict[str, tuple[Layout, ...]] = {}
@@ -153,9 +154,8 @@ class TableBuilder:
                 layouts[tensor.name] = own
                 at = len(names)
                 names.append(tensor.name)
-                found = self._of_tensor(tensor, own)
-                elsewhere = tensor.role == "parameter" and all(op.name in self.left_out for op, _ in uses)
-                columns.append(self._free(found) if elsewhere else found)
+                reads = [op.name for op, _ in uses] if tensor.role == "parameter" else [""]
+                columns.append(self._charged(self._of_tensor(tensor, own), reads))
                 groups.append(self._group_of(tensor))
                 if producer is not None and here:
                     made = self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name))
@@ -168,15 +168,14 @@ class TableBuilder:
                 edges.append((index[first], index[second], self._alike(chosen[first], chosen[second])))
         return Tables(tuple(names), tuple(groups), tuple(columns), tuple(edges), chosen, layouts)
 
-    def _charged(self, name: str, columns: Columns) -> Columns:
-        return self._free(columns) if name in self.left_out else columns
-
-    def _free(self, columns: Columns) -> Columns:
-        """Return as many strategies that cost nothing; the same for the same columns."""
+    def _charged(self, columns: Columns, operations: Collection[str]) -> Columns:
+        """Return these columns, or as many that cost nothing where all of the operations are left out."""
+        if not self.left_out.issuperset(operations):
+            return columns
         key = ("free", id(columns))
         if key not in self._columns:
             nothing = np.zeros(len(columns.forward))
-            self._columns[key] = Columns(*(nothing,) * 7, {})
+            self._columns[key] = Columns(*(nothing,) * 7, {}, nothing)
         return self._columns[key]
 
     def _group_of(self, tensor: LogicalTensor) -> int:
@@ -199,7 +198,8 @@ class TableBuilder:
             and self.groups.get(graph.consumers[name][0][0].name, -1) != own
             for name in op.outputs
         )
-        key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name], leaving)
+        half = self.halves.get(op.name, 0.0)
+        key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name], leaving, half)
         if key not in self._columns:
             self._columns[key] = self._make_columns(op, strategies, inputs, leaving)
         return self._columns[key]
@@ -218,7 +218,8 @@ class TableBuilder:
             summed[name] = np.array([sum(one.get(name, 0.0) for one in found) for found in sums])
         forward, backward, once, resting, kept, handed, arriving = np.array(numbers, dtype=np.float64).T.copy()
         summed = {name: column for name, column in summed.items() if column.any()}
-        return Columns(forward, backward, once, resting, kept, handed, arriving, summed)
+        weights = self.halves.get(op.name, 0.0) * backward
+        return Columns(forward, backward, once, resting, kept, handed, arriving, summed, weights)
 
     def _row(
         self,
@@ -311,7 +312,8 @@ class TableBuilder:
                 ).T.copy()
                 names = {name for one in found for name in one.summed}
                 summed = {name: np.array([one.summed.get(name, 0.0) for one in found]) for name in sorted(names)}
-            self._columns[key] = Columns(forward, backward, once, resting, kept, handed, arriving, summed)
+            # only a parameter's gradient takes time here: it goes to where it rests
+            self._columns[key] = Columns(forward, backward, once, resting, kept, handed, arriving, summed, backward)
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:

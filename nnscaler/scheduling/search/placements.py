@@ -93,7 +93,8 @@ def _blocks(plan: StagePlan, split: bool) -> list[PassBlock]:
         blocks.append(forward)
         if split:
             inputs = costs.backward[stage] - costs.weights[stage]
-            blocks.append(PassBlock("I", stage, devices, inputs, 0.0, memory - kept))
+            # what W needs may be more than the forward kept: gradients have arrived by then
+            blocks.append(PassBlock("I", stage, devices, inputs, max(kept - memory, 0.0), max(memory - kept, 0.0)))
             blocks.append(PassBlock("W", stage, devices, costs.weights[stage], 0.0, kept))
         else:
             blocks.append(PassBlock("B", stage, devices, costs.backward[stage], 0.0, memory))

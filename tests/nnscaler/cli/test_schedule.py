@@ -9,6 +9,7 @@ from types import MappingProxyType
 import pytest
 
 from nnscaler.cli.main import main
+from nnscaler.planning.configurations import configurations
 from nnscaler.scheduling import registry
 from nnscaler.scheduling.registry import SCHEDULES
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
@@ -109,7 +110,7 @@ def test_a_function_and_a_saved_plan_are_drawn(folder: Path, capsys: pytest.Capt
 def test_every_name_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "schedules"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == [*SCHEDULES, "interleaved:3", "orders.csv", "mine.py::function", "plan.json"]
+    assert names == [*SCHEDULES, "interleaved:3", "search", "orders.csv", "mine.py::function", "plan.json"]
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -177,6 +178,40 @@ def test_orders_of_a_saved_plan_are_checked_before_the_model(folder: Path, capsy
     assert "schedule 'mine.py::vee': the planner has no figures" in text and "name the plan" in text
 
 
+@pytest.mark.parametrize(("schedule", "stages"), [("search", 2), ("search:zb-v", 4)])
+def test_orders_are_searched_for_the_stages_of_a_plan(
+    schedule: str, stages: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The orders go into the plan, the same ones each time, with what is proved of them."""
+    words = ["compile", "model.py", "--plan", "pp=2", "--micro-batches", "4", "--schedule", schedule, "--out"]
+    assert main([*words, "first"]) == 0 and main([*words, "second"]) == 0
+    assert "schedule searched, backward" in capsys.readouterr().err
+    text = (folder / "first" / "plan.json").read_text()
+    assert text == (folder / "second" / "plan.json").read_text()
+    plan = Plan.from_json(text)
+    assert (plan.schedule, plan.stages, len(plan.orders)) == ("search", stages, 2)
+    assert "(gap 0.00%; proved by" in plan.notes[-1]
+    verify = ["verify-plan", "model.py", "--backend", "simulator", "--quick", "--plan", "first"]
+    assert main(verify) == 0
+    assert "search, 4 micro-batches)" in capsys.readouterr().out
+
+
+def test_orders_are_searched_within_a_limit_of_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compile", "model.py", "--plan", "pp=2", "--micro-batches", "4", "--schedule", "search", "--out"]
+    assert main([*words, "free"]) == 0
+    tight = [*words, "tight", "--memory"]
+    text = refused([*tight, "100B"], capsys)
+    assert "no order of passes fits into 100 bytes a rank: device 1 (stages [1]) holds" in text
+    least = text.split("--memory ")[1].split(" ")[0]
+    assert main([*tight, least]) == 0
+    free, kept = (Plan.from_json((folder / n / "plan.json").read_text()) for n in ("free", "tight"))
+    assert free.orders != kept.orders and f"within {int(least):,} a rank" in kept.notes[-1]
+    assert "--memory is for the search of a plan" in refused(
+        [*words[:-3], "--schedule", "1f1b", *tight[-3:], "1GB"], capsys
+    )
+    assert "no schedule 'zb-q'" in refused([*words[:-2], "search:zb-q", "--out", "none"], capsys)
+
+
 @pytest.mark.parametrize("schedule", ["mine.py::vee", "good.csv"])
 def test_a_schedule_of_ones_own_is_compiled_and_verified(
     schedule: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -220,8 +255,11 @@ def test_one_more_schedule_is_a_function_and_its_name(
     def places(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
         return tuple((devices - 1 - stage,) for stage in range(devices * chunks))
 
-    kind = ScheduleKind("backwards", "backwards", backwards, chunks=1, places=places)
+    kind = ScheduleKind(
+        "backwards", "backwards", backwards, chunks=1, places=places, figures=SCHEDULES["gpipe"].figures
+    )
     monkeypatch.setattr(registry, "SCHEDULES", MappingProxyType({**SCHEDULES, kind.name: kind}))
+    assert {c.named for c in configurations(2, 4, 2) if c.pp == 2} >= {"1f1b", "zb-h1", "backwards"}
     assert main(["list", "schedules"]) == 0
     assert "backwards          GPipe on devices in the reverse order." in capsys.readouterr().out
     assert main(["schedule", "backwards", "--devices", "2", "--micro-batches", "2"]) == 0
@@ -238,3 +276,9 @@ def test_one_more_schedule_is_a_function_and_its_name(
     ]
     assert main(words) == 0
     assert "(pp=2, backwards, 4 micro-batches)" in capsys.readouterr().out
+    kept = "[[constraint]]\nkind = 'pipeline'\n"
+    (folder / "kept.toml").write_text(kept)
+    words = ["compile", "model.py", "--ranks", "2", "--cluster", "h100x8", "--constraints", "kept.toml"]
+    assert main([*words, "--schedule", "backwards", "--out", "planned"]) == 0
+    plan = Plan.from_json((folder / "planned" / "plan.json").read_text())
+    assert (plan.schedule, plan.stage_devices) == ("backwards", ((1,), (0,)))

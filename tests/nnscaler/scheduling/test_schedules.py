@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
-from nnscaler.scheduling.registry import SCHEDULES, check_schedule, get_schedule
+from nnscaler.scheduling.registry import SCHEDULES, check_schedule, get_schedule, planned_schedules
 from nnscaler.scheduling.schedule import Schedule, parse_order
 from nnscaler.scheduling.timeline import PassCosts, format_timeline, peak_of_stage, simulate
+from nnscaler.transform.plan import stage_devices
 
 GPIPE = """\
 device 0 | F0.0 F0.1 F0.2 .    .    .    B0.0 ---- B0.1 ---- B0.2 ----
@@ -60,7 +61,7 @@ def test_golden_timeline(name: str, devices: int, chunks: int, micro_batches: in
 
 devices_and_micros = {"devices": st.integers(1, 6), "micro_batches": st.integers(1, 14)}
 names = st.sampled_from(sorted(SCHEDULES))
-PLANNED = ["1f1b", "gpipe", "interleaved", "3f1b"]  # which define what the planner needs
+PLANNED = ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]  # that the planner searches
 
 
 def build(name: str, devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -109,20 +110,43 @@ def test_one_f_one_b_bounds(devices: int, micro_batches: int) -> None:
     assert SCHEDULES["3f1b"](devices, 1, micro_batches).orders == schedule.orders
 
 
-@given(name=st.sampled_from(PLANNED), data=st.data(), **devices_and_micros)
-@settings(max_examples=100, deadline=None)
-def test_what_the_planner_assumes(name: str, data: st.DataObject, devices: int, micro_batches: int) -> None:
-    """With one stage per device: live micro-batches are exact, and a step of equal stages; unlike ones take no more."""
+passes = st.tuples(st.just(1.0), st.floats(0.7, 2.5), st.floats(0.2, 1.1))  # seconds of F, I and W
+
+
+def costs_of(schedule: Schedule, times: tuple[float, float, float], unlike: list[float]) -> PassCosts:
+    """The passes of stages that share the times of their device, each device's so many times as long."""
+    chunks = schedule.stages // len(schedule.orders)
+    f, i, w = (time / chunks for time in times)
+    often = [unlike[device] for (device,) in schedule.devices]
+    return PassCosts([f * n for n in often], [(i + w) * n for n in often], [w * n for n in often])
+
+
+@given(name=st.sampled_from(PLANNED), data=st.data(), times=passes, **devices_and_micros)
+@settings(max_examples=120, deadline=None)
+def test_what_the_planner_assumes(
+    name: str, data: st.DataObject, times: tuple[float, float, float], devices: int, micro_batches: int
+) -> None:
+    """Live micro-batches are exact. A step of equal stages is, too, but for V shapes (within 3.5 %); one of devices
+    that differ by a quarter is no longer than 1.5 % above what is assumed."""
     kind = SCHEDULES[name]
-    assert kind.in_flight is not None
-    schedule = kind(devices, 1, micro_batches)
-    found = simulate(schedule)
-    assert found.peak_live == tuple(kind.in_flight(d, devices, micro_batches) for d in range(devices))
-    assert found.makespan == kind.step_seconds([3.0] * devices, micro_batches)
-    forward = [float(n) for n in data.draw(st.lists(st.integers(1, 9), min_size=devices, max_size=devices))]
-    unlike = simulate(schedule, costs=PassCosts(forward, [2 * f for f in forward], forward))
-    assert unlike.makespan <= kind.step_seconds([3 * f for f in forward], micro_batches)
-    assert unlike.makespan >= 3 * max(forward) * micro_batches
+    figures = kind.figures
+    assert figures is not None
+    if not figures.holds(devices, micro_batches):
+        return
+    chunks = data.draw(st.sampled_from(figures.chunks[:3]))
+    schedule = kind(devices, chunks, micro_batches)
+    found = simulate(schedule, costs=costs_of(schedule, times, [1.0] * devices))
+    lives = [figures.in_flight(d, devices, chunks, micro_batches) for d in range(devices)]
+    assert [peak / chunks for peak in found.peak_live] == pytest.approx(lives)
+    first, last = figures.at_ends(devices, chunks, micro_batches)
+    assert peak_of_stage(schedule, 0) <= first and peak_of_stage(schedule, schedule.stages - 1) <= last
+    step = figures.step_seconds([times] * devices, micro_batches, chunks)
+    assert step == pytest.approx(found.makespan, rel=0.035 if kind.places is not stage_devices else 0.005)
+    assert figures.bound([sum(times)] * devices, micro_batches, chunks) <= step * (1 + 1e-9)
+    each = data.draw(st.lists(st.floats(0.8, 1.2), min_size=devices, max_size=devices))
+    unlike = simulate(schedule, costs=costs_of(schedule, times, each)).makespan
+    step = figures.step_seconds([(f * n, i * n, w * n) for n in each for f, i, w in (times,)], micro_batches, chunks)
+    assert unlike <= step * 1.015
 
 
 @given(data=st.data(), shared=st.integers(0, 2), **devices_and_micros)
@@ -132,17 +156,18 @@ def test_what_the_planner_assumes_of_interlaced(
 ) -> None:
     """Shared ends come on top of a step of the layers, and no stage has more micro-batches than it says."""
     kind = SCHEDULES["interlaced"]
-    assert kind.in_flight is not None
+    figures = kind.figures
+    assert figures is not None
     schedule = kind(devices, 1, micro_batches)
     for device in range(devices):
-        assert peak_of_stage(schedule, device + 1) == kind.in_flight(device, devices, micro_batches)
-    assert peak_of_stage(schedule, 0) == kind.in_flight(0, devices, micro_batches)
-    assert peak_of_stage(schedule, devices + 1) == 1
+        assert peak_of_stage(schedule, device + 1) == figures.in_flight(device, devices, 1, micro_batches)
+    ends = peak_of_stage(schedule, 0), peak_of_stage(schedule, devices + 1)
+    assert ends == figures.at_ends(devices, 1, micro_batches)
     alike = data.draw(st.booleans())
     one = st.just(2) if alike else st.integers(1, 9)
     forward = [shared, *data.draw(st.lists(one, min_size=devices, max_size=devices)), shared]
     found = simulate(schedule, costs=PassCosts(forward, [2 * f for f in forward], forward))
-    step = kind.step_seconds([3.0 * f for f in forward[1:-1]], micro_batches) + micro_batches * 2 * 3 * shared
+    step = figures.step_seconds([(f, f, f) for f in forward[1:-1]], micro_batches) + micro_batches * 2 * 3 * shared
     assert found.makespan == step if alike else found.makespan <= step
     assert all(row[-1].stop == found.makespan for row in found.rows), "the last pass is run by all devices"
 
@@ -170,17 +195,10 @@ def test_text_parses_back(name: str, chunks: int, devices: int, micro_batches: i
 
 
 def test_the_planner_takes_schedules_with_figures_only() -> None:
-    assert [n for n, kind in SCHEDULES.items() if kind.in_flight and kind.repeats] == [
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "interlaced",
-        "3f1b",
-    ]
-    check_schedule("zb-h1", searched=False)
-    check_schedule("gpipe", searched=True)
-    reasons = {"zb-h1": "no figures", "zb-h2": "no figures", "zb-v": "several", "interlaced": "several devices"}
-    for name, reason in reasons.items():
+    assert [kind.name for kind in planned_schedules()] == PLANNED
+    for name in (*PLANNED, "search"):
+        check_schedule(name, searched=True)
+    for name, reason in {"3f1b": "no figures", "interlaced": "several devices"}.items():
         with pytest.raises(NnscalerError, match=reason) as error:
             check_schedule(name, searched=True)
         assert error.value.help == "name the plan: --plan dp=2,pp=2"
