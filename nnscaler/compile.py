@@ -29,9 +29,10 @@ from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
-from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.planning.policies import make_plan
 from nnscaler.planning.ready import make_ready, parse_ready
 from nnscaler.planning.sharding.memory import bytes_of_optimizer
+from nnscaler.planning.specification import parse_slices, parse_spec
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of, with_schedule
@@ -301,7 +302,12 @@ def step_timeline(
     timeline = simulate(
         order,
         communicated.edges,
-        PassCosts([w.forward for w in work], [w.backward for w in work], [w.weights for w in work]),
+        PassCosts(
+            [w.forward for w in work],
+            [w.backward for w in work],
+            [w.weights for w in work],
+            slices=[w.slices for w in work if w.slices],
+        ),
     )
     ranks = [ranks_text(ranks) for ranks in communicated.partitioned.devices]
     unit = max(w.forward for w in work)
@@ -350,6 +356,7 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
         schedule=wanted.schedule,
         micro_batches=wanted.micro_batches,
         replicate=wanted.replicate,
+        slices=parse_slices(spec),
     )
     return Planned(with_checkpoints(made, graph), known, "; ".join(("as asked", *made.notes)))
 

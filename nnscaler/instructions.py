@@ -4,9 +4,10 @@ The schedules that the compiler writes, the runtime that follows them and the ch
 share this file, so that none of them can accept an order that another one reads otherwise. It stands on the standard
 library alone.
 
-An instruction is a pass of one micro-batch through one stage: forward `F`, and backward either whole, `B`, or in two
-halves: `I` computes the gradients of what the stage received, and `W`, any time later, those of its parameters (Qi et
-al., Zero Bubble Pipeline Parallelism, 2023). Nothing waits for `W` but the update, so it fills what would be a bubble.
+An instruction is a pass of one micro-batch, or of one slice of its tokens, through one stage: forward `F`, and backward
+either whole, `B`, or in two halves: `I` computes the gradients of what the stage received, and `W`, any time later,
+those of its parameters (Qi et al., Zero Bubble Pipeline Parallelism, 2023). Nothing waits for `W` but the update, so it
+fills what would be a bubble.
 
 A step ends with one update of all parameters. A stream (Narayanan et al., PipeDream, 2019) has no end: each batch is
 one micro-batch, and `U` applies its gradient to the parameters of its stage, which makes their next version. A forward
@@ -25,6 +26,7 @@ from typing import Literal, cast
 Kind = Literal["F", "B", "I", "W", "U"]
 StageEdge = tuple[int, int]  # producer stage, consumer stage
 FORM = "write F<stage>.<micro-batch>, such as F0.1; B for a backward, or I and W for its two halves; U for an update"
+SLICES = "with slices, write F<stage>.<micro-batch>.<slice>, such as F0.1.2"
 
 _WORD = re.compile(r"([FBIWU])([0-9]{1,9})((?:\.[0-9]{1,9})+)")
 
@@ -35,7 +37,7 @@ class Instruction:
 
     kind    F forward, B backward, I and W the two halves of a backward, U update
     stage   index
-    at      its place on each axis in time: the micro-batch
+    at      its place on each axis in time: the micro-batch, and its slice of tokens where there are slices
     """
 
     kind: Kind
@@ -68,7 +70,7 @@ def read_instruction(word: str) -> Instruction | None:
 class StagePasses:
     """The passes of a stage in one step.
 
-    times      size of each axis in time: the micro-batches
+    times      size of each axis in time: the micro-batches, and the slices of each where there are some
     backward   "must": there are gradients to compute; "may": there are none, and a backward would do nothing;
                "never": the model has no loss
     staleness  of a stream: the updates by earlier batches that a forward goes without, once so many came before it;
@@ -94,15 +96,15 @@ class StagePasses:
 class OrderMistake:
     """A reason why an order is not one of these stages.
 
-    kind      word: it is no instruction; foreign: of no stage here; unwanted: a backward without a loss; twice,
-              missing, early: an instruction repeated, left out, or before what it needs on its own stage; mixed: a
-              backward that is run whole and in halves; stale: a forward that reads another version than is declared;
-              overwritten: a backward whose version is no longer kept
+    kind      slices: those of a micro-batch out of their order; word: it is no instruction; foreign: of no stage here;
+              unwanted: a backward without a loss; twice, missing, early: an instruction repeated, left out, or before
+              what it needs on its own stage; mixed: a backward that is run whole and in halves; stale: a forward that
+              reads another version than is declared; overwritten: a backward whose version is no longer kept
     word      the instruction
     message   "runs F0.1 twice": what the order does, without a subject
     """
 
-    kind: Literal["word", "foreign", "unwanted", "twice", "missing", "early", "mixed", "stale", "overwritten"]
+    kind: Literal["slices", "word", "foreign", "unwanted", "twice", "missing", "early", "mixed", "stale", "overwritten"]
     word: str
     message: str
 
@@ -113,9 +115,11 @@ def check_order(
     """Read an order of one device and check that it is complete: `stages` are those that it has.
 
     Every stage runs forward once at each place in time. Where it has gradients, it runs backward once, after forward:
-    whole, or first I and then W. In a stream every backward has its update; forwards read the versions that are
-    declared, and backwards the same ones; also where the stream goes on for as long as any, if the order shows how.
-    Returns the instructions that could be read, each once, and all mistakes.
+    whole, or first I and then W. Slices of a micro-batch run forward in order, since each reads what those before it
+    keep, and backward in reverse order, since each adds to the gradients of those before it. In a stream every backward
+    has its update; forwards read the versions that are declared, and backwards the same ones; also where the stream
+    goes on for as long as any, if the order shows how. Returns the instructions that could be read, each once, and all
+    mistakes.
     """
     order, mistakes = _check(words, stages)
     stale = [passes.staleness for passes in stages.values() if passes.staleness is not None]
@@ -152,6 +156,7 @@ def _check(
         # so many words leave out one of these places, if there are more
         for _, at in zip(range(len(words) + 1), passes.places(), strict=False):
             mistakes += _mistakes_at(Instruction("F", stage, at), passes, position)
+            mistakes += _mistakes_of_slices(Instruction("F", stage, at), passes, position)
     if not mistakes:
         for stage, passes in stages.items():
             mistakes += _version_mistakes(stage, passes, tuple(position))
@@ -186,6 +191,36 @@ def _mistakes_at(
         if earlier in position and position.get(later, len(position)) < position[earlier]:
             what = "its forward" if earlier == forward else f"{earlier}"
             yield OrderMistake("early", str(later), f"runs {later} before {what}")
+            return
+
+
+_TURN: Mapping[Kind, str] = {
+    "F": "forward in order, each after what the ones before it keep",
+    "B": "backward in reverse order",
+}
+
+
+def _mistakes_of_slices(
+    forward: Instruction, passes: StagePasses, position: Mapping[Instruction, int]
+) -> Iterator[OrderMistake]:
+    """Yield what is wrong with a slice and the one before it."""
+    if len(passes.times) < 2:
+        return
+    for half in (forward.of("I"), forward.of("W")):
+        if half in position:
+            message = f"runs {half}: a slice adds to the gradients of those before it once, in a whole backward (B)"
+            yield OrderMistake("slices", str(half), message)
+            return
+    *micro, index = forward.at
+    if index == 0:
+        return
+    for kind in _TURN:
+        this = forward.of(kind)
+        before = Instruction(this.kind, this.stage, (*micro, index - 1))
+        if this in position and before in position and (position[before] < position[this]) != (kind == "F"):
+            word = this if kind == "F" else before
+            other = before if kind == "F" else this
+            yield OrderMistake("slices", str(word), f"runs {word} before {other}: slices run {_TURN[kind]}")
             return
 
 

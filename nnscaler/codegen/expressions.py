@@ -11,7 +11,7 @@ from op_registry.call import AxisArgument, Call, DType, TensorArgument
 from op_registry.expression import Coefficient, Expression
 
 from nnscaler.ir.conversion import Move
-from nnscaler.ir.layout import Axis, Invariant, Layout, Partial, Replicated, Sharded, local_outer
+from nnscaler.ir.layout import Axis, Invariant, Layout, Partial, Prefix, Replicated, Sharded, local_outer
 
 
 def literal(value: Any, variables: Sequence[str]) -> str:
@@ -79,6 +79,9 @@ def layout_text(shape: Sequence[int], layout: Layout, axes: Sequence[Axis]) -> s
         if state.sizes:
             dims[state.dim] += "{" + " ".join(map(str, state.sizes)) + "}"
         inside[state.dim] = outer * parts
+    for name, _, prefix in states:
+        if isinstance(prefix, Prefix):
+            dims[prefix.dim] += f"<{name}"
     text = f"({', '.join(dims)})"
     for reduction in ("sum", "max"):
         over = [name for name, _, state in states if state == Partial(reduction)]
@@ -91,8 +94,13 @@ def layout_text(shape: Sequence[int], layout: Layout, axes: Sequence[Axis]) -> s
 # A conversion as a call of the runtime's function for its row.
 
 
-def conversion_text(move: Move, sizes: Sequence[int], value: str, axis: str) -> str:
-    """`comm.shard(x, self.tp, dim=0, outer=3)`; `sizes` are those of all axes, `axis` is the text of the move's."""
+def conversion_text(move: Move, sizes: Sequence[int], value: str, axis: str, target: str) -> str:
+    """`comm.shard(x, self.tp, dim=0, outer=3)`; `sizes` are those of all axes, `axis` is the text of the move's,
+    `target` the variable that it makes: what slices keep is kept under its name."""
+    after = move.target[move.axis]
+    if isinstance(after, Prefix):
+        cut = [f'"{target}"', f"dim={after.dim}", *([f"sizes={after.sizes}"] if after.sizes else [])]
+        return f"comm.{move.row.function}({', '.join([value, axis, *cut])})"
     return f"comm.{move.row.function}({', '.join([value, axis, *_cut(move, sizes)])})"
 
 

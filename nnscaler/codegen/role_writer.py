@@ -103,6 +103,8 @@ def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram], s
     ]
     if staleness:
         lines += [f"{INDENT}staleness = {staleness[stage.index]}", f"{INDENT}versions = {staleness[stage.index] + 1}"]
+    if stage.slices > 1:
+        lines.append(f"{INDENT}slices = {stage.slices}")
     if stage.time_axes:
         sizes = ", ".join(f'"{a.name}": {a.size}' for a in stage.time_axes)
         lines.append(f"{INDENT}time_axes = {{{sizes}}}")

@@ -295,7 +295,8 @@ class StageWriter:
 
     def _convert(self, statement: Convert) -> str:
         axis = f"self.{self.stage.names[statement.move.axis]}"
-        call = conversion_text(statement.move, self.stage.sizes, self.text_of(statement.source), axis)
+        variable, source = statement.target.variable, self.text_of(statement.source)
+        call = conversion_text(statement.move, self.stage.sizes, source, axis, variable)
         return f"{statement.target.variable} = {call}"
 
 

@@ -7,7 +7,7 @@ projections of one activation cost one backward all_reduce.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from op_registry.bind_call import localise
@@ -124,6 +124,18 @@ def _unreachable(tensor: str, target: StageBuilder) -> NnscalerError:
 # How much a program communicates: calls and elements per step, per axis and collective.
 
 
+def _rings(
+    graph: Graph, program: StageProgram, statement: Compute, live: Collection[str]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield what an operation passes around: the axis, the elements of the ring, and how often in a pass."""
+    sizes, operands = program.stage.sizes, [graph.tensors[v.tensor] for v in statement.inputs]
+    ways: tuple[Direction, ...] = ("forward", "backward")
+    for way in ways[: 1 + any(v.variable in live for v in writes(statement))]:
+        for turn in rotations(statement.circulates, operands, sizes, way):
+            layout, shape = statement.inputs[turn.slot].layout, operands[turn.slot].shape
+            yield turn.axis, prod(full_along(layout, sizes, shape, turn.axis)), turn.times
+
+
 def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str, str], tuple[int, float]]:
     """(axis, collective) -> (calls, elements sent by one rank) in one step: forward and backward, and what moves
     between parameters at rest and their leaves."""
@@ -136,35 +148,34 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
         found[axis, collective] = (calls + times, sent + times * volume(collective, elements, parts))
 
     for program in programs:
-        sizes, names = program.stage.sizes, program.stage.names
+        sizes, names, passes = program.stage.sizes, program.stage.names, program.stage.micro_batches
         live = differentiated(graph, program)
-        for statements, times in ((program.prepare, 1), (program.forward, program.stage.micro_batches)):
+        of_slices = range(program.stage.slices)
+        for statements, times, slices in ((program.prepare, 1, range(1)), (program.forward, passes, of_slices)):
             for statement in statements:
                 count = times * times_of(statement, program.stage)
                 if isinstance(statement, Compute):
-                    operands = [graph.tensors[v.tensor] for v in statement.inputs]
-                    ways: tuple[Direction, ...] = ("forward", "backward")
-                    for way in ways[: 1 + any(v.variable in live for v in writes(statement))]:
-                        for turn in rotations(statement.circulates, operands, sizes, way):
-                            layout, shape = statement.inputs[turn.slot].layout, operands[turn.slot].shape
-                            ring = prod(full_along(layout, sizes, shape, turn.axis))
-                            add(names[turn.axis], ROTATE, ring, sizes[turn.axis], count * turn.times)
+                    for ring, elements, turns in _rings(graph, program, statement, live):
+                        add(names[ring], ROTATE, elements, sizes[ring], count * turns)
                 if not isinstance(statement, Convert):
                     continue
                 move, tensor = statement.move, graph.tensors[statement.source.tensor]
-                full = full_along(move.source, sizes, tensor.shape, move.axis)
-                add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], count)
-                if statement.target.variable in live:
-                    add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], count)
+                whole = with_state(move.source, move.axis, INVARIANT)
+                for index in slices:
+                    elements = prod(program.stage.shape_in_slice(whole, tensor.shape, index))
+                    add(names[move.axis], move.row.forward, elements, sizes[move.axis], count)
+                    if statement.target.variable in live:
+                        add(names[move.axis], move.row.backward, elements, sizes[move.axis], count)
         for stored, between in moves_of(graph, program):
             elements = prod(local_shape(between.whole, sizes, graph.tensors[stored.tensor].shape))
             for axis in between.axes:
                 add(axis, between.kind, elements, sizes[names.index(axis)], between.times(program.stage))
         for message in program.receives:
-            elements = prod(local_shape(message.target.layout, sizes, graph.tensors[message.tensor].shape))
-            calls, sent = found.get(("pp", "send"), (0, 0.0))
-            times = program.stage.micro_batches * (2 if message.needs_grad else 1)
-            found["pp", "send"] = (calls + times, sent + float(times * elements))
+            each, shape = passes * (2 if message.needs_grad else 1), graph.tensors[message.tensor].shape
+            for index in of_slices:
+                elements = prod(program.stage.shape_in_slice(message.target.layout, shape, index))
+                calls, sent = found.get(("pp", "send"), (0, 0.0))
+                found["pp", "send"] = (calls + each, sent + float(each * elements))
     return found
 
 

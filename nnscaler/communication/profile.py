@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.profile_at_rest import rest_calls
@@ -131,7 +132,7 @@ def _by_pass(call: CallClass, times: int, schedule: Schedule) -> Iterator[tuple[
     for phase in ("B", half):
         passes = sum(step.kind == phase for step in own)
         if passes:
-            yield replace(call, phase=phase), times * passes // schedule.micro_batches
+            yield replace(call, phase=phase), times * passes // prod(schedule.times)
 
 
 def _when(call: CallClass, schedule: Schedule) -> When:
@@ -140,6 +141,7 @@ def _when(call: CallClass, schedule: Schedule) -> When:
         positions = [i for i, step in enumerate(order) if step.kind == call.phase and step.stage == call.stage]
         each = ", each micro-batch" if schedule.micro_batches > 1 else ""
         each = ", each batch" if schedule.staleness else each
+        each = ", each slice" if schedule.slices > 1 else each
         return When(f"{call.phase} of stage {call.stage}{each}", positions[0], positions[-1], len(order))
     updates = [i for i, step in enumerate(order) if step.kind == "U" and step.stage == call.stage]
     if call.phase == "gradient" and updates:

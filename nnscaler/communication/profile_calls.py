@@ -152,7 +152,7 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
 
     The phase of a call in backward is the half of it, I or W.
     """
-    graph, micro_batches = communicated.partitioned.graph, program.stage.micro_batches
+    graph, passes = communicated.partitioned.graph, program.stage.passes
     causes = _causes(program.prepare)
     for i, statement in enumerate(program.prepare):
         if isinstance(statement, Convert):
@@ -168,7 +168,7 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
             for part, phase, made in (*ways, ("recompute", "W" if halves[i].again else "I", i in again)):
                 yield from _sites(part, i, _rotations(graph, program, statement, part, phase) if made else ())
         if isinstance(statement, Convert):
-            cause, times = causes[i], micro_batches * times_of(statement, program.stage)
+            cause, times = causes[i], passes * times_of(statement, program.stage)
             ahead = _conversion(graph, program, statement, "forward", "F", cause, times)
             yield from _sites("forward", i, ahead)
             if statement.target.variable in live:
@@ -180,7 +180,7 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
                 repeated = _conversion(graph, program, statement, "recompute", half, cause, times)
                 yield from _sites("recompute", i, repeated)
     for i, message in enumerate(program.sends):
-        yield from _sites("message", i, _message(communicated, message, micro_batches))
+        yield from _sites("message", i, _message(communicated, message, passes))
     yield from loss_calls(graph, program)
 
 

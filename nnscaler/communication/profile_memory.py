@@ -36,7 +36,9 @@ from nnscaler.communication.backward_halves import BOTH, statement_halves
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
+    Convert,
     StageProgram,
+    Statement,
     Stored,
     Version,
     again_in,
@@ -49,7 +51,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
-from nnscaler.ir.layout import Layout, is_owned, local_shape
+from nnscaler.ir.layout import SLICE, Layout, Prefix, is_owned, local_shape
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from nnscaler.manifest import StageMemory
@@ -83,8 +85,9 @@ def _memory(graph: Graph, program: StageProgram, schedule: Schedule, optimizer: 
     )
     if program.gradient and schedule.staleness:
         parameters += schedule.staleness[stage.index] * _trained_bytes(graph, program)
-    each = kept_bytes(graph, program)
-    activations = peak_of_stage(schedule, stage.index, each, kept_for_weights(graph, program))
+    of_slices = [kept_bytes(graph, program, index) for index in range(stage.slices)]
+    each = max(of_slices)
+    activations = peak_of_stage(schedule, stage.index, of_slices, kept_for_weights(graph, program))
     arriving = sum(
         prod(local_shape(stored.leaf, stage.sizes, tensor.shape)) * element_bytes(gradient_dtype(tensor.dtype))
         for stored in program.stored
@@ -127,8 +130,9 @@ def _held(
     )
 
 
-def kept_bytes(graph: Graph, program: StageProgram) -> int:
-    """Return the bytes that one micro-batch keeps on a rank from its forward to its backward."""
+def kept_bytes(graph: Graph, program: StageProgram, index: int = 0) -> int:
+    """Return the bytes that one micro-batch, or its slice of this index, keeps on a rank from its forward to its
+    backward. Rows that it keeps for later slices are among them, until then."""
     stored = {s.variable for s in program.stored}
     base: dict[str, Version] = {}
     inside: dict[str, str] = {}  # variable -> the recomputed group that makes it
@@ -143,7 +147,7 @@ def kept_bytes(graph: Graph, program: StageProgram) -> int:
                 base.update((v.variable, shown) for v in made if v is not None)
             read = kept_inputs(graph, statement) if group is None else statement.inputs
         else:
-            read = () if group is None else reads(statement)
+            read = reads(statement) if group is not None or _keeps_rows(statement) else ()
         if times > 1:
             several.update((v.variable, times) for v in made if v is not None)
         if group is not None:
@@ -151,9 +155,13 @@ def kept_bytes(graph: Graph, program: StageProgram) -> int:
         for version in read:
             shown = base.get(version.variable, version)
             if shown.variable not in stored and (group is None or inside.get(shown.variable) != group):
-                each = _bytes(graph, shown.tensor, shown.layout, program)
+                each = _bytes(graph, shown.tensor, shown.layout, program, index)
                 kept[shown.variable] = each * several.get(shown.variable, 1)
     return sum(kept.values())
+
+
+def _keeps_rows(statement: Statement) -> bool:
+    return isinstance(statement, Convert) and isinstance(statement.move.target[statement.move.axis], Prefix)
 
 
 def kept_for_weights(graph: Graph, program: StageProgram) -> int:
@@ -208,9 +216,10 @@ def piece_bytes(graph: Graph, program: StageProgram) -> Mapping[str, int]:
     return {name: sum(found.values()) for name, found in kept.items()}
 
 
-def _bytes(graph: Graph, tensor: str, layout: Layout, program: StageProgram) -> int:
+def _bytes(graph: Graph, tensor: str, layout: Layout, program: StageProgram, index: int = 0) -> int:
+    """Return the bytes of a tensor on the rank with the largest shards, in the slice of this index."""
     described = graph.tensors[tensor]
-    return prod(local_shape(layout, program.stage.sizes, described.shape)) * element_bytes(described.dtype)
+    return prod(program.stage.shape_in_slice(layout, described.shape, index)) * element_bytes(described.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,38 +229,66 @@ class StageWork:
     forward    floating point operations and elements written
     backward   twice the forward, and recomputation
     weights    the part of `backward` that its second half, W, does
+    slices     by slice, the multiple of these, which are of its average slice, that it does; (): there are none
     """
 
     forward: float
     backward: float
     weights: float
+    slices: tuple[float, ...] = ()
 
 
 def stage_work(communicated: CommunicatedGraph, signatures: Mapping[str, Signature]) -> tuple[StageWork, ...]:
     """Return the work of every stage; at least one operation, so that every pass takes time."""
-    graph = communicated.partitioned.graph
     found = []
     for program in communicated.stages:
-        forward = recomputed = weights = 0.0
-        for statement, half in zip(program.forward, statement_halves(graph, program), strict=True):
-            if isinstance(statement, Compute):
-                cost = _work(graph, program, statement, signatures) * times_of(statement, program.stage)
-                again = cost if runs_again(statement) else 0.0
-                forward += cost
-                recomputed += again
-                weights += 2 * cost * half.gradients + again * half.again
-        forward = max(forward, 1.0)
-        found.append(StageWork(forward, 2 * forward + recomputed, weights))
+        graph, count = communicated.partitioned.graph, program.stage.slices
+        each = [_stage_work(graph, program, signatures, index) for index in range(count)]
+        if count == 1:
+            found += each
+            continue
+        forward, backward, weights = (
+            sum(getattr(w, n) for w in each) / count for n in ("forward", "backward", "weights")
+        )
+        found.append(StageWork(forward, backward, weights, tuple(w.forward / forward for w in each)))
     return tuple(found)
 
 
-def _work(graph: Graph, program: StageProgram, statement: Compute, signatures: Mapping[str, Signature]) -> float:
-    stage = program.stage
-    choices = zip(statement.placement.choices[stage.index], stage.sizes, strict=True)
-    parts = prod(size for choice, size in choices if isinstance(choice, Split))
+def _stage_work(graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], index: int) -> StageWork:
+    """Return the work of one stage for the slice of this index."""
+    forward = recomputed = weights = 0.0
+    for statement, half in zip(program.forward, statement_halves(graph, program), strict=True):
+        if isinstance(statement, Compute):
+            cost = _work(graph, program, statement, signatures, index) * times_of(statement, program.stage)
+            again = cost if runs_again(statement) else 0.0
+            forward += cost
+            recomputed += again
+            weights += 2 * cost * half.gradients + again * half.again
+    forward = max(forward, 1.0)
+    return StageWork(forward, 2 * forward + recomputed, weights)
+
+
+def _work(
+    graph: Graph, program: StageProgram, statement: Compute, signatures: Mapping[str, Signature], index: int
+) -> float:
+    stage, signature = program.stage, signatures[statement.operation.name]
+    choices = list(zip(statement.placement.choices[stage.index], stage.axes, strict=True))
+    parts = prod(axis.size for choice, axis in choices if isinstance(choice, Split) and axis.name != SLICE)
     written = sum(
-        prod(local_shape(v.layout, stage.sizes, graph.tensors[v.tensor].shape))
+        prod(stage.shape_in_slice(v.layout, graph.tensors[v.tensor].shape, index))
         for v in statement.outputs
         if v is not None
     )
-    return signatures[statement.operation.name].flops / parts + written
+    flops = signature.flops / parts
+    for choice, axis in choices:
+        if isinstance(choice, Split) and axis.name == SLICE:
+            flops *= _share(choice, axis.size, index)
+    return flops + written
+
+
+def _share(choice: Split, parts: int, index: int) -> float:
+    """Return the share of an operation's products that a slice has: of its rows, with the rows up to them where it
+    reads these."""
+    sizes = choice.sizes or (1,) * parts
+    rows, before = sizes[index] / sum(sizes), sum(sizes[: index + 1]) / sum(sizes)
+    return rows * before if choice.prefix else rows

@@ -47,7 +47,7 @@ class RestMove:
 
     def times(self, stage: Stage) -> int:
         """Return how often a step makes it."""
-        return stage.micro_batches if self.phase == "B" else 1
+        return stage.passes if self.phase == "B" else 1
 
 
 def rest_moves(graph: Graph, program: StageProgram, stored: Stored) -> Iterator[RestMove]:

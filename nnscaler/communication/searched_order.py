@@ -22,7 +22,7 @@ from nnscaler.scheduling.search.find import SearchBudget, find_schedule
 from nnscaler.scheduling.search.found import ScheduleCertificate
 from nnscaler.scheduling.search.placements import StagePlan, pipeline_problem
 from nnscaler.scheduling.timeline import PassCosts
-from nnscaler.transform.plan import Plan
+from nnscaler.transform.plan import Plan, slices_text
 
 MOMENT = 1e-3  # forward passes of the slowest stage that a half of a backward takes at least
 SHORTER = 1e-6  # share of a step by which halves of a backward must be faster to be taken
@@ -49,10 +49,15 @@ def with_orders(
 ) -> Plan:
     """Return a plan whose schedule is to be searched with its orders, and a note on them; any other plan as it is.
 
-    `within`: bytes of a rank; `optimizer`: bytes that the optimizer keeps of an element. Raises as `search_order`.
+    `within`: bytes of a rank; `optimizer`: bytes that the optimizer keeps of an element. Raises as `search_order`, and
+    NnscalerError("plan_illegal") for a plan with slices of tokens.
     """
     if plan.orders or get_schedule(plan.schedule).within is None:
         return plan
+    if plan.slices:
+        message = f"schedule {plan.schedule} searches orders of whole micro-batches, and the plan has "
+        help = "with slices, use schedule 1f1b, gpipe or interleaved; or leave slices away"
+        raise NnscalerError("plan_illegal", f"{message}slices={slices_text(plan.slices)}", help=help)
     return search_order(communicated, stage_work(communicated, known), plan, within, optimizer).plan
 
 

@@ -15,7 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import input_layouts
 from nnscaler.ir.graph import LogicalTensor
-from nnscaler.ir.layout import INVARIANT, MICRO, REPLICATED, Invariant, Layout, Replicated, Sharded, local_shape
+from nnscaler.ir.layout import IN_STEP, INVARIANT, REPLICATED, Invariant, Layout, Replicated, Sharded, local_shape
 from nnscaler.ir.placement import PartitionedGraph, Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.plan import ZERO
@@ -55,8 +55,8 @@ def whole(stage: Stage) -> Layout:
 
 def outside_region(layout: Layout, stage: Stage) -> Layout:
     """Return the layout outside of the region that needs this one: whole on the axes of pieces."""
-    first, end = stage.first_in_time, len(layout) - 1
-    return (*layout[:first], *(INVARIANT,) * (end - first), layout[end])
+    first, end = stage.first_in_time, stage.first_in_step
+    return (*layout[:first], *(INVARIANT,) * (end - first), *layout[end:])
 
 
 def stored_layouts(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> dict[str, StoredLayout]:
@@ -121,7 +121,7 @@ def _choose(
         _check_positions(tensor, [partitioned.stages[s] for s in stages])
     if tensor.role != "parameter" or not wanted:
         return StoredLayout(whole(first), whole(first), (), stages)
-    candidates = dict.fromkeys((*(_at_rest(layout) for layout in wanted), whole(first)))
+    candidates = dict.fromkeys((*(_at_rest(layout, first) for layout in wanted), whole(first)))
     zero = {axis: rest.zero for axis, rest in partitioned.at_rest.get(tensor.name, {}).items()}
     for axis in (i for i, a in enumerate(first.axes) if zero.get(a.name) == ZERO):
         candidates = dict.fromkeys(
@@ -132,7 +132,7 @@ def _choose(
     best = tuple(candidates)[min(costs)[1]]
     leaf = leaf_layout(tensor, first, best, wanted)
     axes = zip(first.axes, leaf, strict=True)
-    reduce = tuple(a.name for a, s in axes if isinstance(s, Replicated) and a.name != MICRO)
+    reduce = tuple(a.name for a, s in axes if isinstance(s, Replicated) and a.name not in IN_STEP)
     at_rest = best
     for axis in (i for i, a in enumerate(first.axes) if tensor.needs_grad and zero.get(a.name) in (1, 2)):
         owner = owners.get(first.axes[axis].name)
@@ -159,9 +159,11 @@ def _check_positions(tensor: LogicalTensor, stages: Sequence[Stage]) -> None:
                 )
 
 
-def _at_rest(layout: Layout) -> Layout:
+def _at_rest(layout: Layout, stage: Stage) -> Layout:
     """Sharded stays; anything else rests whole. Micro-batches are no place: nothing rests sharded over time."""
-    return (*(s if isinstance(s, Sharded) else INVARIANT for s in layout[:-1]), INVARIANT)
+    first = stage.first_in_step
+    resting = (s if isinstance(s, Sharded) else INVARIANT for s in layout[:first])
+    return (*resting, *(INVARIANT,) * (len(layout) - first))
 
 
 def leaf_layout(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Iterable[Layout]) -> Layout:
@@ -172,8 +174,9 @@ def leaf_layout(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: It
     for axis, state in enumerate(at_rest):
         if state == INVARIANT and any(isinstance(layout[axis], Replicated) for layout in wanted):
             leaf[axis] = REPLICATED
-    if stage.micro_batches > 1:
-        leaf[-1] = REPLICATED  # autograd accumulates over micro-batches
+    for axis in range(stage.first_in_step, len(leaf)):
+        if stage.sizes[axis] > 1:
+            leaf[axis] = REPLICATED  # autograd accumulates over micro-batches and slices
     return tuple(leaf)
 
 
@@ -188,5 +191,6 @@ def _cost(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Sequence
     elements = 1
     for size in local_shape(at_rest, stage.sizes, tensor.shape):
         elements *= size
-    deferred = [a.size for a, s in zip(stage.axes, leaf, strict=True) if isinstance(s, Replicated) and a.name != MICRO]
+    reduced = (a for a, s in zip(stage.axes, leaf, strict=True) if isinstance(s, Replicated))
+    deferred = [a.size for a in reduced if a.name not in IN_STEP]
     return total + MEMORY * elements + sum(2 * (p - 1) / p * elements for p in deferred)

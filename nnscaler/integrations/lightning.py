@@ -30,7 +30,7 @@ from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, check_same_rows, with_tensors_of
 from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, WEIGHT, Options, StepModule, beside_tensors
-from nnscaler.planning.policies import parse_spec
+from nnscaler.planning.specification import parse_spec
 from nnscaler.runtime.communication.process_group import ProcessPlace
 from nnscaler.runtime.training.batch import DataPart
 from nnscaler.runtime.training.checkpoint import load_checkpoint

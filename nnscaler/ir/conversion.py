@@ -7,9 +7,10 @@
 | Partial    | all_reduce / -     | all_reduce / all_reduce   | reduce_scatter/all_gather |                       |
 | Replicated | - / keep first     |                           | slice / place in zeros  | keep first / keep first |
 
-(forward / backward.) Each row's backward is the adjoint of its forward under the pairing of values and gradients
-that defines the four states. Conversions over several axes are shortest paths over layouts, one row at a time: two
-axes that exchange their places on one dim have no direct order.
+(forward / backward.) Over slices in time, Sharded -> Prefix appends the slice to those before it; its adjoint hands
+their rows of the gradient back to them, which run later. Each row's backward is the adjoint of its forward under the
+pairing of values and gradients that defines the four states. Conversions over several axes are shortest paths over
+layouts, one row at a time: two axes that exchange their places on one dim have no direct order.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from nnscaler.ir.layout import (
     Invariant,
     Layout,
     Partial,
+    Prefix,
     Replicated,
     Sharded,
     State,
@@ -64,6 +66,7 @@ ROWS: dict[tuple[type, type], ConversionRow] = {
     (Replicated, Invariant): ConversionRow("invariant", None, None),
     (Replicated, Sharded): ConversionRow("shard_replicated", None, None),
     (Replicated, Partial): ConversionRow("keep_first_replicated", None, None),
+    (Sharded, Prefix): ConversionRow("append", None, None),
 }
 
 
@@ -105,12 +108,18 @@ def move_cost(move: Move, sizes: Sequence[int], shape: Sequence[int], needs_grad
         return inf
     if isinstance(before, Sharded) and isinstance(after, Sharded) and not _exchangeable(before, after, parts):
         return inf
+    if isinstance(after, Prefix) and not (in_time and _is_prefix_of(before, after)):
+        return inf
     row = move.row
     elements = prod(full_along(move.source, sizes, shape, move.axis))
     cost = volume(row.forward, elements, parts) + (volume(row.backward, elements, parts) if needs_grad else 0.0)
     if in_time and (row.forward or (row.backward and needs_grad)):
         return inf
     return cost + STEP
+
+
+def _is_prefix_of(before: State, after: Prefix) -> bool:
+    return before == Sharded(after.dim, sizes=after.sizes)
 
 
 def _exchangeable(before: Sharded, after: Sharded, parts: int) -> bool:

@@ -24,6 +24,7 @@ from nnscaler.ir.layout import (
     REPLICATED,
     Layout,
     Partial,
+    Prefix,
     Sharded,
     State,
     explain_illegal,
@@ -59,6 +60,16 @@ def around_axis(signature: Signature, choice: Split) -> Split | None:
     return replace(choice, circulating=second or "") if known else None
 
 
+def _prefix_state(bound: BoundAnnotation, operand: BoundOperand | None, split: Split) -> Prefix | None:
+    """Return the state of an operand that is read up to the rows of a slice; None for any other one."""
+    if operand is None or not split.prefix:
+        return None
+    dims = (tuple(f.identifier for f in dim.factors) for dim in operand.dims)
+    read = (i for i, names in enumerate(dims) if any(n and bound.rows.get(n) == split.identifier for n in names))
+    dim = next(read, None)
+    return None if dim is None else Prefix(dim, split.sizes)
+
+
 def input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
     """Return the state that each input slot needs on an axis with this choice."""
     found: tuple[State, ...] | None = signature.memo.get(("inputs", choice))
@@ -81,7 +92,7 @@ def _input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
     reduction = bound.marks.get(choice.identifier) == "+"
     states: list[State] = []
     for operand in bound.inputs:
-        state = operand_state(bound, operand, choice)
+        state = _prefix_state(bound, operand, choice) or operand_state(bound, operand, choice)
         if state is not None:
             states.append(state)
         elif operand is not None and operand.additive and reduction:
@@ -181,7 +192,21 @@ def _explain_illegal_choice(signature: Signature, choice: Split | RunPartial, pa
             return reason
     elif (choice.outer > 1 or choice.sections) and choice.identifier in signature.spec.contiguous:
         return f"{choice.identifier!r} can only be split into contiguous blocks"
-    return splittable(signature.bound, choice.identifier, parts, choice.outer, choice.sizes, choice.sections)
+    whole = choice.outer == 1 and not choice.sections and not choice.circulating
+    if choice.prefix and not (whole and reads_prefix(signature, choice.identifier)):
+        return f"`{signature.bound.text}` has nothing that is read up to a block of {choice.identifier!r}"
+    cut = (choice.outer, choice.sizes, choice.sections)
+    return splittable(signature.bound, choice.identifier, parts, *cut, choice.prefix)
+
+
+def reads_prefix(signature: Signature, identifier: str) -> bool:
+    """Return whether an operand is read up to the rows of an identifier, as its mark says: `s<q`."""
+    return signature.bound is not None and identifier in signature.bound.rows.values()
+
+
+def over_slices(signature: Signature, split: Split) -> Split:
+    """Return the split as slices in time take it: what is read up to a row is a prefix."""
+    return replace(split, prefix=True) if reads_prefix(signature, split.identifier) else split
 
 
 def _explain_circulating(signature: Signature, choice: Split, parts: int) -> str | None:
@@ -223,6 +248,11 @@ def _explain_together(
     """Return the operand that the reason is about (inputs, then outputs), and the reason."""
     sizes = [parts for _, parts in axes]
     split_by: dict[str, int] = {}
+    splits = [choice for choice in choices if isinstance(choice, Split)]
+    around = next((choice.circulating for choice in splits if choice.circulating), None)
+    sliced = next((choice.identifier for choice in splits if choice.prefix), None)
+    if around is not None and sliced is not None:
+        return None, f"{around!r} circulates, and {sliced!r} is cut into slices, which have a part of what circulates"
     for choice, (axis, parts) in zip(choices, axes, strict=True):
         reason = explain_illegal_choice(signature, choice, parts)
         if reason:

@@ -5,6 +5,10 @@
 | Replicated          | full, equal        | partial sum           |
 | Sharded(dim, outer) | a shard            | the same shard        |
 | Partial(reduction)  | partial sum        | full, equal           |
+| Prefix(dim)         | rows up to its own | a term of those rows  |
+
+`Prefix` is one of slices in time alone: the shard of a slice together with those of all slices before it. Its gradient
+is a sum of terms that reach back, so that slices run backward in reverse order.
 
 `outer` is measured in the *logical* dim: the dim is viewed as (outer, parts, inner) and the axis owns the radix
 interval [outer, outer * parts). Axes therefore have no order, and two of them may share a dim iff their intervals
@@ -21,8 +25,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 from op_registry.annotation.splits import explain_sizes
@@ -31,6 +36,8 @@ from op_registry.expression import Expression, by_index
 # Device meshes: an n-d array of ranks with named axes.
 
 MICRO = "micro"  # micro-batches are a mesh axis in time; it has no ranks of its own
+SLICE = "slice"  # slices of tokens are one as well: a micro-batch runs slice by slice
+IN_STEP = (SLICE, MICRO)  # axes in time of a whole step, as they stand in every layout, the last ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,29 @@ class Partial:
         return "Partial()" if self.reduction == "sum" else f"Partial({self.reduction!r})"
 
 
-State = Invariant | Replicated | Sharded | Partial
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The rows of a dim from the first one to the last of the own slice.
+
+    dim     that is cut into slices
+    sizes   of unequal slices
+    terms   whether these rows are terms of a sum over slices: how the gradient lies, read as a value
+    """
+
+    dim: int
+    sizes: tuple[int, ...] = ()
+    terms: bool = False
+
+    def __str__(self) -> str:
+        sizes = f", sizes={self.sizes}" if self.sizes else ""
+        return f"Prefix({self.dim}{sizes}{', terms=True' if self.terms else ''})"
+
+    def ends(self, size: int, parts: int) -> tuple[int, ...]:
+        """Return by slice the number of rows up to its last one, of a dim of `size` in `parts` slices."""
+        return tuple(accumulate(self.sizes or (size // parts,) * parts))
+
+
+State = Invariant | Replicated | Sharded | Partial | Prefix
 Layout = tuple[State, ...]
 
 INVARIANT = Invariant()
@@ -123,12 +152,14 @@ def gradient_state(state: State) -> State:
     """
     if isinstance(state, Replicated):
         return PARTIAL
+    if isinstance(state, Prefix):
+        return replace(state, terms=not state.terms)
     return REPLICATED if isinstance(state, Partial) else state
 
 
 def letter(state: State) -> str:
-    """Return I, R, S or P: for compact listings."""
-    return type(state).__name__[0]
+    """Return I, R, S, P or, for a prefix, <: for compact listings."""
+    return "<" if isinstance(state, Prefix) else type(state).__name__[0]
 
 
 def intervals_nest(outer_a: int, parts_a: int, outer_b: int, parts_b: int) -> bool:
@@ -145,8 +176,15 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], 
     """Say why `layout` cannot hold a tensor of `shape` on a mesh with these axis sizes; None if it can. `at_rest`:
     nothing computes on it, and a rank may have nothing of it."""
     on_dim: dict[int, list[tuple[int, int]]] = {}
+    uneven: dict[int, list[int]] = {}  # dim -> outers of unequal cuts
     alone: dict[int, str] = {}  # dims that one axis takes whole, and how they are
     for state, parts in zip(layout, sizes, strict=True):
+        if isinstance(state, Prefix):  # the same rows as shards, kept: alone on their dim
+            shards = Sharded(state.dim, sizes=state.sizes)
+            reason = explain_illegal((shards,), (parts,), shape)
+            if reason:
+                return reason
+            alone[state.dim], state = "cumulated", shards
         if not isinstance(state, Sharded):
             continue
         if state.dim >= len(shape):
@@ -162,6 +200,7 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], 
             if reason:
                 return f"dim {state.dim}: {reason}"
             alone[state.dim] = "unevenly cut"
+            uneven.setdefault(state.dim, []).append(state.outer)
         elif size % (state.outer * parts):
             return f"dim {state.dim} of size {size} does not divide by {state.outer} x {parts}"
         others = on_dim.setdefault(state.dim, [])
@@ -170,9 +209,18 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], 
                 return f"two axes overlap on dim {state.dim}"
         others.append((state.outer, parts))
     for dim, word in alone.items():
-        if len(on_dim[dim]) > 1:
+        if len(on_dim[dim]) > 1 and not (word == "unevenly cut" and _is_innermost(uneven[dim], on_dim[dim])):
             return f"a second axis on the {word} dim {dim}"
     return None
+
+
+def _is_innermost(uneven: Sequence[int], cuts: Sequence[tuple[int, int]]) -> bool:
+    """Return whether one axis alone cuts a dim unevenly, and cuts what whole parts of all others consist of.
+
+    `uneven`: outers of unequal cuts; `cuts`: (outer, parts) of every axis on the dim.
+    """
+    *others, (outer, _) = sorted(cuts)
+    return list(uneven) == [outer] and all(outer % (other * parts) == 0 for other, parts in others)
 
 
 def local_shape(
@@ -182,15 +230,18 @@ def local_shape(
     local = list(shape)
     for axis, (state, parts) in enumerate(zip(layout, sizes, strict=True)):
         if isinstance(state, Sharded) and state.sizes:
-            local[state.dim] = (max(state.sizes) if at is None else state.sizes[at[axis]]) * state.outer
+            size = max(state.sizes) if at is None else state.sizes[at[axis]]
+            local[state.dim] = local[state.dim] // sum(state.sizes) * size  # of each block
         elif isinstance(state, Sharded):
             local[state.dim] //= parts
+        elif isinstance(state, Prefix):
+            local[state.dim] = state.ends(shape[state.dim], parts)[-1 if at is None else at[axis]]
     return tuple(local)
 
 
 def is_uneven(layout: Layout) -> bool:
     """Return whether ranks have shards of unequal sizes."""
-    return any(isinstance(state, Sharded) and state.sizes for state in layout)
+    return any(isinstance(state, Sharded | Prefix) and state.sizes for state in layout)
 
 
 def shape_of_rank(
@@ -198,9 +249,12 @@ def shape_of_rank(
 ) -> tuple[int | Expression, ...]:
     """Return the shape of one rank's shard, as expressions of its place where shards differ. `axes`: (name, size)."""
     local: list[int | Expression] = list(local_shape(layout, [parts for _, parts in axes], shape))
-    for state, (axis, _) in zip(layout, axes, strict=True):
+    for position, (state, (axis, parts)) in enumerate(zip(layout, axes, strict=True)):
         if isinstance(state, Sharded) and state.sizes:
-            local[state.dim] = by_index(axis, [size * state.outer for size in state.sizes])
+            outer = local_outer(layout, [n for _, n in axes], position)
+            local[state.dim] = by_index(axis, [size * outer for size in state.sizes])
+        elif isinstance(state, Prefix):
+            local[state.dim] = by_index(axis, state.ends(shape[state.dim], parts))
     return tuple(local)
 
 
@@ -237,7 +291,7 @@ def format_layout(layout: Layout, axes: Sequence[str]) -> str:
     return ", ".join(f"{a}: {s}" for a, s in zip(axes, layout, strict=True) if not isinstance(s, Invariant))
 
 
-_STATE = re.compile(r"(Invariant|Replicated|Sharded|Partial)(?:\((.*)\))?$")
+_STATE = re.compile(r"(Invariant|Replicated|Sharded|Partial|Prefix)(?:\((.*)\))?$")
 
 
 @lru_cache(maxsize=4096)
@@ -258,4 +312,6 @@ def parse_state(text: str) -> State:
         return Sharded(numbers[0], 1, tuple(numbers[1:]))
     inside, _, sizes = inside.partition("sizes=")
     numbers = [int(n) for n in re.findall(r"\d+", inside)]
+    if name == "Prefix":
+        return Prefix(numbers[0], tuple(map(int, re.findall(r"\d+", sizes))), "terms=True" in text)
     return Sharded(numbers[0], numbers[1] if len(numbers) > 1 else 1, (), tuple(map(int, re.findall(r"\d+", sizes))))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import MICRO, Axis, DeviceMesh
+from nnscaler.ir.layout import MICRO, SLICE, Axis, DeviceMesh, Layout, Prefix, Sharded, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Split:
     sizes        of unequal pieces of each block, one per rank
     circulating  a second identifier, split alike: operands that lack the first have it, and are passed around the
                  ranks of the axis inside of the operator; empty for none
+    prefix       whether the pieces are slices in time, which have the rows of earlier ones of what is marked `<`
     """
 
     identifier: str
@@ -42,11 +43,16 @@ class Split:
     sections: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     circulating: str = ""
+    prefix: bool = False
 
     def __str__(self) -> str:
         how = f" outer {self.outer}" if self.outer > 1 else f" sections {self.sections}" if self.sections else ""
-        around = f" circulating {self.circulating}" if self.circulating else ""
-        return f"split {self.identifier}{how}" + (f" sizes {self.sizes}" if self.sizes else "") + around
+        return (
+            f"split {self.identifier}{how}"
+            + (f" sizes {self.sizes}" if self.sizes else "")
+            + (f" circulating {self.circulating}" if self.circulating else "")
+            + (" with what is before" if self.prefix else "")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +72,37 @@ Choice = RunInvariant | RunReplicated | Split | RunPartial
 class Stage:
     """One segment of the pipeline and the mesh that runs it. `devices` are the pipeline devices of which the mesh is
     made: one, which may have other stages as well, or several, which run the stage together. `time_axes`: those of
-    regions that run in pieces."""
+    regions that run in pieces. `slices`: of tokens, in which each micro-batch runs."""
 
     index: int
     mesh: DeviceMesh
     devices: tuple[int, ...]
     micro_batches: int = 1
     time_axes: tuple[Axis, ...] = ()
+    slices: int = 1
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes of every layout on this stage: the mesh's, then those in time, of regions and, last, `micro` (size 1
-        without micro-batches). Outside of its region everything is `Invariant` on a region's axis."""
-        return (*self.mesh.axes, *self.time_axes, Axis(MICRO, self.micro_batches))
+        """The axes of every layout on this stage: the mesh's, then those in time, of regions, of slices where there
+        are some, and, last, `micro` (size 1 without micro-batches). Outside of its region everything is `Invariant` on
+        a region's axis."""
+        slices = (Axis(SLICE, self.slices),) if self.slices > 1 else ()
+        return (*self.mesh.axes, *self.time_axes, *slices, Axis(MICRO, self.micro_batches))
 
     @property
     def first_in_time(self) -> int:
         """The position of the first axis in time: from there on, axes have no ranks and communicate nothing."""
         return len(self.mesh.axes)
+
+    @property
+    def first_in_step(self) -> int:
+        """The position of the first axis in time over which the whole stage runs, and not a region of it."""
+        return len(self.mesh.axes) + len(self.time_axes)
+
+    @property
+    def passes(self) -> int:
+        """How often the stage runs forward in a step."""
+        return self.micro_batches * self.slices
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -92,6 +111,21 @@ class Stage:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.axes)
+
+    def shape_in_slice(self, layout: Layout, shape: Sequence[int], index: int) -> tuple[int, ...]:
+        """Return the shape of a shard in the slice of this index, on the rank with the largest one."""
+        if self.slices == 1:
+            return local_shape(layout, self.sizes, shape)
+        axis = self.names.index(SLICE)
+        state = layout[axis]
+        others, of_others = ((*found[:axis], *found[axis + 1 :]) for found in (layout, self.sizes))
+        local = list(local_shape(others, of_others, shape))
+        if isinstance(state, Sharded):
+            shares = state.sizes or (1,) * self.slices
+            local[state.dim] = local[state.dim] // sum(shares) * shares[index]
+        elif isinstance(state, Prefix):
+            local[state.dim] = state.ends(local[state.dim], self.slices)[index]
+        return tuple(local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +146,7 @@ class Chunk:
 class Placement:
     """Where and how an operation runs.
 
-    Invariant: the choice for micro-batches, the last one, is the same on all stages.
+    Invariant: the choices for slices and micro-batches, the last ones, are the same on all stages.
 
     stages      where it runs (more than one: it is repeated on each)
     choices     per stage of the graph, one choice per axis of that stage's `axes`; also where the operation does not

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.annotation.syntax import UNSPLIT
 from op_registry.bind_call import bind_call, linear_sets
 from op_registry.call import Call
 from op_registry.registry import Registry, default_registry
@@ -52,7 +53,7 @@ class Signature:
         """Identifiers that some choice may split: neither frozen nor of size 1."""
         if self.bound is None:
             return ()
-        return tuple(i for i, size in self.bound.sizes.items() if size > 1 and self.bound.marks.get(i) != "^")
+        return tuple(i for i, size in self.bound.sizes.items() if size > 1 and self.bound.marks.get(i) not in UNSPLIT)
 
     @cached_property
     def flops(self) -> int:

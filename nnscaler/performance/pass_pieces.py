@@ -124,7 +124,7 @@ class Pieces:
     def _line(self, device: int, program: StageProgram, part: Part, at: int, seconds: float) -> Piece:
         """Return a line; a call that it makes several times in a pass takes an equal part of it each time."""
         found = self._places.get((program.stage.index, part, at), ())
-        passes = 1 if part == "prepare" else program.stage.micro_batches
+        passes = 1 if part == "prepare" else program.stage.passes
         calls = []
         of_ranks: dict[tuple[Ranks, ...], int] = {}  # the calls of the same ranks are made one after another
         for _, site in found:

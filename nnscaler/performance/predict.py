@@ -25,6 +25,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
+from nnscaler.communication.profile_memory import stage_work
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
 from nnscaler.communication.searched_order import with_orders
 from nnscaler.ir.graph import Graph, element_bytes
@@ -140,7 +141,9 @@ def predict(
         summed = 0.0 if order.staleness else taken(calls, ranks[device], "gradient")
         after[device] += summed + taken(calls, ranks[device], "loss")
     updates = [taken(around[p.stage.devices[0]], ranks[p.stage.devices[0]], "gradient") for p in programs]
-    costs = PassCosts(forward, backward, weights, updates)
+    shares = [w.slices for w in stage_work(communicated, signatures) if w.slices]
+    of_slices = [[share / max(each) for share in each] for each in shares]
+    costs = PassCosts(forward, backward, weights, updates, of_slices)
     if overheads.crowding:
         counts = [len(own) for own in ranks]
         timeline = simulate_crowded(order, communicated.edges, costs, counts, overheads.relief, before)
@@ -152,7 +155,7 @@ def predict(
     for device, own in enumerate(map(communicated.on, range(len(ranks)))):
         left = before[device] + after[device]
         for p in own:
-            left += p.stage.micro_batches * (prices[p.stage.index].divided - _moved(graph, p, cost, {"B"}))
+            left += p.stage.passes * (prices[p.stage.index].divided - _moved(graph, p, cost, {"B"}))
             left -= once[p.stage.index]
         for p in own:
             beside[p.stage.index] = left / len(own)

@@ -15,7 +15,7 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import around_axis, explain_illegal_choice, is_legal
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Sharded
+from nnscaler.ir.layout import SLICE, Sharded
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.candidates import reach
@@ -40,8 +40,13 @@ def context_parallel(
     """Return the choice of every operation on `axis`, and notes: which attentions gather their keys all the same.
 
     `made`: the choices on `axes`, with which the new ones must be legal together. Raises NnscalerError("plan_illegal")
-    where the model has no attention that can pass its keys around, or where its length cannot be divided.
+    where the model has no attention that can pass its keys around, where its length cannot be divided, and where
+    tokens are cut into slices in time as well.
     """
+    slices = dict(axes).get(SLICE)
+    if slices is not None:
+        message = f"{axis}={parts} passes keys of all tokens around, and each of {slices} slices has a part of them"
+        raise NnscalerError("plan_illegal", message, help=f"leave slices away, or {axis}: tp and dp go with slices")
     able = _able(graph, signatures, parts)
     dim = _token_dim(graph, signatures, parts, able)
     lengths = [_length(signatures[name], split.identifier) for name, split in able.items()]

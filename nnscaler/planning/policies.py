@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
-from math import prod
 
 from op_registry.annotation.splits import balanced
 
@@ -21,6 +19,7 @@ from nnscaler.planning.constraints.kinds import SharedEnds
 from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.experts import batch_axes, expert_steps
 from nnscaler.planning.recycling import partition_runs, runs_of
+from nnscaler.planning.specification import OWNED
 from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
@@ -35,7 +34,6 @@ from nnscaler.transform.plan import (
     SHARD,
     SHARED,
     TP,
-    ZERO,
     AssignStep,
     Plan,
     ReplicateStep,
@@ -192,106 +190,6 @@ def assign_steps(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
     return tuple(AssignStep(tuple(names), where) for where, names in sorted(groups.items()))
 
 
-OWNED = "owned"
-_WORDS = ("zero", OWNED)  # that are no sizes
-_INSIDE = (*_WORDS, EP)  # that are no ranks of their own
-AXES = {
-    DP: "data parallel: the batch is split, parameters are held whole",
-    CP: "context parallel: tokens are split, and attention passes its keys and values around",
-    TP: "tensor parallel: operators are split as their annotations allow, by least communication",
-    PP: "pipeline parallel: layers, or else operations, are split into stages",
-    SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
-    EP: "expert parallel: of the ranks of dp, which ep divides, so many divide the experts (ep=2 is dp=2,ep=2)",
-    "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
-    OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
-}
-
-
-def parse_axes(text: str) -> dict[str, int]:
-    """Return `dp=2,tp=2,pp=2,zero=3` as a dict; on one rank, where nothing can be divided, without `zero`. With `ep`
-    there is `dp` as well.
-
-    Raises NnscalerError("plan_illegal").
-    """
-    sizes: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, number = part.partition("=")
-        if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, cp=N, tp=N, pp=N, zero=1|2|3, owned=1, ep=N"
-            if name in sizes:
-                wrong = f"{name} is named twice"
-            elif name in AXES and number.isdigit():
-                wrong = f"{part!r} is for no ranks, and N is at least 1"
-            raise NnscalerError(
-                "plan_illegal",
-                f"--plan {text!r}: {wrong}",
-                help="for example dp=2,tp=2,pp=2; or a plan.json; or policy.py::function",
-            )
-        sizes[name] = int(number)
-    _check_experts(text, sizes)
-    over = SHARD if SHARD in sizes else DP
-    if DP in sizes and ranks_in(sizes) == 1 and sizes.get("zero", 1) <= ZERO:  # a script's dp={ranks}
-        for word in _WORDS:
-            sizes.pop(word, None)
-    if sizes.get("zero", ZERO) > ZERO or ("zero" in sizes and sizes.get(over, 1) == 1):
-        raise NnscalerError(
-            "plan_illegal",
-            f"--plan {text!r}: zero={sizes['zero']} with {over}={sizes.get(over, 1)}",
-            help="zero=1 shards optimizer states, zero=2 gradients too, zero=3 parameters too, over the ranks of dp, "
-            "or of shard where it is named, of which there are two or more: dp=2,zero=1 or dp=2,shard=2,zero=3",
-        )
-    if OWNED in sizes and (sizes[OWNED] != 1 or sizes.get("zero") not in (1, 2)):
-        message = f"--plan {text!r}: owned={sizes[OWNED]} with " + (
-            f"zero={sizes['zero']}" if "zero" in sizes else "no zero"
-        )
-        raise NnscalerError("plan_illegal", message, help="zero=1,owned=1 or zero=2,owned=1: parameters rest on owners")
-    if SHARD in sizes and "zero" not in sizes:
-        message = f"--plan {text!r}: shard={sizes[SHARD]} says over which ranks parameters rest in shards"
-        raise NnscalerError("plan_illegal", message, help="add zero=1, zero=2 or zero=3; or take more ranks of dp")
-    return sizes
-
-
-def _check_experts(text: str, sizes: dict[str, int]) -> None:
-    """Let dp be ep where it is not named. Raises NnscalerError("plan_illegal") where ep does not divide dp."""
-    if EP not in sizes:
-        return
-    ep, dp = sizes[EP], sizes.setdefault(DP, sizes[EP])
-    if SHARD in sizes:
-        message = f"--plan {text!r}: ep={ep} and shard={sizes[SHARD]} both name a part of the ranks of dp"
-        raise NnscalerError("plan_illegal", message, help="leave shard away: zero divides over all ranks of dp")
-    if sizes.get(OWNED):
-        message = f"--plan {text!r}: owned={sizes[OWNED]} with ep={ep}, which makes two axes of dp"
-        raise NnscalerError("plan_illegal", message, help="leave owned away: zero=1 and zero=2 divide each parameter")
-    if dp % ep:
-        raise NnscalerError(
-            "plan_illegal",
-            f"--plan {text!r}: ep={ep} does not divide dp={dp}, whose ranks share the experts",
-            help=f"ep in {[n for n in range(1, dp + 1) if dp % n == 0]}, or ep={ep} alone, which is dp={ep},ep={ep}",
-        )
-
-
-def ranks_in(sizes: Mapping[str, int]) -> int:
-    """Return how many ranks the axes mean."""
-    return prod(size for name, size in sizes.items() if name not in _INSIDE)
-
-
-def parse_spec(text: str, ranks: int) -> dict[str, int]:
-    """Parse as `parse_axes`.
-
-    Raises NnscalerError("plan_illegal") as well unless the product of dp, tp and pp is `ranks`.
-    """
-    sizes = parse_axes(text)
-    count = ranks_in(sizes)
-    if count != ranks:
-        options = ", ".join(",".join(f"{n}={v}" for n, v in s.items()) for s in _factorisations(ranks)[:6])
-        raise NnscalerError(
-            "plan_illegal",
-            f"plan {text!r} is for {count} ranks, and there are {ranks}",
-            help=f"the product of dp, tp and pp must be {ranks}: {options}",
-        )
-    return sizes
-
-
 def make_plan(
     graph: Graph,
     signatures: Mapping[str, Signature],
@@ -301,12 +199,14 @@ def make_plan(
     micro_batches: int | None = None,
     replicate: Sequence[str] = (),
     chunks: int | None = None,
+    slices: tuple[int, ...] = (),
 ) -> Plan:
     """Return the product of the policies data_parallel, context_parallel, tensor_parallel and pipeline; with `zero`,
     parameters rest in shards.
 
     `micro_batches` None: as many as a given schedule is for; else twice the pipeline's devices, as far as the batch
     allows; 1 without a pipeline. `replicate`: patterns of modules or operations that tensor parallelism leaves whole.
+    `slices`: shares of tokens, as `Plan` has.
     """
     dp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule or DEFAULT
@@ -321,7 +221,8 @@ def make_plan(
         _, micro_batches = kind.only
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
-    plan = with_schedule(Plan(_mesh_of(sizes), (), micro_batches), schedule or DEFAULT.name, chunks)
+    plan = Plan(_mesh_of(sizes), (), micro_batches, slices=slices)
+    plan = with_schedule(plan, schedule or DEFAULT.name, chunks)
     plan = replace(plan, data_axes=(DP, SHARD)) if SHARD in sizes else plan
     plan, steps = _inside(graph, signatures, sizes, plan, whole)
     if "zero" in sizes:
@@ -388,13 +289,3 @@ def _mesh_of(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Return the mesh's axes in rank order: of those of dp, ep has the inner ones."""
     ep, rest = sizes.get(EP, 1), tuple((n, sizes[n]) for n in (DP, SHARD, CP, TP, PP) if n in sizes)
     return rest if ep == 1 else (*batch_axes(sizes[DP], ep), *(axis for axis in rest if axis[0] != DP))
-
-
-def _factorisations(ranks: int) -> list[dict[str, int]]:
-    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
-    found: list[dict[str, int]] = []
-    for dp, tp in product(divisors, divisors):
-        if ranks % (dp * tp) == 0:
-            sizes = {DP: dp, TP: tp, PP: ranks // dp // tp}
-            found.append({n: v for n, v in sizes.items() if v > 1} or {DP: 1})
-    return found

@@ -19,7 +19,8 @@ from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.planning.constraints import Constraint, all_of, megatron, sequence_parallel
 from nnscaler.planning.constraints import replicate as kept_whole
 from nnscaler.planning.coshard import coshard_steps
-from nnscaler.planning.policies import make_plan, parse_axes, ranks_in, steps_of
+from nnscaler.planning.policies import make_plan, steps_of
+from nnscaler.planning.specification import parse_axes, ranks_in
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.candidates import all_candidates
 from nnscaler.transform.complete_plan import follow_batch

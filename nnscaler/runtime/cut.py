@@ -6,7 +6,7 @@ nothing else, so that what one of them relies on is what another one tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -64,7 +64,9 @@ class Cut:
 
     def shape_of(self, whole: Sequence[int], parts: int, index: int) -> tuple[int, ...]:
         """Return the shape of the piece of `index`, from that of the whole, which is taken to divide."""
-        size = self.sizes[index] * self.outer if self.sizes else whole[self.dim] // parts
+        size = whole[self.dim] // parts
+        if self.sizes:  # of each block
+            size = whole[self.dim] // max(sum(self.sizes), 1) * self.sizes[index]
         return (*whole[: self.dim], size, *whole[self.dim + 1 :])
 
     def shape_at(self, piece: Sequence[int], index: int) -> tuple[int, ...]:
@@ -94,6 +96,45 @@ class Cut:
         return self.join([piece if i == index else piece.new_zeros(shape) for i, shape in enumerate(shapes)])
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixCut:
+    """How slices in time cut a dim whose rows they keep for later ones: each has all rows up to its last one.
+
+    dim     that is cut
+    sizes   of unequal slices; empty: they are equal
+    terms   whether what they have are terms of a sum
+    """
+
+    dim: int
+    sizes: tuple[int, ...] = ()
+    terms: bool = False
+
+    def shape_of(self, whole: Sequence[int], parts: int, index: int) -> tuple[int, ...]:
+        """Return the shape of what the slice of `index` has, from that of the whole."""
+        end = sum((self.sizes or (whole[self.dim] // parts,) * parts)[: index + 1])
+        return (*whole[: self.dim], end, *whole[self.dim + 1 :])
+
+    def pieces(self, tensor: Tensor, parts: int) -> list[Tensor]:
+        """Return what each slice has of a value."""
+        shapes = (self.shape_of(tensor.shape, parts, index) for index in range(parts))
+        return [tensor.narrow(self.dim, 0, shape[self.dim]) for shape in shapes]
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the whole: that of the last slice, with the terms of earlier ones added to its rows."""
+        *earlier, last = pieces
+        if not self.terms:
+            return last
+        total = last.clone()
+        for piece in earlier:
+            total.narrow(self.dim, 0, piece.shape[self.dim]).add_(piece)
+        return total
+
+    def agree(self, pieces: Sequence[Tensor], same: Callable[[Tensor, Tensor], bool]) -> bool:
+        """Return whether earlier slices have of each row what the last one has; terms need not."""
+        *earlier, last = pieces
+        return self.terms or all(same(last.narrow(self.dim, 0, p.shape[self.dim]), p) for p in earlier)
+
+
 class ShardedState(Protocol):
     """The common part of the compiler's `Sharded` and the runtime's."""
 
@@ -121,8 +162,9 @@ def nested(cuts: Sequence[tuple[Cut, int]]) -> list[tuple[int, Cut]]:
     `cuts`: the cut of each axis, with `outer` measured in the logical dim, and its parts. A local one is measured in
     what those before it leave. Raises ValueError where two axes overlap.
     """
-    alone = next((cut for cut, _ in cuts if cut.sections or cut.sizes), None)
-    if alone is not None and len(cuts) > 1:
+    innermost = max((cut.outer for cut, _ in cuts), default=1)
+    alone = next((cut for cut, _ in cuts if cut.sections or (cut.sizes and cut.outer < innermost)), None)
+    if len(cuts) > 1 and (alone is not None or sum(bool(cut.sizes) for cut, _ in cuts) > 1):
         raise ValueError(f"{alone} takes the dim for itself, and a second axis cuts it too")
     found: list[tuple[int, Cut]] = []
     below, left = 1, 1  # the next `outer` is a multiple of `below`; `left` pieces were taken apart

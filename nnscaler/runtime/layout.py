@@ -9,6 +9,7 @@ what each rank holds of the value and of the gradient:
 | Replicated          | full, equal        | partial sum           | v . sum_r g_r       |
 | Sharded(dim, outer) | a shard            | the same shard        | sum_r v_r . g_r     |
 | Partial(reduction)  | partial sum        | full, equal           | (sum_r v_r) . g     |
+| Prefix(dim)         | rows up to its own | a term of those rows  | v . sum_r g_r       |
 
 `outer` is measured in the logical dim: the dim is viewed as (outer, parts, inner) and the axis owns the middle digit.
 `sections` are sizes of concatenated pieces of the dim, each of which is sharded. `sizes` are those of unequal shards:
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,25 @@ class Partial:
         return "Partial()" if self.reduction == "sum" else f"Partial({self.reduction!r})"
 
 
-State = Invariant | Replicated | Sharded | Partial
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The rows of a dim up to the last one of the own slice, over slices in time. `sizes`: of unequal slices; `terms`:
+    these rows are terms of a sum over slices."""
+
+    dim: int
+    sizes: tuple[int, ...] = ()
+    terms: bool = False
+
+    def __repr__(self) -> str:
+        sizes = f", sizes={self.sizes}" if self.sizes else ""
+        return f"Prefix({self.dim}{sizes}{', terms=True' if self.terms else ''})"
+
+    def ends(self, size: int, parts: int) -> tuple[int, ...]:
+        """Return by slice the number of rows up to its last one, of a dim of `size` in `parts` slices."""
+        return tuple(accumulate(self.sizes or (size // parts,) * parts))
+
+
+State = Invariant | Replicated | Sharded | Partial | Prefix
 
 
 def is_cut(state: State, parts: int) -> bool:

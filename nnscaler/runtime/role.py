@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from nnscaler.instructions import FORM, Instruction, StagePasses, batches_written, check_order, shows_its_middle
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.layout import State
+from nnscaler.runtime.shards import ravel
 from nnscaler.runtime.split_backward import recompute_in_halves
 
 
@@ -29,7 +31,7 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
     """
     written = batches_written(text.split())
     passes = {
-        s.index: StagePasses((s.micro_batches if s.staleness is None else written,), "may", s.staleness, s.versions)
+        s.index: StagePasses(times_of(s) if s.staleness is None else (written,), "may", s.staleness, s.versions)
         for s in stages
     }
     instructions, mistakes = check_order(text.split(), passes)
@@ -41,6 +43,7 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
 
 
 MICRO = "micro"  # the axis of micro-batches
+SLICE = "slice"  # the axis of slices of tokens
 INPUT_GRADIENT = (
     "nnscaler_gradient_of_"  # of parameters that are zero and are added to an input, whose gradient they get
 )
@@ -227,7 +230,8 @@ Observer = Callable[[str, Tensor], None]
 
 class Stage:
     """Base of the stages of a role module. The executor makes one object per rank, with an `AxisGroup` for each axis
-    (`micro` is the current micro-batch, an axis of `time_axes` the current piece of its region) and a tensor for each
+    (`micro` is the current micro-batch, `slice` the slice of it, if there are `slices`, and an axis of `time_axes` the
+    current piece of its region) and a tensor for each
     declared parameter, frozen parameter, buffer and constant. Subclasses define `forward`, and `prepare` where
     `prepare_inputs` is not empty."""
 
@@ -237,6 +241,7 @@ class Stage:
     micro_batches: ClassVar[int] = 1
     staleness: ClassVar[int | None] = None  # of a stream: the updates that a forward goes without
     versions: ClassVar[int] = 1  # of its parameters that are kept at a time
+    slices: ClassVar[int] = 1
     time_axes: ClassVar[Mapping[str, int]] = {}
     parameters: ClassVar[Mapping[str, Parameter]] = {}
     frozen: ClassVar[Mapping[str, Parameter]] = {}
@@ -251,6 +256,7 @@ class Stage:
     updates: ClassVar[Mapping[str, str]] = {}
 
     micro: AxisGroup
+    slice: AxisGroup
     device: torch.device
     context: RunContext
     at_rest: dict[str, torch.nn.Parameter]
@@ -262,17 +268,17 @@ class Stage:
         self.device = torch.device("cpu")  # the builder names another
         self.context = context
         self.at_rest = {}  # parameter -> its tensor between steps; mostly its leaf
-        self.micro = AxisGroup(MICRO, self.micro_batches, 0)
+        enter(self, (0,) * len(times_of(self)), None)
         for axis, size in self.time_axes.items():
             setattr(self, axis, AxisGroup(axis, size, 0))
         self._observer = observer
 
     def coordinates(self) -> dict[str, int]:
         """Return this rank's index on every axis, and the current piece and micro-batch."""
-        return {axis: getattr(self, axis).index for axis in (*self.axes, *self.time_axes, MICRO)}
+        return {axis: getattr(self, axis).index for axis in self.sizes()}
 
     def sizes(self) -> dict[str, int]:
-        return {**self.axes, **self.time_axes, MICRO: self.micro_batches}
+        return {**self.axes, **self.time_axes, **sizes_in_time(self)}
 
     def in_piece(self, function: Callable[..., Any], **index: int) -> Callable[..., Any]:
         """Return the function at a place on an axis in time (`co=1`), also where it runs again in backward."""
@@ -300,6 +306,35 @@ class Stage:
         """Hand a value to the observer, after each assignment in a program that was loaded for observation."""
         if self._observer is not None and isinstance(value, Tensor):
             self._observer(name, value)
+
+
+def enter(stage: Stage, at: tuple[int, ...], kept: KeptRows | None) -> None:
+    """Go to a place in time: the micro-batch, and its slice if there are some. `kept`: the rows of its slices."""
+    stage.micro = AxisGroup(MICRO, stage.micro_batches, at[0])
+    if stage.slices > 1:
+        stage.slice = AxisGroup(SLICE, stage.slices, at[1], kept=kept)
+
+
+def times_of(stage: Stage | type[Stage]) -> tuple[int, ...]:
+    """Return the size of each axis in time of a step: micro-batches, then slices where there are some."""
+    return (stage.micro_batches, stage.slices) if stage.slices > 1 else (stage.micro_batches,)
+
+
+def number_of(stage: Stage | type[Stage], at: tuple[int, ...]) -> int:
+    """Return the number of a place in time: the micro-batch where there are no slices, else that of its slice."""
+    names = (MICRO, SLICE)[: len(at)]
+    return ravel(dict(zip(names, at, strict=True)), dict(zip(names, times_of(stage), strict=True)))
+
+
+def sizes_in_time(stage: Stage | type[Stage]) -> dict[str, int]:
+    """Return the axes in time of a step with their sizes, in the order of layouts."""
+    return {**({SLICE: stage.slices} if stage.slices > 1 else {}), MICRO: stage.micro_batches}
+
+
+def place_in_time(stage: Stage | type[Stage], number: int) -> dict[str, int]:
+    """Return the place with this number on the axes in time: the inverse of `number_of`."""
+    at = dict(zip((MICRO, SLICE), divmod(number, stage.slices), strict=True))
+    return {axis: at[axis] for axis in sizes_in_time(stage)}
 
 
 def is_trained(stage: Stage | type[Stage]) -> bool:

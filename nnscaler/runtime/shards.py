@@ -13,8 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.cut import Cut, cut_of, nested
-from nnscaler.runtime.layout import Invariant, Partial, Sharded, State, States
+from nnscaler.runtime.cut import Cut, PrefixCut, cut_of, nested
+from nnscaler.runtime.layout import Invariant, Partial, Prefix, Sharded, State, States
 
 Coordinates = Mapping[str, int]
 Sizes = Mapping[str, int]
@@ -73,6 +73,9 @@ def local_shape(shape: Sequence[int], states: States, sizes: Sizes, coordinates:
     for axis, state in states.items():
         if isinstance(state, Sharded):
             local = cut_of(state).shape_of(local, sizes[axis], coordinates[axis])
+        elif isinstance(state, Prefix):
+            rows = state.ends(shape[state.dim], sizes[axis])[coordinates[axis]]
+            local = (*local[: state.dim], rows, *local[state.dim + 1 :])
     return local
 
 
@@ -92,7 +95,10 @@ def logical_indices(
 ) -> list[Tensor | None]:
     """As `logical_coordinates`; None for a dim that is held whole. Raises ValueError when a size does not divide."""
     on_dim: dict[int, list[tuple[Cut, int, int]]] = {}
+    prefixes: dict[int, int] = {}  # dim -> rows, which no other axis cuts
     for axis, state in states.items():
+        if isinstance(state, Prefix) and axis in sizes:
+            prefixes[state.dim] = state.ends(shape[state.dim], sizes[axis])[coordinates[axis]]
         if isinstance(state, Sharded):
             if axis not in sizes:
                 raise ValueError(f"{state} on axis {axis!r}, which the mesh lacks: {dict(sizes)}")
@@ -100,7 +106,10 @@ def logical_indices(
             on_dim.setdefault(state.dim, []).append((cut, sizes[axis], coordinates[axis]))
     if any(dim >= len(shape) for dim in on_dim):
         raise ValueError(f"states {dict(states)} split a dim that a tensor of shape {tuple(shape)} lacks")
-    return [_held(size, on_dim[dim]) if dim in on_dim else None for dim, size in enumerate(shape)]
+    return [
+        torch.arange(prefixes[dim]) if dim in prefixes else _held(size, on_dim[dim]) if dim in on_dim else None
+        for dim, size in enumerate(shape)
+    ]
 
 
 def _held(size: int, splits: Sequence[tuple[Cut, int, int]]) -> Tensor:
@@ -150,6 +159,9 @@ def assemble(
     Raises ValueError when a piece is missing, given twice or of the wrong shape.
     """
     found = _by_position(pieces, sizes, lambda at: local_shape(shape, states, sizes, at))
+    for axis, state in states.items():
+        if isinstance(state, Prefix) and axis in sizes:
+            return _assemble_slices(found, axis, state, states, sizes, shape)
     combined = [a for a in sizes if isinstance(states.get(a), Partial)]
     split = [a for a in sizes if isinstance(states.get(a), Sharded)]
     copied = [a for a in sizes if a not in combined and a not in split]
@@ -166,6 +178,27 @@ def assemble(
         assert total is not None
         put(value, total, logical_indices(shape, states, sizes, {**dict.fromkeys(sizes, 0), **at_split}))
     return Assembled(value, tuple(differences))
+
+
+def _assemble_slices(
+    found: Mapping[int, Tensor], axis: str, state: Prefix, states: States, sizes: Sizes, shape: Sequence[int]
+) -> Assembled:
+    """Assemble what slices have of rows up to their own: first over these, then over the other axes."""
+    others = {a: size for a, size in sizes.items() if a != axis}
+    cut = PrefixCut(state.dim, state.sizes, state.terms)
+    joined: list[tuple[Coordinates, Tensor]] = []
+    differences: list[Difference] = []
+    for at in _points(list(others), sizes):
+        slices = [found[ravel({**at, axis: index}, sizes)] for index in range(sizes[axis])]
+        joined.append((at, cut.join(slices)))
+        for index, piece in enumerate(slices if not state.terms else ()):
+            rows = slices[-1].narrow(state.dim, 0, piece.shape[state.dim])
+            if not same_bits(rows, piece):
+                names = [tuple((a, {**at, axis: i}[a]) for a in sizes) for i in (sizes[axis] - 1, index)]
+                differences.append(Difference(names[0], names[1], *_distance(rows, piece)))
+    rest = {a: s for a, s in states.items() if a != axis}
+    made = assemble(joined, rest, others, shape)
+    return Assembled(made.value, (*differences, *made.differences))
 
 
 def _by_position(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.instructions import FORM, Instruction, check_order, read_instruction
+from nnscaler.instructions import FORM, SLICES, Instruction, check_order, read_instruction
 from nnscaler.scheduling.pipedream import delays
 from nnscaler.scheduling.schedule import BACKWARD, Schedule, ScheduleKind
 
@@ -57,21 +57,37 @@ def read_orders(orders: Sequence[GivenOrder], source: str, devices: Places | Non
         raise NnscalerError("bad_schedule", f"{source}: there are no passes in it", help=FORM)
     if devices is None:
         devices = _devices(orders, read, source)
-    micro_batches = max(i.micro for i in every) + 1
+    times = _times(orders, read, source)
     trained = {i.stage for i in every if i.kind in BACKWARD}
-    stale = delays(len(devices)) if any(i.kind == "U" for i in every) else ()
+    update = next((i for i in sorted(every) if i.kind == "U"), None)
+    if update is not None and len(times) > 1:
+        message = f"{source}: there is an update ({update}), and passes of slices: a stream runs each batch whole"
+        raise NnscalerError("bad_schedule", message, help="leave the updates away, or the slices")
+    stale = () if update is None else delays(len(devices))
     untrained = frozenset(range(len(devices))) - trained
-    made = Schedule(source, tuple(devices), micro_batches, read, untrained, stale)
+    made = Schedule(source, tuple(devices), times[0], read, untrained, stale, (*times, 1)[1])
     for device, order in enumerate(orders):
         own = made.has(device)
         passes = {stage: made.passes(stage) for stage in own}
         _, mistakes = check_order(order.words, passes)
         for mistake in mistakes[:1]:
-            help = f"there are {len(devices)} stages and {micro_batches} micro-batches, and this device has the stages "
+            help = f"there are {len(devices)} stages and {times[0]} micro-batches, and this device has the stages "
             shared = [stage for stage in own if len(devices[stage]) > 1]
             more = f", of which others run {shared} with it: each of their orders has all passes" if shared else ""
             raise order.wrong(source, mistake.word, mistake.message, f"{help}{list(own)}{more}")
     return made
+
+
+def _times(orders: Sequence[GivenOrder], read: Sequence[Sequence[Instruction]], source: str) -> tuple[int, ...]:
+    """Return the size of each axis in time, as the largest places say. Raises NnscalerError("bad_schedule") where one
+    pass has a slice and another has none."""
+    first = next(i for order in read for i in order)
+    for order, given in zip(read, orders, strict=True):
+        for instruction in order:
+            if len(instruction.at) != len(first.at):
+                message = f"{instruction} and {first}: either all passes are of a slice, or none is"
+                raise given.wrong(source, str(instruction), message, f"{FORM}; {SLICES}")
+    return tuple(max(numbers) + 1 for numbers in zip(*(i.at for order in read for i in order), strict=True))
 
 
 def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:
@@ -81,10 +97,9 @@ def _instruction(order: GivenOrder, position: int, source: str) -> Instruction:
         place = f"{order.name}, {order.places[position]}"
         message = f"{source}: {place}: {word!r} is not an instruction of a schedule"
         raise NnscalerError("bad_schedule", message, order.where, FORM)
-    if len(read.at) != 1:
-        raise order.wrong(
-            source, word, f"{word!r} has {len(read.at)} places in time, and a pass has a micro-batch", FORM
-        )
+    if len(read.at) > 2:
+        message = f"{word!r} has {len(read.at)} places in time, and a pass has a micro-batch, and a slice of it"
+        raise order.wrong(source, word, message, FORM)
     return read
 
 

@@ -20,6 +20,24 @@ def one_f_one_b(devices: int, chunks: int, micro_batches: int) -> Schedule:
     return Schedule("1f1b", stage_devices(devices, chunks), micro_batches, orders)
 
 
+def one_f_one_b_of_slices(devices: int, micro_batches: int, slices: int) -> Schedule:
+    """One slice forward, one slice backward: at most (devices - d - 1 + slices) slices are live on device d.
+
+    The last device runs the slices of a micro-batch forward before it runs the last of them backward.
+    """
+    every = [(micro, index) for micro in range(micro_batches) for index in range(slices)]
+    back = [(micro, slices - 1 - index) for micro, index in every]
+    orders = tuple(
+        alternate(
+            [Instruction("F", device, at) for at in every],
+            [Instruction("B", device, at) for at in back],
+            devices - device - 1 + slices - 1,
+        )
+        for device in range(devices)
+    )
+    return Schedule("1f1b", stage_devices(devices, 1), micro_batches, orders, slices=slices)
+
+
 def alternate(forward: Sequence[Instruction], backward: Sequence[Instruction], warm_up: int) -> tuple[Instruction, ...]:
     """`warm_up` forward passes, then forward and backward in turn, then the backward passes that are left."""
     ahead = min(warm_up, len(forward))
@@ -37,4 +55,5 @@ ONE_F_ONE_B = ScheduleKind(
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices - device),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, devices), 1),
     ),
+    sliced=one_f_one_b_of_slices,
 )

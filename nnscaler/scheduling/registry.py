@@ -9,6 +9,7 @@ from math import inf
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
+from nnscaler.instructions import FORM, SLICES
 from nnscaler.scheduling.given import GivenOrder, read_orders
 from nnscaler.scheduling.gpipe import GPIPE
 from nnscaler.scheduling.interlaced import INTERLACED
@@ -17,6 +18,7 @@ from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.pipedream import PIPEDREAM, written_for
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.scheduling.slices import in_slices
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
 from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
 from nnscaler.transform.apply import check_places
@@ -105,6 +107,8 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
             help = "compile the plan: the plan.json of its program has them; or name a schedule"
             raise NnscalerError("plan_illegal", message, help=help)
         found = kind(plan.devices, kind.chunks_of(plan.devices, plan.stages), _batches(plan, kind))
+        if plan.slices:
+            found = in_slices(kind, found, len(plan.slices))
         if found.devices != plan.places:
             raise NnscalerError(
                 "plan_illegal",
@@ -144,6 +148,10 @@ def _check_whole(plan: Plan) -> None:
         message = f"schedule {plan.schedule} makes an update after each batch, and the plan cuts it into "
         help = "each batch of a stream is one micro-batch: --micro-batches 1, and smaller batches"
         raise NnscalerError("plan_illegal", f"{message}{plan.micro_batches} micro-batches", help=help)
+    if plan.slices:
+        message = f"schedule {plan.schedule} makes an update after each batch, and the plan cuts it into "
+        help = "each batch of a stream runs whole: leave slices away, or use schedule 1f1b, gpipe or interleaved"
+        raise NnscalerError("plan_illegal", f"{message}{len(plan.slices)} slices", help=help)
 
 
 def _own(plan: Plan) -> Schedule:
@@ -154,6 +162,11 @@ def _own(plan: Plan) -> Schedule:
         raise NnscalerError("bad_schedule", message, help="a text per device: F0.0 F0.1 B0.0 B0.1")
     given = [GivenOrder.of_text(text, f"device {device}") for device, text in enumerate(plan.orders)]
     found = read_orders(given, source, plan.places)
+    if found.slices != (len(plan.slices) or 1):
+        message = (
+            f"{source} are for {found.slices} slices of each micro-batch, and the plan has {len(plan.slices) or 1}"
+        )
+        raise NnscalerError("bad_schedule", message, help=f"{SLICES}; without slices, {FORM}")
     if found.staleness:
         _check_whole(plan)
         if found.micro_batches < written_for(plan.devices):

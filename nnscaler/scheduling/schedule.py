@@ -28,6 +28,7 @@ class Schedule:
     orders          by device, its instructions in order
     untrained       stages that no gradient reaches: they have no backward passes
     staleness       of a stream, by stage: the updates that a forward goes without; (): the step ends with one update
+    slices          in which each micro-batch runs; 1: it is whole
     """
 
     name: str
@@ -36,6 +37,12 @@ class Schedule:
     orders: tuple[tuple[Instruction, ...], ...]
     untrained: frozenset[int] = frozenset()
     staleness: tuple[int, ...] = ()
+    slices: int = 1
+
+    @property
+    def times(self) -> tuple[int, ...]:
+        """The size of each axis in time: micro-batches, then slices where there are some."""
+        return (self.micro_batches, self.slices) if self.slices > 1 else (self.micro_batches,)
 
     @property
     def stages(self) -> int:
@@ -53,7 +60,7 @@ class Schedule:
         """Return what `check_order` must find of a stage."""
         staleness = self.staleness[stage] if self.staleness else None
         backward: Literal["must", "never"] = "never" if stage in self.untrained else "must"
-        return StagePasses((self.micro_batches,), backward, staleness, 1 + (staleness or 0))
+        return StagePasses(self.times, backward, staleness, 1 + (staleness or 0))
 
     def without_backward(self, stages: Collection[int]) -> Schedule:
         """Return the schedule without the backward passes of the stages that no gradient reaches: these."""
@@ -137,6 +144,7 @@ class ScheduleKind:
     stream      whether each micro-batch is a batch with an update of its own, so that there is no step
     within      bytes of a rank within which its orders are searched when the stages are known (inf: no limit), for
                 the places that it says; None: they are those of `orders`
+    sliced      (devices, micro-batches, slices) -> the schedule of slices; None: each micro-batch's run where it would
     """
 
     name: str
@@ -150,6 +158,7 @@ class ScheduleKind:
     only: tuple[int, int] | None = None
     stream: bool = False
     within: float | None = None
+    sliced: Callable[[int, int, int], Schedule] | None = None
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
         """Return the order of every device. Raises NnscalerError("plan_illegal") for a number of chunks that it has

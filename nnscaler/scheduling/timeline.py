@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from nnscaler.instructions import Instruction, StageEdge
@@ -57,12 +57,14 @@ class PassCosts:
     backward   of B
     weights    of W, which is a part of `backward`; the rest of it is I
     updates    of U: of summing its gradients; (): they take no time, as the update at the end of a step
+    slices     by stage and slice, the multiple of these that the pass of a slice takes; (): no pass is of a slice
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
     weights: Sequence[float]
     updates: Sequence[float] = ()
+    slices: Sequence[Sequence[float]] = ()
 
     @staticmethod
     def alike(stages: int, forward: float = 1.0, backward: float = 2.0, weights: float = 1.0) -> PassCosts:
@@ -71,6 +73,8 @@ class PassCosts:
 
     def of(self, instruction: Instruction) -> float:
         """Return the time of an instruction."""
+        if self.slices:
+            return replace(self, slices=()).of(instruction) * self.slices[instruction.stage][instruction.at[1]]
         stage = instruction.stage
         if instruction.kind == "F":
             return self.forward[stage]
@@ -141,19 +145,23 @@ def format_timeline(timeline: Timeline, unit: float = 1.0) -> str:
     return "\n".join(lines) + "\n"
 
 
-def peak_of_stage(schedule: Schedule, stage: int, kept: int = 1, later: int = 1) -> int:
+def peak_of_stage(schedule: Schedule, stage: int, kept: int | Sequence[int] = 1, later: int = 1) -> int:
     """Return the most that one stage keeps for passes that are still to come or running.
 
-    `kept`: what it keeps of a micro-batch for its backward, or for both halves of it; `later`: for W alone. With 1 for
-    each this is a number of micro-batches.
+    `kept`: what it keeps of a micro-batch, or of each of its slices, for its backward, or for both halves of it;
+    `later`: for W alone. With 1 for each this is a number of micro-batches.
     """
     return _peak(schedule.passes_of(stage), kept, later)
 
 
-def _peak(order: Sequence[Instruction], kept: int = 1, later: int = 1) -> int:
-    changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later, "U": 0}
+def _peak(order: Sequence[Instruction], kept: int | Sequence[int] = 1, later: int = 1) -> int:
     trained = {i.stage for i in order if i.kind in BACKWARD}  # other stages keep nothing
-    return max(accumulate((changes[i.kind] for i in order if i.stage in trained), initial=0))
+
+    def change(instruction: Instruction) -> int:
+        each = kept if isinstance(kept, int) else kept[instruction.at[-1] if len(kept) > 1 else 0]
+        return {"F": each, "B": -each, "I": later - each, "W": -later, "U": 0}[instruction.kind]
+
+    return max(accumulate((change(i) for i in order if i.stage in trained), initial=0))
 
 
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: str) -> TimelineRows:

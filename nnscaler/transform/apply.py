@@ -10,7 +10,7 @@ from math import prod
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, is_free_name
-from nnscaler.ir.layout import MICRO, Axis, DeviceMesh
+from nnscaler.ir.layout import MICRO, SLICE, Axis, DeviceMesh
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.chunk import ChunkedRegion, check_chunks, choose_pieces, regions_of
@@ -125,7 +125,7 @@ def _choose(
     here: set[str],
     regions: Sequence[ChunkedRegion],
 ) -> Mapping[str, tuple[Choice, ...]]:
-    """Choose on the axes of a mesh, on those of regions, then on micro-batches."""
+    """Choose on the axes of a mesh, on those of regions, then on slices and micro-batches."""
     choices, axes = choose(graph, signatures, plan, mesh, here)
     of_mesh = [region for region in regions if any(op.name in here for op in region.operations)]
     for axis in plan.chunk_axes:
@@ -138,7 +138,8 @@ def _choose(
         if reason:
             raise illegal(op, signatures[op.name], f"choices of {op.name} do not go together: {reason}", axes[0][1])
     made_on = [name for name, _ in axes]
-    position = [made_on.index(name) for name in (*(name for name, _ in (*mesh, *plan.chunk_axes)), MICRO)]
+    in_step = (SLICE, MICRO) if plan.slices else (MICRO,)
+    position = [made_on.index(name) for name in (*(name for name, _ in (*mesh, *plan.chunk_axes)), *in_step)]
     return {name: tuple(made[i] for i in position) for name, made in choices.items()}
 
 
@@ -153,7 +154,7 @@ def make_stages(plan: Plan) -> tuple[Stage, ...]:
         each = len(ranks[devices[0]]) // parts
         every = (ranks[device][part * each : (part + 1) * each] for part in range(parts) for device in devices)
         mesh = DeviceMesh(tuple(Axis(*axis) for axis in axes), tuple(rank for own in every for rank in own))
-        stages.append(Stage(index, mesh, devices, plan.micro_batches, pieces))
+        stages.append(Stage(index, mesh, devices, plan.micro_batches, pieces, len(plan.slices) or 1))
     return tuple(stages)
 
 
@@ -167,6 +168,8 @@ def _check(plan: Plan) -> None:
         )
     if plan.stage_devices:
         check_places(plan)
+    if plan.slices:
+        _check_slices(plan)
     names = {name for axes in plan.device_axes for name, _ in axes}
     if not all(is_free_name(name) and name != "pp" for name in names) or plan.micro_batches < 1 or plan.chunks < 1:
         raise NnscalerError(
@@ -175,6 +178,27 @@ def _check(plan: Plan) -> None:
             help="axes inside a stage are words, other than pp, micro and the like; there is at least one micro-batch "
             "and one chunk",
         )
+
+
+def _check_slices(plan: Plan) -> None:
+    """Check the slices of a plan. Raises NnscalerError("plan_illegal")."""
+    if len(plan.slices) < 2 or min(plan.slices) < 1:
+        message = f"the plan has slices {list(plan.slices)}"
+        raise NnscalerError("plan_illegal", message, help="two or more shares of the tokens, such as [1, 1] or [3, 2]")
+    if len(set(plan.device_axes)) > 1:
+        message = "the plan has slices, and stage_axes that differ: a slice goes from a rank to the one at its place"
+        raise NnscalerError("plan_illegal", message, help="give all stages the axes of the mesh, or leave slices away")
+    shared = next((stage for stage, devices in enumerate(plan.places) if len(devices) > 1), None)
+    if shared is not None:
+        message = f"the plan has slices, and stage {shared} on the devices {list(plan.places[shared])}"
+        raise NnscalerError("plan_illegal", message, help="give each stage one device, or leave slices away")
+    if plan.chunk_axes:
+        message = f"the plan has slices, and regions that run in pieces of {plan.chunk_axes[0][0]}"
+        raise NnscalerError("plan_illegal", message, help="leave the chunk steps away, or the slices")
+    taken = {name for axes in (plan.mesh, *plan.stage_axes) for name, _ in axes}
+    if SLICE in taken:
+        message = f"the plan has slices, and an axis of its own that is named {SLICE!r}"
+        raise NnscalerError("plan_illegal", message, help="give the axis another name")
 
 
 def check_places(plan: Plan) -> None:

@@ -1,11 +1,12 @@
 """The choices of all operations on one mesh: what the plan's steps say, and what follows from it.
 
-Micro-batches come first, since they can communicate nothing, then the axes that the batch takes, then the others.
+Micro-batches come first, since they can communicate nothing, slices likewise, then the axes that the batch takes, then
+the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import gcd
 
@@ -14,10 +15,10 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import even_or_balanced, explain_illegal_choice
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import MICRO, Sharded, State
+from nnscaler.ir.layout import MICRO, SLICE, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
-from nnscaler.transform.plan import Axes, Plan, ReplicateStep, SplitStep
+from nnscaler.transform.plan import Axes, Plan, ReplicateStep, SplitStep, slices_text
 from nnscaler.transform.propagate import FollowAxis, follow
 from nnscaler.transform.select import select
 
@@ -52,14 +53,17 @@ def follow_batch(
         if name in plan.data_axes:
             taken[name] = batch_states(graph, name, parts, outer)
             outer *= parts
-    taken = {MICRO: batch_states(graph, MICRO, plan.micro_batches, plan.data_parts), **taken}
-    sizes = {**dict(mesh), MICRO: plan.micro_batches}
+    in_time = {MICRO: batch_states(graph, MICRO, plan.micro_batches, plan.data_parts)}
+    if plan.slices:
+        in_time[SLICE] = slice_states(graph, plan.slices)
+    taken = {**in_time, **taken}
+    sizes = {**dict(mesh), MICRO: plan.micro_batches, SLICE: len(plan.slices)}
     choices: Choices = {op.name: () for op in graph.operations}
     axes: Axes = ()
     for name, inputs in taken.items():
-        everywhere = None if name == MICRO else here  # a micro-batch is the same on all meshes
+        everywhere = None if name in in_time else here  # a micro-batch is the same on all meshes
         explicit = _explicit(graph, signatures, plan, name, sizes[name], everywhere)
-        follow_axis = FollowAxis(name, sizes[name], name == MICRO)
+        follow_axis = FollowAxis(name, sizes[name], name in in_time)
         made = follow(graph, signatures, follow_axis, inputs, explicit, choices, axes)
         choices = {op: (*before, made[op]) for op, before in choices.items()}
         axes = (*axes, (name, sizes[name]))
@@ -88,6 +92,32 @@ def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, S
             help=f"legal: {what} in {legal}; or change sample_inputs()",
         )
     return {t.name: Sharded(0, outer, (), sizes) for t in inputs if t.shape[0] == batch}
+
+
+def slice_states(graph: Graph, shares: Sequence[int]) -> dict[str, State]:
+    """Return the inputs that carry tokens, sharded along dim 1 into slices of these shares.
+
+    Tokens are dim 1 of the first input that has a batch and another dim. Raises NnscalerError("plan_illegal") where
+    there is none, or the tokens do not divide.
+    """
+    batch = batch_of(graph)
+    carried = [t for t in graph.with_role("input") if len(t.shape) > 1 and t.shape[0] == batch]
+    if not carried:
+        message = f"slices={slices_text(shares)}: no input of the model has tokens, dim 1 beside the batch"
+        raise NnscalerError("plan_illegal", message, help="leave slices away, or use micro-batches (--micro-batches N)")
+    tokens = carried[0].shape[1]
+    each, rest = divmod(tokens, sum(shares))
+    if rest:
+        counts = [n for n in range(2, tokens + 1) if tokens % n == 0]
+        raise NnscalerError(
+            "plan_illegal",
+            f"slices={slices_text(shares)}: the {tokens} tokens (dim 1 of input {carried[0].name}) do not divide into "
+            f"{sum(shares)} shares",
+            help=f"equal slices: {counts}; or lengths that add up to {tokens}, such as "
+            f"slices={tokens - tokens // 2}:{tokens // 2}",
+        )
+    sizes = tuple(each * share for share in shares) if len(set(shares)) > 1 else ()
+    return {t.name: Sharded(1, sizes=sizes) for t in carried if t.shape[1] == tokens}
 
 
 def batch_of(graph: Graph) -> int:

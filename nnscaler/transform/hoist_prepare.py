@@ -1,8 +1,9 @@
 """Values that all micro-batches share: computed once per step, before the first forward.
 
-Micro-batches are a mesh axis in time, on which nothing can be communicated. A tensor that is a shard or a partial sum
-over micro-batches (the number of labels that count) and is needed whole must depend on no parameter; the operations
-that compute it are repeated in the program's `prepare`, where they see the rank's whole batch.
+Micro-batches are a mesh axis in time, on which nothing can be communicated; slices of tokens are another, on which a
+slice has what earlier ones made, and no more. A tensor that is a shard or a partial sum over them (the number of labels
+that count) and is needed whole must depend on no parameter; the operations that compute it are repeated in the
+program's `prepare`, where they see the rank's whole batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import INVARIANT, Replicated
-from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant
+from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant, Stage
 from nnscaler.ir.signature import Signature
 
 SUFFIX = "_of_step"
@@ -23,8 +24,8 @@ SUFFIX = "_of_step"
 
 def hoist(partitioned: PartitionedGraph, signatures: dict[str, Signature]) -> PartitionedGraph:
     """Move what couples micro-batches into `prepare`. `signatures` gains the repeated operations."""
-    graph, count = partitioned.graph, partitioned.micro_batches
-    if count == 1:
+    graph = partitioned.graph
+    if partitioned.stages[0].passes == 1:
         return partitioned
     uses = [
         (op, slot)
@@ -36,9 +37,9 @@ def hoist(partitioned: PartitionedGraph, signatures: dict[str, Signature]) -> Pa
         return partitioned
     hoisted: dict[str, None] = {}
     for op, slot in uses:
-        _collect(graph, op, op.inputs[slot], hoisted)
+        _collect(graph, op, op.inputs[slot], hoisted, partitioned.stages[0])
     for _, value in graph.updates:  # a buffer changes once per step, not once per micro-batch
-        _collect(graph, graph.producers[value], value, hoisted)
+        _collect(graph, graph.producers[value], value, hoisted, partitioned.stages[0])
     return _rebuild(partitioned, signatures, uses, hoisted)
 
 
@@ -51,32 +52,37 @@ def _reachable_in_time(
     producer = graph.producers.get(name)
     if producer is None:
         return True
-    made = output_states(
-        signatures[producer.name], partitioned.placements[producer.name].over_micro_batches, len(producer.outputs)
-    )
-    state = made[producer.outputs.index(name)]
-    needed = input_states(signatures[op.name], partitioned.placements[op.name].over_micro_batches)[slot]
-    if not tensor.needs_grad:
-        state, needed = (INVARIANT if isinstance(s, Replicated) else s for s in (state, needed))
-    found = find_path((state,), (needed,), (partitioned.micro_batches,), tensor.shape, tensor.needs_grad, 0)
-    return found is not None
+    stage = partitioned.stages[0]  # the choices in time are the same on all of them
+    for axis in range(stage.first_in_step, len(stage.sizes)):
+        of_producer, of_reader = (partitioned.placements[o.name].choices[0][axis] for o in (producer, op))
+        made = output_states(signatures[producer.name], of_producer, len(producer.outputs))
+        state = made[producer.outputs.index(name)]
+        needed = input_states(signatures[op.name], of_reader)[slot]
+        if not tensor.needs_grad:
+            state, needed = (INVARIANT if isinstance(s, Replicated) else s for s in (state, needed))
+        if find_path((state,), (needed,), (stage.sizes[axis],), tensor.shape, tensor.needs_grad, 0) is None:
+            return False
+    return True
 
 
-def _collect(graph: Graph, user: Operation, name: str, hoisted: dict[str, None]) -> None:
+def _collect(graph: Graph, user: Operation, name: str, hoisted: dict[str, None], stage: Stage) -> None:
     """Add the operations that compute `name`, which must depend on inputs and constants only."""
     tensor = graph.tensors[name]
     if tensor.needs_grad or tensor.role == "parameter":
+        sliced = stage.slices > 1
+        all_of = " and slices" if sliced else ""
         raise NnscalerError(
-            "micro_batches_coupled",
-            f"{user.operator} ({user.name}) needs {name} of all micro-batches at once, and it depends on parameters",
+            "slices_coupled" if sliced else "micro_batches_coupled",
+            f"{user.operator} ({user.name}) needs {name} of all micro-batches{all_of} at once, and it depends on "
+            "parameters",
             where=user.where,
-            help="use one micro-batch (--micro-batches 1)",
+            help="leave slices away" if sliced else "use one micro-batch (--micro-batches 1)",
         )
     producer = graph.producers.get(name)
     if producer is None or producer.name in hoisted:
         return
     for source in producer.inputs:
-        _collect(graph, user, source, hoisted)
+        _collect(graph, user, source, hoisted, stage)
     hoisted[producer.name] = None
 
 

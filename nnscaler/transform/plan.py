@@ -6,7 +6,7 @@ A policy, a hand-written function and `plan.json` all produce the same value.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from math import lcm, prod
@@ -134,7 +134,7 @@ class RestStep:
 
 
 Axes = tuple[tuple[str, int], ...]  # (name, size)
-_WHERE_GIVEN = ("stage_devices", "orders")  # entries of plan.json that plans without them do not have
+_WHERE_GIVEN = ("stage_devices", "orders", "slices")  # entries of plan.json that plans without them do not have
 Step = SplitStep | ReplicateStep | AssignStep | OrderStep | RecomputeStep | ChunkStep | RestStep
 _KINDS: dict[str, type[Any]] = {
     s.kind: s for s in (SplitStep, ReplicateStep, AssignStep, OrderStep, RecomputeStep, ChunkStep, RestStep)
@@ -161,6 +161,7 @@ class Plan:
                     device s modulo the devices
     orders          per pipeline device its passes in order, `F0.0 I0.0 W0.0`: they are the schedule, whatever its name
                     is; (): what the schedule of this name makes
+    slices          the shares of tokens in which each micro-batch runs, one slice after another (TeraPipe); (): whole
     """
 
     mesh: Axes
@@ -174,6 +175,7 @@ class Plan:
     precision: Precision | None = None
     stage_devices: tuple[tuple[int, ...], ...] = ()
     orders: tuple[str, ...] = ()
+    slices: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -244,6 +246,11 @@ class Plan:
         return tuple({step.axis: step.parts for step in self.steps if isinstance(step, ChunkStep)}.items())
 
     @property
+    def times(self) -> tuple[int, ...]:
+        """The size of each axis in time of a step: micro-batches, then slices where there are some."""
+        return (self.micro_batches, len(self.slices)) if self.slices else (self.micro_batches,)
+
+    @property
     def data_parts(self) -> int:
         """Number of parts of the batch before micro-batches: the same samples form one on every device."""
         return lcm(*(prod(size for name, size in axes if name in self.data_axes) for axes in self.device_axes))
@@ -257,6 +264,7 @@ class Plan:
         stages = "+".join(str(zero) for zero in sorted({step.zero for step in rest}))
         some = "" if any("*" in step.parameters for step in rest) else "some "
         zero = f" {some}zero={stages}{' owned' * all(step.owned for step in rest)}" if rest else ""
+        zero += f" slices={slices_text(self.slices)}" if self.slices else ""
         zero += "" if self.precision is None else f" ({self.precision.describe()})"
         if self.stage_axes:
             return f"pp={self.devices} ({' | '.join(describe_axes(axes) for axes in self.device_axes)})" + zero
@@ -299,6 +307,11 @@ class Plan:
         if simple.get("precision") is not None:
             simple["precision"] = _precision(simple["precision"], source)
         return Plan(**{**simple, "steps": steps})
+
+
+def slices_text(shares: Sequence[int]) -> str:
+    """Return shares as a specification has them: `4` where they are equal, else `3:3:2`."""
+    return str(len(shares)) if len(set(shares)) == 1 else ":".join(map(str, shares))
 
 
 def stage_devices(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:

@@ -14,9 +14,9 @@ from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import STEP, find_path
-from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, resolve
+from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, over_slices, resolve
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import INVARIANT, MICRO, REPLICATED, Invariant, Replicated, Sharded, State
+from nnscaler.ir.layout import IN_STEP, INVARIANT, MICRO, REPLICATED, SLICE, Invariant, Replicated, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.candidates import split_of
@@ -24,7 +24,8 @@ from nnscaler.transform.candidates import split_of
 
 @dataclass(frozen=True, slots=True)
 class FollowAxis:
-    """The axis whose choices are made. `in_time`: it is one of micro-batches or of pieces, which cannot communicate."""
+    """The axis whose choices are made. `in_time`: it is one of micro-batches, slices or pieces, which cannot
+    communicate."""
 
     name: str
     parts: int
@@ -139,23 +140,25 @@ def _wanted(
 def _cheapest(following: _Following, op: Operation) -> Choice:
     """Return the legal choice that follows the states of the inputs at the least cost."""
     signature = following.signatures[op.name]
-    every = _options(op, signature, following.axis.parts, following.states)
+    every = _options(op, signature, following.axis, following.states)
     options = [c for c in every if not following.illegal(op, c)]
     costs = [(_cost(following, op, c), i) for i, c in enumerate(options)]
     cost, best = min(costs)
     if cost == inf:
+        if following.axis.name == SLICE:
+            raise _needs_later(op, signature)
         raise _coupled(op, signature) if following.axis.name == MICRO else _in_pieces(op, following)
     return options[best]
 
 
-def _options(op: Operation, signature: Signature, parts: int, states: Mapping[str, State]) -> list[Choice]:
+def _options(op: Operation, signature: Signature, axis: FollowAxis, states: Mapping[str, State]) -> list[Choice]:
     """Return the choices worth comparing, best first where costs tie."""
     options: dict[Choice, None] = {}
     if signature.bound is not None:
         for name, operand in zip(op.inputs, signature.bound.inputs, strict=True):
-            split = resolve(operand, states[name], parts)
+            split = resolve(operand, states[name], axis.parts)
             if split is not None:
-                options[split] = None
+                options[over_slices(signature, split) if axis.name == SLICE else split] = None
         for slots in signature.linear:
             options[RunPartial(slots)] = None
     whole: tuple[Choice, ...] = (RunReplicated(), RunInvariant())
@@ -184,8 +187,8 @@ def _cost(following: _Following, op: Operation, choice: Choice) -> float:
         )
         if found is not None and found[0] < inf:
             total += 0.0 if stored else found[0]
-        elif axis.name == MICRO and not tensor.needs_grad:
-            total += 1.0 + tensor.elements  # computed once per step, on all micro-batches
+        elif axis.name in IN_STEP and not tensor.needs_grad:
+            total += 1.0 + tensor.elements  # computed once per step, on all micro-batches and slices
         else:
             return inf
     if not isinstance(choice, Split) and any(isinstance(states[n], Sharded) for n in op.inputs):
@@ -203,6 +206,15 @@ def _in_pieces(op: Operation, following: _Following) -> NnscalerError:
         where=op.where,
         help=f"leave {op.name} and what follows out of the chunk step, or split another identifier",
     )
+
+
+def _needs_later(op: Operation, signature: Signature) -> NnscalerError:
+    message = f"{op.operator} ({op.name}, in {op.module or 'the model'}) needs tokens of later slices"
+    help = "slices of tokens are for models whose tokens read earlier ones only (is_causal=True): leave slices away, "
+    help += "and use micro-batches (--micro-batches N)"
+    if signature.bound is None:
+        help += f"; or say how {op.operator} splits, which nothing says yet: nnscaler.register_op"
+    return NnscalerError("slices_coupled", message, where=op.where, help=help)
 
 
 def _coupled(op: Operation, signature: Signature) -> NnscalerError:

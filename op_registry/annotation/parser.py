@@ -27,7 +27,7 @@ from op_registry.errors import AnnotationError, annotation_error
 
 _TOKEN = re.compile(
     r"(?P<space>\s+)"
-    r"|(?P<name>(?:[^\W\d]\w*|\*)(?P<mark>\+(?:[^\W\d]\w*)?|\^)?)"
+    r"|(?P<name>(?:[^\W\d]\w*|\*)(?P<mark>\+(?:[^\W\d]\w*)?|\^|<(?:[^\W\d]\w*)?)?)"
     r"|(?P<integer>[0-9]+(?P<frozen>\^)?)"
     r"|(?P<arrow>->)"
     r"|(?P<symbol>[,()\[\]?+])"
@@ -71,7 +71,7 @@ def _tokens(text: str) -> list[_Token]:
 
 def _legal_at(tokens: list[_Token]) -> str:
     if tokens and tokens[-1].kind == "name":
-        return "after a name may follow a mark (`+`, `^`), a dim, `,` or `->`"
+        return "after a name may follow a mark (`+`, `^`, `<`), a dim, `,` or `->`"
     return "a dim is a name, `*`, an integer, `(a b)` or `[a b]`"
 
 
@@ -178,6 +178,8 @@ class _Parser:
         reduction: Reduction = "sum"
         if token.mark == "^":
             mark = "^"
+        elif token.mark[:1] == "<":
+            return Identifier(token.text, "<", reduction, token.start, token.end, token.mark[1:])
         elif token.mark:
             mark = "+"
             wanted = token.mark[1:] or "sum"

@@ -44,7 +44,14 @@ def parse_checked(text: str, output_only: OutputOnly = True) -> Annotation:
 def check(annotation: Annotation, text: str, output_only: OutputOnly = True) -> None:
     """Raise `AnnotationError` (code `annotation_illegal`) at the first rule that `annotation` breaks."""
     ties = tied_identifiers(annotation)
-    for rule in (_refuse_repeated, _refuse_mixed_marks, _refuse_split_ties, _refuse_missing, _refuse_idle_reduction):
+    for rule in (
+        _refuse_repeated,
+        _refuse_mixed_marks,
+        _refuse_split_ties,
+        _refuse_missing,
+        _refuse_idle_reduction,
+        _refuse_bad_rows,
+    ):
         rule(annotation, text, ties)
     _refuse_bad_additive(annotation, text)
     _refuse_output_only(annotation, text, output_only)
@@ -88,7 +95,7 @@ def with_marks(annotation: Annotation, names: Iterable[str], like: Identifier) -
     def mark(identifier: Identifier) -> Identifier:
         if identifier.name not in chosen:
             return identifier
-        return replace(identifier, mark=like.mark, reduction=like.reduction)
+        return replace(identifier, mark=like.mark, reduction=like.reduction, rows=like.rows)
 
     return print_annotation(map_identifiers(annotation, mark))
 
@@ -121,7 +128,7 @@ def _refuse_repeated(annotation: Annotation, text: str, ties: Ties) -> None:
         seen: dict[str, Identifier] = {}
         for identifier in operand.identifiers():
             name = identifier.name
-            if name in seen and identifier.mark != "^":
+            if name in seen and not identifier.is_frozen:
                 hint = f"no layout splits a diagonal: `{with_marks(annotation, ties[name], _marked('^'))}`"
                 raise _error(text, f"`{name}` twice in one operand", [seen[name], identifier], hint)
             seen[name] = identifier
@@ -130,7 +137,7 @@ def _refuse_repeated(annotation: Annotation, text: str, ties: Ties) -> None:
 def _refuse_mixed_marks(annotation: Annotation, text: str, ties: Ties) -> None:
     for members in dict.fromkeys(ties.values()):
         found = [i for i in annotation.identifiers() if i.name in members]
-        kinds = {(i.mark, i.reduction) for i in found}
+        kinds = {(i.mark, i.reduction, i.rows) for i in found}
         if len(kinds) == 1:
             continue
         outputs = list(_outputs(annotation))
@@ -147,7 +154,7 @@ def _refuse_mixed_marks(annotation: Annotation, text: str, ties: Ties) -> None:
 
 def _refuse_split_ties(annotation: Annotation, text: str, ties: Ties) -> None:
     for operand in annotation.operands():
-        for members in {ties[i.name] for i in operand.identifiers() if len(ties[i.name]) > 1 and i.mark != "^"}:
+        for members in {ties[i.name] for i in operand.identifiers() if len(ties[i.name]) > 1 and not i.is_frozen}:
             dims = [d for d in operand.dims if any(i.name in members for i in _in_dim(d))]
             if len(dims) > 1:
                 found = [i for i in operand.identifiers() if i.name in members]
@@ -185,6 +192,24 @@ def _refuse_idle_reduction(annotation: Annotation, text: str, ties: Ties) -> Non
             raise _error(text, message, _occurrences(annotation, first.name), hint)
 
 
+def _refuse_bad_rows(annotation: Annotation, text: str, ties: Ties) -> None:
+    for identifier in (i for i in annotation.identifiers() if i.mark == "<"):
+        rows = identifier.rows or identifier.name
+        found = _occurrences(annotation, rows)
+        frozen = f"`{with_marks(annotation, ties[identifier.name], _marked('^'))}` freezes `{identifier.name}`"
+        if identifier.is_wildcard or len(ties[identifier.name]) > 1:
+            raise _error(text, "`<` marks one identifier, by itself in a dim", [identifier], frozen)
+        if rows == identifier.name:
+            continue
+        if not found or any(i.mark for i in found):
+            message = f"`{print_identifier(identifier)}` is read along `{rows}`, which is no identifier without a mark"
+            raise _error(text, message, [identifier], frozen)
+        for number, output in enumerate(annotation.outputs):
+            if isinstance(output, Operand) and identifier.name in _names(output):
+                message = f"`{print_identifier(identifier)}` is read along `{rows}`, and output {number} has it"
+                raise _error(text, message, [identifier], frozen)
+
+
 def _refuse_bad_additive(annotation: Annotation, text: str) -> None:
     for output in _outputs(annotation):
         if output.additive:
@@ -220,7 +245,7 @@ def _refuse_output_only(annotation: Annotation, text: str, allowed: OutputOnly) 
     for output in _outputs(annotation):
         for identifier in output.identifiers():
             name = identifier.name
-            if identifier.mark == "^" or name in in_inputs or (allowed and name in allowed):
+            if identifier.is_frozen or name in in_inputs or (allowed and name in allowed):
                 continue
             message = f"`{name}` is in an output only: nothing says how a call for one shard of it looks"
             hint = (

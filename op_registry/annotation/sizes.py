@@ -7,7 +7,7 @@ Sizes come from `sizes`, from dims that are one identifier, then from groups and
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
@@ -80,6 +80,7 @@ class BoundAnnotation:
     marks        by identifier (`*` expanded)
     reductions   by identifier marked `+`
     tied         by identifier, those that are split together: the members of one `[q k v]`, usually just itself
+    rows         by identifier marked `<`, the one along whose rows it is read up to a row: mostly another one
     """
 
     text: str
@@ -89,6 +90,7 @@ class BoundAnnotation:
     marks: Mapping[str, Mark]
     reductions: Mapping[str, Reduction]
     tied: Mapping[str, tuple[str, ...]]
+    rows: Mapping[str, str] = field(default_factory=dict)
 
 
 def bind(
@@ -166,6 +168,7 @@ class _Binder:
             for i, (operand, shape) in enumerate(zip(a.outputs, self.output_shapes, strict=True))
         )
         marks, reductions, tied = _properties(a, self.wildcard or 0)
+        rows = {i.name: i.rows or i.name for i in a.identifiers() if i.mark == "<"}
         present = {n for o in (*inputs, *outputs) if o is not None for n in o.identifiers()}
         return BoundAnnotation(
             self.text,
@@ -175,6 +178,7 @@ class _Binder:
             {n: m for n, m in marks.items() if n in present},
             {n: r for n, r in reductions.items() if n in present},
             {n: t for n, t in tied.items() if n in present},
+            {n: r for n, r in rows.items() if n in present},
         )
 
     def unify(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
+from op_registry.annotation.syntax import UNSPLIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,12 @@ def splittable(
     outer: int = 1,
     sizes: tuple[int, ...] = (),
     sections: tuple[int, ...] = (),
+    prefix: bool = False,
 ) -> str | None:
     """Return why `identifier`, viewed as (outer, parts, inner), or with blocks cut into `sizes`, or with every section
-    cut, may not be split; None if it may. `shard_of` says where a split that is legal puts each operand."""
+    cut, may not be split; None if it may. `shard_of` says where a split that is legal puts each operand.
+
+    `prefix`: over slices in time, which keep the rows of earlier ones for what is marked `<`."""
     members = bound.tied.get(identifier)
     if members is None:
         known = ", ".join(f"`{n}`" for n in bound.sizes)
@@ -48,8 +52,8 @@ def splittable(
         return f"`{identifier}` is a part of a concatenation, which only splits into contiguous blocks"
     mark = bound.marks[identifier]
     for name in members:
-        if bound.marks.get(name) == "^":
-            return f"`{name}` is frozen (`^`) in `{bound.text}`"
+        if bound.marks.get(name) in UNSPLIT and not (prefix and bound.rows.get(name) == name):
+            return f"`{name}` is frozen (`{bound.marks[name]}`) in `{bound.text}`"
         size = bound.sizes.get(name)
         if sizes:
             reason = explain_sizes(sizes, parts, outer, size) if len(members) == 1 else f"part of {list(members)}"
@@ -58,7 +62,7 @@ def splittable(
         elif size is not None and size % (outer * parts):
             view = f"{outer} x {parts}" if outer > 1 else f"{parts}"
             return f"`{name}` has size {size}, which does not divide by {view}"
-    if not mark:
+    if not mark or mark == "<":
         for number, output in enumerate(bound.outputs):
             if output is not None and not any(n in members for n in output.identifiers()):
                 return f"`{identifier}` has no mark, but output {number} of `{bound.text}` lacks it"

@@ -3,12 +3,14 @@
     side       := [ operand { "," operand } ]           an empty side has no operands (arange: "-> t")
     operand    := "?" | [ "+" ] ( "()" | dim { dim } )  "?": not a tensor, or replicated only; "()": a scalar tensor
     dim        := ("*" | name) [mark] | integer | "(" { name [mark] | integer } ")" | "[" name [mark] { ... } "]"
-    mark       := "+" [reduction] | "^"                 touches its name; the reduction is "max" ("sum" is the default)
+    mark       := "+" [reduction] | "^" | "<" [name]    touches its name; the reduction is "max" ("sum" is the default)
 
-No mark: spatial (a split gives shards). `+`: reduction (outputs that lack the identifier become partial sums).
-`^`: frozen (never split). `*`: any number of dims, the same ones wherever it stands. `(a b)`: one dim made of factors,
-outermost first. `[q k]`: one dim that concatenates parts. An integer is a fixed size. A `+` at an operand's start
-makes the operand additive: under a reduction split of an identifier that it lacks, it is itself a partial sum.
+No mark: spatial (a split gives shards). `+`: reduction (outputs that lack the identifier become partial sums). `^`:
+frozen (never split). `s<q`: frozen as well, and row q of a result reads the rows up to its own of s (`t<`: its own
+identifier's), so that slices of q in time need a prefix of s each. `*`: any number of dims, the same ones wherever it
+stands. `(a b)`: one dim made of factors, outermost first. `[q k]`: one dim that concatenates parts. An integer is a
+fixed size. A `+` at an operand's start makes the operand additive: under a reduction split of an identifier that it
+lacks, it is itself a partial sum.
 
 Every node knows its place in the text (`start`, `end`), which takes no part in comparisons.
 """
@@ -19,21 +21,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-Mark = Literal["", "+", "^"]
+Mark = Literal["", "+", "^", "<"]
 Reduction = Literal["sum", "max"]
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "max")
+UNSPLIT: frozenset[Mark] = frozenset({"^", "<"})  # marks of what no axis of ranks splits
 
 
 @dataclass(frozen=True, slots=True)
 class Identifier:
-    """A name. `*` has the name "*". `reduction` means something only under the mark `+`."""
+    """A name. `*` has the name "*". `reduction` means something only under the mark `+`, `rows` under `<`: the
+    identifier along whose rows this one is read, empty for itself."""
 
     name: str
     mark: Mark = ""
     reduction: Reduction = "sum"
     start: int = field(default=0, compare=False, repr=False)
     end: int = field(default=0, compare=False, repr=False)
+    rows: str = ""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Return whether no axis of ranks may split it."""
+        return self.mark in UNSPLIT
 
     @property
     def is_wildcard(self) -> bool:
@@ -151,4 +161,4 @@ def print_dim(dim: Dim) -> str:
 
 def print_identifier(identifier: Identifier) -> str:
     named = identifier.mark == "+" and identifier.reduction != "sum"
-    return identifier.name + identifier.mark + (identifier.reduction if named else "")
+    return identifier.name + identifier.mark + (identifier.reduction if named else "") + identifier.rows

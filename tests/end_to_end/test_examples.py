@@ -13,7 +13,7 @@ import torch
 
 import nnscaler
 import verify
-from nnscaler.planning.policies import parse_axes, ranks_in
+from nnscaler.planning.specification import parse_axes, ranks_in
 
 Load = Callable[[str], ModuleType]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.manifest import MANIFEST, PLAN, Manifest, ManifestError, NoManifest, RoleRecord, read_manifest
 from nnscaler.scheduling.registry import SCHEDULES
-from nnscaler.transform.plan import EP, Plan
+from nnscaler.transform.plan import EP, Plan, slices_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +67,8 @@ class OpenedProgram:
         if manifest.micro_batches > 1:
             parts.append(f"{manifest.micro_batches} micro-batches")
         plan = self.plan()
+        if plan is not None and plan.slices and not in_words:
+            parts.append(f"slices={slices_text(plan.slices)}")
         if plan is not None and plan.precision is not None and not in_words:
             parts.append(plan.precision.describe())
         return ", ".join(parts)

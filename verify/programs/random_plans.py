@@ -52,16 +52,17 @@ def random_plan(
     micro_batches: int = 1,
     stage_axes: Sequence[Axes] = (),
     regions: int = 0,
+    slices: tuple[int, ...] = (),
 ) -> Plan:
     """Draw a choice for every operation on every axis among whole, whole with deferred gradients, partial sums and
     splits.
 
     `mesh` may have `pp`: the stages are cut as `stages_of` cuts them. `stage_axes`: as in `Plan`, with other names on
     other devices. Micro-batches follow the batch. Parameters may rest in shards over any axis. `regions`: how many runs
-    of operations are to be run in pieces, as far as legal ones are found.
+    of operations are to be run in pieces, as far as legal ones are found. `slices`: shares of tokens.
     """
     random = Random(seed)
-    plan = Plan(tuple(mesh), (), micro_batches, data_axes=(), stage_axes=tuple(stage_axes))
+    plan = Plan(tuple(mesh), (), micro_batches, data_axes=(), stage_axes=tuple(stage_axes), slices=slices)
     steps: list[Step] = []
     if plan.devices > 1:
         steps += assign_steps(graph, stages_of(graph, signatures, plan.devices, plan.devices))
@@ -187,9 +188,10 @@ class Mesh:
     stage_axes: tuple[Axes, ...] = ()
     regions: int = 0  # that run in pieces
     shared: int = 0  # stages, each of them on several devices or one
+    slices: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        described = Plan(self.axes, (), self.micro_batches, stage_axes=self.stage_axes).describe()
+        described = Plan(self.axes, (), self.micro_batches, stage_axes=self.stage_axes, slices=self.slices).describe()
         described += f", {self.shared} stages on any devices" if self.shared else ""
         return described + (f", {self.regions} regions in pieces" if self.regions else "")
 
@@ -212,6 +214,11 @@ IN_PIECES = (
     Mesh((("a", 2),), 2, (), 2),
     Mesh((("a", 2), ("b", 2)), 1, (), 3),
     Mesh((("a", 2), ("pp", 2)), 2, (), 3),
+)
+SLICED = (
+    Mesh((("a", 2), ("pp", 2)), 2, slices=(1, 1, 1, 1)),
+    Mesh((("a", 2), ("pp", 2)), 1, slices=(5, 6, 5)),
+    Mesh((("a", 2), ("b", 2)), 2, slices=(3, 5)),
 )
 ON_ANY_DEVICES = (  # parameters that two stages share are illegal here, but where their meshes are alike
     Mesh((("pp", 2),), 2, shared=3),
@@ -266,6 +273,7 @@ def random_plans(
                 micro_batches=mesh.micro_batches,
                 stage_axes=mesh.stage_axes,
                 regions=mesh.regions,
+                slices=mesh.slices,
             )
         try:
             program = compile_traced(traced, WantedPlan(plan.ranks, plan), model={"name": type(model).__name__})

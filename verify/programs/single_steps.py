@@ -19,7 +19,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.files import save_tensors
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.role import MICRO, Input, Stage
+from nnscaler.runtime.role import Input, Stage, sizes_in_time
 from nnscaler.runtime.shards import logical_indices
 from verify.programs.checks.context import CheckOutcome, Comparison
 from verify.programs.checks.logical import holdings_of, results_of
@@ -115,7 +115,7 @@ def _pieces(labels: Labels, value: Tensor, stages: Sequence[type[Stage]]) -> lis
     for stage in stages:
         declared = [source for source in stage.inputs.values() if source.name == labels.name]
         if declared:
-            return _cut(declared[0], value, {**stage.axes, MICRO: stage.micro_batches})
+            return _cut(declared[0], value, {**stage.axes, **sizes_in_time(stage)})
     return []
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
+from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.cut import Cut, cut_of
 from nnscaler.runtime.layout import Partial, Sharded, State
 
@@ -35,6 +36,7 @@ class AxisGroup:
     index          this rank's coordinate
     ranks          in the order of the coordinate
     communicator   None on an axis in time
+    kept           on the axis of slices, what the slices of a micro-batch keep for each other
     """
 
     name: str
@@ -42,6 +44,7 @@ class AxisGroup:
     index: int
     ranks: tuple[int, ...] = ()
     communicator: Communicator | None = None
+    kept: KeptRows | None = None
 
     def connected(self) -> Communicator:
         """Return the communicator. Raises ProgramError on an axis in time, over which nothing can be sent."""
@@ -235,6 +238,33 @@ def shard_replicated(
 def keep_first_replicated(x: Tensor, axis: AxisGroup) -> Tensor:
     """Replicated -> Partial: x on the first rank and zeros elsewhere / the same."""
     return _convert(x, axis, _first, _first)
+
+
+class _Append(torch.autograd.Function):
+    """Appends the rows of a slice to those of the slices before it. Later slices run backward first, and leave their
+    terms of the gradient of these rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, kept: KeptRows, index: int, name: str, dim: int) -> Tensor:
+        ctx.kept, ctx.index, ctx.name, ctx.dim = kept, index, name, dim
+        return torch.cat(kept.append(name, index, tensor.detach()), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
+        return ctx.kept.gradient(ctx.name, ctx.index, gradients[0], ctx.dim), None, None, None, None
+
+
+def append(x: Tensor, axis: AxisGroup, name: str, dim: int, sizes: Sizes = ()) -> Tensor:
+    """Sharded -> Prefix, over slices: after the rows of earlier slices / the sum of all slices' terms of own rows.
+
+    `name`: under which the rows are kept, one for each call of a stage. `sizes`: of unequal slices. Raises ProgramError
+    where slices do not run in order, or have other sizes.
+    """
+    if axis.kept is None:
+        raise ProgramError(f"axis {axis.name!r} has no slices that keep rows for each other")
+    if sizes and x.shape[dim] != sizes[axis.index]:
+        raise ProgramError(f"slice {axis.index} has {x.shape[dim]} rows of {name}, and not {sizes[axis.index]}")
+    return cast(Tensor, _Append.apply(x, axis.kept, axis.index, name, dim))
 
 
 # -- the end of a region that runs in pieces --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
-from nnscaler.runtime.role import Stage, place_of
+from nnscaler.runtime.role import Stage, number_of, place_of
 from nnscaler.runtime.split_backward import SplitBackward
 from nnscaler.runtime.training.gradients import Gradients
 from nnscaler.runtime.training.messages import Mail
@@ -19,7 +19,7 @@ from nnscaler.runtime.training.messages import Mail
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """One micro-batch between its forward and its backward, or the first half of it."""
+    """One micro-batch, or slice of it, between its forward and its backward, or the first half of it."""
 
     outputs: Mapping[str, Tensor]
     received: Mapping[str, Tensor]
@@ -66,7 +66,8 @@ class BackwardPasses:
             self._gradients.collect(stage.index)
             return
         flight = self._in_flight.pop(forward)
-        roots = self._roots(stage, flight, instruction.micro, loss_scale)
+        number = number_of(stage, instruction.at)
+        roots = self._roots(stage, flight, number, loss_scale)
         received = {name: flight.received[name] for name, receive in stage.receives.items() if receive.needs_grad}
         if instruction.kind == "I":
             self._split[forward].inputs(roots, list(received.values()))
@@ -79,7 +80,7 @@ class BackwardPasses:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
             with self._communicator.at(place_of(stage)):
-                self._mail.send_gradient(stage, stage.receives[name], gradient, instruction.micro)
+                self._mail.send_gradient(stage, stage.receives[name], gradient, number)
 
     def _roots(self, stage: Stage, flight: _InFlight, micro: int, loss_scale: float) -> list[tuple[Tensor, Tensor]]:
         """Return the outputs that backward starts from, with their gradients."""

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from nnscaler.instructions import Instruction
 from nnscaler.manifest import Returns
-from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
-from nnscaler.runtime.role import MICRO, Input, RunContext, Stage, parse_schedule, place_of
+from nnscaler.runtime.communication.kept_rows import KeptRows
+from nnscaler.runtime.role import Input, RunContext, Stage, enter, number_of, parse_schedule, place_of, times_of
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
@@ -29,7 +29,7 @@ from nnscaler.runtime.training.build import Held, Key, StageBuilder, adopted, st
 from nnscaler.runtime.training.gradients import Gradients, clip_gradients, gradient_norm
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.observe import observed_copy
-from nnscaler.runtime.training.results import Results, check_outputs, total_loss
+from nnscaler.runtime.training.results import Kept, Results, check_outputs, total_loss
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 
@@ -124,6 +124,7 @@ class RankExecutor:
         self._results = Results(self.stages, communicator, settings.returns, self.precision)
         self._mail = Mail(communicator, self.device)
         self._backward = BackwardPasses(self.schedule, communicator, self._mail, self._gradients)
+        self._kept: dict[tuple[int, int], KeptRows] = {}  # by stage and micro-batch, while slices of it are to come
         self._updated: dict[int, dict[str, Tensor]] = {}  # what forward has of new buffers, by stage
 
     # -- a training step ------------------------------------------------------------------------------------------
@@ -237,9 +238,10 @@ class RankExecutor:
     def _run(self, batch: Batch, *, backward: bool, update: bool) -> Tensor | None:
         """Run the instructions of one step, or only its forwards."""
         self._backward.clear()
+        self._kept.clear()
         self._updated.clear()
         self._mail.clear()
-        losses: dict[int, list[Tensor]] = {}
+        losses: dict[int, Kept] = {}  # by stage
         with (
             precision_of_run(self.precision),
             autocast_on(self.device.type),
@@ -251,11 +253,11 @@ class RankExecutor:
             prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
             for instruction in self._step:
                 stage = self.stages[instruction.stage]
-                stage.micro = AxisGroup(MICRO, stage.micro_batches, instruction.micro)
+                self._enter(stage, instruction, backward)
                 if instruction.kind == "F":
                     loss = self._forward(stage, instruction, prepared[stage.index], batch, keep=update)
                     if loss is not None:
-                        losses.setdefault(stage.index, []).append(loss)
+                        losses.setdefault(stage.index, {})[instruction.at] = loss
                 elif backward:
                     self._go_back(stage, instruction)
             for index, stage in self.stages.items() if update else ():
@@ -271,12 +273,24 @@ class RankExecutor:
             self.communicator.finish()
         return total
 
+    def _enter(self, stage: Stage, instruction: Instruction, backward: bool) -> None:
+        """Go to the instruction's place in time. The rows that slices keep are freed with the last pass that needs
+        them: the backward of the first slice, or the forward of the last one where there is none."""
+        kept = None
+        if stage.slices > 1:
+            place, index = (stage.index, instruction.micro), instruction.at[1]
+            kept = self._kept.setdefault(place, KeptRows(stage.slices))
+            trained = backward and stage.index in self._trained
+            if (instruction.kind == "B" and index == 0) if trained else index == stage.slices - 1:
+                del self._kept[place]
+        enter(stage, instruction.at, kept)
+
     def _prepare(self, stage: Stage, batch: Batch) -> Mapping[str, Any]:
         if not hasattr(stage, "prepare"):
             return {}
         with self._working(f"prepare of stage {stage.index}"), torch.no_grad():
             self._running = ("prepare", -1)
-            stage.micro = AxisGroup(MICRO, stage.micro_batches, 0)  # not the last one of the step before
+            enter(stage, (0,) * len(times_of(stage)), None)  # not the last one of the step before
             pieces = {name: self._piece(stage, source, batch) for name, source in stage.prepare_inputs.items()}
             return stage.prepare(**pieces)
 
@@ -293,7 +307,7 @@ class RankExecutor:
 
         `keep`: what backward needs, and new values of buffers.
         """
-        micro, trained = instruction.micro, stage.index in self._trained
+        micro, trained = number_of(stage, instruction.at), stage.index in self._trained
         with self._working(str(instruction), stage):
             self._running = ("forward", micro)
             arguments = {name: self._piece(stage, source, batch) for name, source in stage.inputs.items()}
@@ -313,7 +327,7 @@ class RankExecutor:
             ):
                 outputs = stage.forward(**arguments, **shared)
             check_outputs(stage, {**prepared, **outputs})
-            outputs = self._results.collect(stage, outputs)
+            outputs = self._results.collect(stage, outputs, instruction.at)
             for send in stage.sends:
                 with self.communicator.at(place_of(stage)):
                     self._mail.send_value(stage, send, outputs[send.key], micro)
@@ -326,7 +340,7 @@ class RankExecutor:
     def _go_back(self, stage: Stage, instruction: Instruction) -> None:
         """Run a backward of the micro-batch, or one of its halves."""
         with self._working(str(instruction), stage):
-            self._running = ("backward", instruction.micro)
+            self._running = ("backward", number_of(stage, instruction.at))
             self._backward.run(stage, instruction, self.loss_scale)
 
     # -- helpers --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,12 @@ from nnscaler.manifest import ResultRecord, Returns
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.cut import Cut, cut_of, nested
 from nnscaler.runtime.layout import Invariant, Partial, Sharded, States
-from nnscaler.runtime.role import LOSS, MICRO, Result, Stage
+from nnscaler.runtime.role import LOSS, MICRO, SLICE, Result, Stage
 from nnscaler.runtime.shards import Sizes, local_shape
 from nnscaler.runtime.structure import restore
 from nnscaler.runtime.training.autocast import dtype_named
+
+Kept = dict[tuple[int, ...], Tensor]  # by place in time: the micro-batch, and its slice if there are some
 
 
 class Results:
@@ -28,7 +30,7 @@ class Results:
         self._declared = {name: (stage, r) for stage in stages.values() for name, r in stage.results.items()}
         self._communicator, self._returns, self._precision = communicator, returns, precision
         self._device = next(iter(stages.values())).device
-        self._pieces: dict[str, list[Tensor]] = {}
+        self._pieces: dict[str, Kept] = {}
         self._wanted: Collection[str] | None = ()
 
     @property
@@ -41,8 +43,8 @@ class Results:
         self._pieces.clear()
         self._wanted = keep
 
-    def collect(self, stage: Stage, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Keep the results of a micro-batch; return the other outputs, so that nothing else holds these.
+    def collect(self, stage: Stage, outputs: Mapping[str, Tensor], at: tuple[int, ...]) -> dict[str, Tensor]:
+        """Keep the results of a place in time; return the other outputs, so that nothing else holds these.
 
         Raises ProgramError for one of another shape than is declared.
         """
@@ -52,12 +54,12 @@ class Results:
                 wanted = local_shape(declared.shape, declared.states, stage.sizes(), stage.coordinates())
                 if tuple(piece.shape) != wanted:
                     raise ProgramError(f"the result {name!r} has shape {tuple(piece.shape)}, and {wanted} is declared")
-                self._pieces.setdefault(name, []).append(piece)
+                self._pieces.setdefault(name, {})[at] = piece
         return {name: value for name, value in outputs.items() if name not in stage.results}
 
     def local(self) -> dict[str, Tensor]:
         """Put this rank's pieces together over micro-batches, by name."""
-        return {name: _over_micro_batches(*self._declared[name], pieces) for name, pieces in self._pieces.items()}
+        return {name: _over_time(*self._declared[name], pieces) for name, pieces in self._pieces.items()}
 
     def gathered(self) -> dict[str, Tensor]:
         """Return the logical tensors of all that was kept, on every rank, which all call this."""
@@ -107,12 +109,13 @@ def check_outputs(stage: Stage, outputs: Mapping[str, Tensor]) -> None:
         raise ProgramError(f"forward does not return {missing}")
 
 
-def total_loss(stage: Stage, losses: list[Tensor], communicator: Communicator, precision: str | None = None) -> Tensor:
-    """Sum the loss of a step over micro-batches and ranks, on the axes where it is a partial sum, and cast it as the
-    model does. `precision`: that of the executor."""
+def total_loss(stage: Stage, losses: Kept, communicator: Communicator, precision: str | None = None) -> Tensor:
+    """Sum the loss of a step over micro-batches, slices and ranks, on the axes where it is a partial sum, and cast it
+    as the model does. `precision`: that of the executor."""
     assert stage.loss is not None
     states = stage.loss.states
-    total = torch.stack(losses).sum(0) if isinstance(states.get(MICRO), Partial) else losses[-1]
+    kept = _without_slices(losses, states, lambda values: torch.stack(values).sum(0))
+    total = torch.stack(kept).sum(0) if isinstance(states.get(MICRO), Partial) else kept[-1]
     for axis in stage.axes:
         state = states.get(axis, Invariant())
         if isinstance(state, Partial):
@@ -129,7 +132,7 @@ def joined(
 ) -> Tensor:
     """Gather a tensor over the ranks of its stage, from this rank's piece, which has all micro-batches. `without`: axes
     over which it stays cut. Every rank of the stage calls this."""
-    left = {axis: state for axis, state in states.items() if axis != MICRO}
+    left = {axis: state for axis, state in states.items() if axis not in (SLICE, MICRO)}
     value = piece.contiguous()
     for axis in stage.axes:
         if axis in without:
@@ -146,14 +149,27 @@ def joined(
     return value
 
 
-def _over_micro_batches(stage: Stage, declared: Result, pieces: list[Tensor]) -> Tensor:
-    state = declared.states.get(MICRO)
-    if isinstance(state, Partial):
-        stacked = torch.stack(pieces)
-        return stacked.amax(0) if state.reduction == "max" else stacked.sum(0, dtype=pieces[0].dtype)
-    if isinstance(state, Sharded):
-        return local_cut(declared.states, stage.sizes(), MICRO).join(pieces)
-    return pieces[-1]
+def _over_time(stage: Stage, declared: Result, kept: Kept) -> Tensor:
+    """Put a result together: the slices of each micro-batch, then micro-batches."""
+
+    def together(axis: str, pieces: list[Tensor]) -> Tensor:
+        state = declared.states.get(axis)
+        if isinstance(state, Partial):
+            stacked = torch.stack(pieces)
+            return stacked.amax(0) if state.reduction == "max" else stacked.sum(0, dtype=pieces[0].dtype)
+        if isinstance(state, Sharded):
+            return local_cut(declared.states, stage.sizes(), axis).join(pieces)
+        return pieces[-1]
+
+    return together(MICRO, _without_slices(kept, declared.states, lambda pieces: together(SLICE, pieces)))
+
+
+def _without_slices(kept: Kept, states: States, join: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
+    """Return what each micro-batch has of all its slices, in order: joined where `states` say that they differ."""
+    of: dict[int, list[Tensor]] = {}
+    for (micro, *_), piece in sorted(kept.items(), key=lambda entry: entry[0]):
+        of.setdefault(micro, []).append(piece)
+    return [join(pieces) if SLICE in states else pieces[-1] for _, pieces in sorted(of.items())]
 
 
 def local_cut(states: States, sizes: Sizes, axis: str) -> Cut:

@@ -104,7 +104,7 @@ class StreamExecutor(RankExecutor):
                 loss = self._forward(stage, at, prepared, batch, keep=True)
                 if loss is not None:
                     with self._working("the sum of the loss"):
-                        losses.append(total_loss(stage, [loss], self.communicator, self.precision))
+                        losses.append(total_loss(stage, {at.at: loss}, self.communicator, self.precision))
             elif instruction.kind == "U":
                 with self._working(str(instruction), stage):
                     self._apply(at.micro, update, versions)

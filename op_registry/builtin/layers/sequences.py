@@ -47,7 +47,8 @@ def _grouped(call: Call) -> int:
 
 
 def _attention(call: Call) -> AnnotationResult:
-    """`sdpa(query, key, value, mask, dropout, causal)`: `b h l e^, b h s^ e^, b h s^ v -> b h l v`."""
+    """`sdpa(query, key, value, mask, dropout, causal)`: `b h l e^, b h s^ e^, b h s^ v -> b h l v`; of a causal one,
+    each row of which reads the rows up to its own, `b h q e^, b h s<q e^, b h s<q v -> b h q v`."""
     query, key, value = tensor(call, 0, "query"), tensor(call, 1, "key"), tensor(call, 2, "value")
     group = _grouped(call)
     if _drops(call) or group == 0:
@@ -64,8 +65,10 @@ def _attention(call: Call) -> AnnotationResult:
         q, k, v = [*q, "(h g)"], [*k, "h"], [*v, "h"]
     length = "q" if call.get(5, "is_causal", False) else "l"
     result = [*names, *(["(h g)"] if group > 1 else [])]
-    inputs = [[*q, length, "e^"], [*k, "s^", "e^"], [*v, "s^", "v"]]
     mask = call.get(3, "attn_mask")
+    earlier = length == "q" and query.shape[-2] == key.shape[-2] and not isinstance(mask, TensorArgument)
+    rows = "s<q" if earlier else "s^"
+    inputs = [[*q, length, "e^"], [*k, rows, "e^"], [*v, rows, "v"]]
     if isinstance(mask, TensorArgument):
         scores = (*target, *((query.shape[-3],) if group > 1 else ()), query.shape[-2], key.shape[-2])
         inputs.append(aligned(mask.shape, scores, [*result, length, "s^"]))

@@ -22,6 +22,7 @@ from op_registry.builtin._dims import (
     whole_dims,
 )
 from op_registry.call import Call, TensorArgument
+from op_registry.expression import block_start
 from op_registry.spec import AnnotationFunction, LinearSets, OperatorSpec, Shards
 
 
@@ -191,6 +192,34 @@ def along(dim_at: int = 1, default: int | None = None, outputs: int = 1) -> Anno
     return annotation
 
 
+def cumulative(outputs: int = 1) -> AnnotationFunction:
+    """Same shape; each row along the dim reads the rows up to its own."""
+
+    def annotation(call: Call) -> str:
+        ndim = tensor(call, 0, "self").ndim
+        if ndim == 0:
+            return annotate([[]], [[]] * outputs)
+        names = [f"{n}<" if i == _along(call) else n for i, n in enumerate(letters(ndim))]
+        return annotate([names], [names] * outputs)
+
+    return annotation
+
+
+def _along(call: Call) -> int:
+    return whole(call.get(1, "dim"), tensor(call, 0, "self").ndim)
+
+
+def _up_to_slice(call: Call, shards: Shards) -> Call:
+    """The rows of a slice, of a call on the rows up to its last one."""
+    x, dim = tensor(call, 0, "self"), _along(call)
+    rows = letters(x.ndim)[dim] if x.ndim else ""
+    if rows not in shards:
+        return call
+    kind = call.operator.removeprefix("aten.").removesuffix(".default")
+    first = block_start(rows, x.shape[dim], shards[rows])
+    return Call("nnscaler.cumulated_rows", (kind, x, dim, first), call.kwargs, call.outputs)
+
+
 def _diff(call: Call) -> str:
     """Differences along a dim, which is frozen in every operand."""
     tensors = call.tensors()
@@ -225,10 +254,13 @@ _SOFTMAXES = "softmax.int log_softmax.int special_softmax.default special_log_so
 _SCANS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", along()) for name in _SOFTMAXES),
     *(OperatorSpec(f"aten.{name}.default", along()) for name in ("_softmax", "_log_softmax", "_safe_softmax")),
-    OperatorSpec("aten.cumsum.default", along(), linear=unless_cast),
-    OperatorSpec("aten.cumprod.default", along()),
-    OperatorSpec("aten.logcumsumexp.default", along()),
-    *(OperatorSpec(f"aten.{name}.default", along(outputs=2)) for name in ("cummax", "cummin")),
+    OperatorSpec("aten.cumsum.default", cumulative(), linear=unless_cast, localize=_up_to_slice, uneven=True),
+    OperatorSpec("aten.cumprod.default", cumulative(), localize=_up_to_slice, uneven=True),
+    OperatorSpec("aten.logcumsumexp.default", cumulative(), localize=_up_to_slice, uneven=True),
+    *(
+        OperatorSpec(f"aten.{name}.default", cumulative(2), localize=_up_to_slice, uneven=True)
+        for name in ("cummax", "cummin")
+    ),
     OperatorSpec("aten.diff.default", _diff, linear=linear_in_all),
     *(OperatorSpec(f"aten.{n}.dx", _trapezoid(c), linear=linear_in({0})) for n, c in _TRAPEZOIDS.items()),
     *(OperatorSpec(f"aten.{n}.x", _trapezoid(c), linear=linear_in({0}, {1})) for n, c in _TRAPEZOIDS.items()),

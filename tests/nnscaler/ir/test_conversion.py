@@ -15,10 +15,13 @@ from nnscaler.ir.layout import (
     Invariant,
     Layout,
     Partial,
+    Prefix,
     Replicated,
     Sharded,
     State,
     explain_illegal,
+    local_shape,
+    parse_state,
 )
 
 TABLE: list[tuple[State, State, str, str | None, str | None]] = [
@@ -56,10 +59,22 @@ def test_every_row(before: State, after: State, function: str, forward: str | No
 
 
 def test_the_table_is_complete() -> None:
-    assert {(type(a), type(b)) for a, b, *_ in TABLE} == set(ROWS)
+    in_time = {(Sharded, Prefix)}  # over slices alone: `test_what_is_before_a_slice_is_there_in_time_alone`
+    assert {(type(a), type(b)) for a, b, *_ in TABLE} == set(ROWS) - in_time
     states = (Invariant, Replicated, Sharded, Partial)
     missing = {(a, b) for a in states for b in states} - set(ROWS)
     assert missing == {(s, s) for s in states if s is not Sharded}
+
+
+def test_what_is_before_a_slice_is_there_in_time_alone() -> None:
+    source, sizes = (Sharded(1, sizes=(3, 5)),), (3, 5)
+    found = find_path(source, (Prefix(1, sizes),), (2,), (4, 8), True, 0)
+    assert found is not None and [move.row.function for move in found[1]] == ["append"]
+    assert find_path(source, (Prefix(1, sizes),), (2,), (4, 8), True) is None
+    assert find_path(source, (Prefix(1),), (2,), (4, 8), True, 0) is None
+    assert local_shape((Prefix(1, sizes),), (2,), (4, 8), (0,)) == (4, 3)
+    assert local_shape((Prefix(1, sizes),), (2,), (4, 8), (1,)) == (4, 8)
+    assert parse_state(str(Prefix(1, sizes, True))) == Prefix(1, sizes, True)
 
 
 def test_nothing_to_do_costs_nothing() -> None:

@@ -21,7 +21,8 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.planner.branch_and_bound import evaluate
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.result import plan_of
-from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.planning.policies import make_plan
+from nnscaler.planning.specification import parse_spec
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, SplitStep
 from tests.traced_examples import traced

@@ -16,7 +16,8 @@ from nnscaler.planning.experts import find_experts
 from nnscaler.planning.planner.branch_and_bound import search
 from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.result import plan_of
-from nnscaler.planning.policies import make_plan, parse_axes, ranks_in
+from nnscaler.planning.policies import make_plan
+from nnscaler.planning.specification import parse_axes, ranks_in
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, RestStep, SplitStep
 from tests.nnscaler.planning.planner.planned import subject_of

@@ -13,7 +13,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice, RunInvariant, RunReplicated, Split
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.planning.policies import make_plan
+from nnscaler.planning.specification import parse_spec
 from nnscaler.scheduling.given import GivenOrder, kind_of_orders
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.tracing import trace

@@ -34,7 +34,7 @@ def own(*orders: str, micro_batches: int = 1, **more: Any) -> Plan:
     [
         (own("F0.0 B0.0"), "there are 1, and the plan has 2 pipeline devices"),
         (own("F0.0 B0.0", "F1.0 X1.0"), "device 1, word 2: 'X1.0' is not an instruction of a schedule"),
-        (own("F0.0 B0.0", "F1.0.1 B1.0.1"), "device 1, word 1: 'F1.0.1' has 2 places in time"),
+        (own("F0.0 B0.0", "F1.0.1 B1.0.1"), "device 1, word 1: F1.0.1 and F0.0: either all passes"),
         (own("F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.1", micro_batches=2), "device 1: never runs B1.0"),
         (own("F0.0 B0.0", "F1.0 I1.0"), "device 1: runs I1.0 and never W1.0"),
         (own("F0.0 B0.0", "F1.0 I1.0 W1.0 W1.0"), "device 1, word 4: runs W1.0 twice"),

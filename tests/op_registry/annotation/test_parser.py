@@ -116,7 +116,7 @@ unknown reduction `n` of `k`
 unexpected character '%'
     a % b -> a
       ^
-  help: after a name may follow a mark (`+`, `^`), a dim, `,` or `->`""",
+  help: after a name may follow a mark (`+`, `^`, `<`), a dim, `,` or `->`""",
     "(a (b c)) -> a": """\
 `(` inside `( )`
     (a (b c)) -> a

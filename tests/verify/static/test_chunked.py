@@ -12,7 +12,8 @@ import pytest
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan, parse_axes
+from nnscaler.planning.policies import make_plan
+from nnscaler.planning.specification import parse_axes
 from nnscaler.transform.plan import ChunkStep
 from tests.traced_examples import traced
 from tests.verify.static.mutants import equivalent, mutants

@@ -11,7 +11,8 @@ import pytest
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan, parse_axes
+from nnscaler.planning.policies import make_plan
+from nnscaler.planning.specification import parse_axes
 from tests.traced_examples import traced
 from verify.programs.typing import check_program
 from verify.results.finding import Finding

@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout import Partial, Sharded, State
+from nnscaler.ir.layout import Partial, Prefix, Sharded, State
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.cut import Cut, cut_of, nested
+from nnscaler.runtime.cut import Cut, PrefixCut, cut_of, nested
 from verify.evidence.inputs.values import random_terms
 
-Held = Cut | Literal["copy", "sum", "max"]
+Held = Cut | PrefixCut | Literal["copy", "sum", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:
 def _held(state: State) -> Held:
     if isinstance(state, Sharded):
         return cut_of(state)
+    if isinstance(state, Prefix):
+        return PrefixCut(state.dim, state.sizes, state.terms)
     if isinstance(state, Partial):
         return "sum" if state.reduction == "sum" else "max"
     return "copy"
@@ -78,7 +80,7 @@ def local_shape(shape: Sequence[int], lay: Lay, rank: Sequence[int]) -> tuple[in
     """Return the shape of what `rank` holds."""
     local = tuple(shape)
     for held, parts, index in zip(lay.held, lay.parts, rank, strict=True):
-        if isinstance(held, Cut):
+        if isinstance(held, Cut | PrefixCut):
             local = held.shape_of(local, parts, index)
     return local
 
@@ -104,7 +106,7 @@ def spread(tensor: Tensor, lay: Lay, generator: torch.Generator) -> list[Tensor]
 
 
 def _cut(tensor: Tensor, held: Held, parts: int, generator: torch.Generator) -> list[Tensor]:
-    if isinstance(held, Cut):
+    if isinstance(held, Cut | PrefixCut):
         return held.pieces(tensor, parts)
     if held == "sum":
         return random_terms(tensor, parts, generator)
@@ -135,6 +137,8 @@ def gather(pieces: Sequence[Tensor], lay: Lay, same: Callable[[Tensor, Tensor], 
 def _combined(group: Sequence[Tensor], held: Held, same: Callable[[Tensor, Tensor], bool]) -> Tensor | None:
     if isinstance(held, Cut):
         return held.join(group)
+    if isinstance(held, PrefixCut):
+        return held.join(group) if held.agree(group, same) else None
     total = group[0]
     for piece in group[1:]:
         if held == "sum":

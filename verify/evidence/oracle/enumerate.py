@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from op_registry.annotation.rules import parse_checked
+from op_registry.annotation.syntax import UNSPLIT
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
@@ -61,7 +62,7 @@ def leaders_of(signature: Signature, ones: bool = False) -> tuple[str, ...]:
     """
     bound = signature.bound
     assert bound is not None
-    names = [n for n in bound.sizes if bound.marks.get(n) != "^" and bound.tied.get(n, (n,))[0] == n]
+    names = [n for n in bound.sizes if bound.marks.get(n) not in UNSPLIT and bound.tied.get(n, (n,))[0] == n]
     return tuple(n for n in names if ones or bound.sizes[n] != 1)
 
 

@@ -22,7 +22,7 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.cut import Cut
+from nnscaler.runtime.cut import Cut, PrefixCut
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
 from verify.evidence.options import Safeguards
@@ -367,7 +367,7 @@ def _tells_nothing(whole: Whole, partition: Partition) -> bool:
 
 def _summed(lay: Lay) -> bool:
     """Return whether ranks hold terms of a sum."""
-    return any(h == "sum" for h in lay.held)
+    return any(h == "sum" or (isinstance(h, PrefixCut) and h.terms) for h in lay.held)
 
 
 def _real(tensor: Tensor) -> bool:
@@ -375,7 +375,7 @@ def _real(tensor: Tensor) -> bool:
 
 
 def _wrong_shape(pieces: Sequence[Tensor], expected: Tensor, lay: Lay) -> str:
-    uneven = any(isinstance(h, Cut) and h.sizes for h in lay.held)
+    uneven = any(isinstance(h, PrefixCut) or (isinstance(h, Cut) and h.sizes) for h in lay.held)
     shape = local_shape(expected.shape, lay, (0,) * len(lay.parts))
     for rank, piece in zip(lay.ranks(), pieces, strict=True):
         if uneven:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnscaler.ir import layout as ir_layout
-from nnscaler.runtime.layout import Invariant, Partial, Replicated, Sharded, State
+from nnscaler.runtime.layout import Invariant, Partial, Prefix, Replicated, Sharded, State
 from nnscaler.runtime.role import RunContext
 
 
@@ -34,6 +34,8 @@ def runtime_state(state: ir_layout.State) -> State:
             return Sharded(dim, outer, sections, sizes)
         case ir_layout.Partial(reduction):
             return Partial(reduction)
+        case ir_layout.Prefix(dim, sizes, terms):
+            return Prefix(dim, sizes, terms)
         case ir_layout.Replicated():
             return Replicated()
     return Invariant()

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.cut import Cut
+from nnscaler.runtime.cut import Cut, PrefixCut
 from verify.evidence.inputs.operand_shards import Lay
 
 
@@ -41,6 +41,10 @@ def variants_of(what: str, pieces: Sequence[Tensor], expected: Tensor, lay: Lay)
     for held, parts in zip(lay.held, lay.parts, strict=True):
         if isinstance(held, Cut):
             found += _of_cut(what, expected, held, parts, single=len(lay.held) == 1)
+        elif isinstance(held, PrefixCut):
+            if held.terms and len(lay.held) == 1:  # without the terms of all slices but the last one
+                killed = not torch.equal(pieces[-1], expected)
+                found.append(Variant(what, "dropped", killed, killed or _nothing(pieces, expected)))
         elif held != "copy" and len(lay.held) == 1:
             killed = not torch.equal(pieces[0], expected)
             found.append(Variant(what, "dropped", killed, killed or _nothing(pieces, expected)))

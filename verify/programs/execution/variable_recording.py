@@ -14,7 +14,7 @@ from torch import Tensor
 from nnscaler.ir.layout import gradient_state, parse_state
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.layout import Partial, Sharded, State
-from nnscaler.runtime.role import MICRO, Stage
+from nnscaler.runtime.role import MICRO, SLICE, Stage, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import Assembled, Coordinates, assemble, ravel, shard, unravel
 from verify.evidence.oracle.random_calls import runtime_state
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
@@ -76,7 +76,7 @@ def compare_variable(
     prepared = all(micro < 0 for _, micro in pieces)
     sizes = dict(variable.stage.axes)
     if not prepared:
-        sizes[MICRO] = variable.stage.micro_batches
+        sizes |= sizes_in_time(variable.stage)
     states = {axis: state for axis, state in states.items() if axis in sizes}
     if len(pieces) != prod(sizes.values()):
         return None  # the run ended before every rank had it
@@ -136,7 +136,7 @@ def _likely_cause(
             if difference(value * size, expected).relative < CLOSE:
                 return f"the {what} 1/{size} of the model's, the size of {axes}: averaged, or not summed"
     for axis, size in sizes.items():
-        if axis == MICRO or size == 1 or isinstance(states.get(axis), Sharded | Partial):
+        if axis in (SLICE, MICRO) or size == 1 or isinstance(states.get(axis), Sharded | Partial):
             continue
         with contextlib.suppress(ValueError):
             summed = assemble(at, {**states, axis: Partial()}, sizes, tuple(expected.shape)).value
@@ -168,10 +168,14 @@ def _misplaced(
     return f"the right pieces at wrong places: {here} has the piece of {there}"
 
 
+_TIMES = {MICRO: "micro-batch", SLICE: "slice"}
+
+
 def _describe(variable: Variable, coordinates: Coordinates, sizes: Mapping[str, int]) -> str:
     stage = variable.stage
     rank = stage.ranks[ravel(coordinates, stage.axes)]
-    return f"rank {rank}" + (f" in micro-batch {coordinates[MICRO]}" if sizes.get(MICRO, 1) > 1 else "")
+    places = (f" in {word} {coordinates[a]}" for a, word in _TIMES.items() if sizes.get(a, 1) > 1)
+    return f"rank {rank}" + "".join(places)
 
 
 def _blame(
@@ -201,10 +205,11 @@ def _blame(
                 worst, text = found.relative, f"{found} on rank {rank}"
     if not wrong:
         return None
-    micro = min(wrong)
-    return Unequal(text, tuple(wrong[micro]), micro if micro >= 0 and variable.stage.micro_batches > 1 else None)
+    number = min(wrong)
+    micro = place_in_time(variable.stage, max(number, 0))[MICRO]
+    return Unequal(text, tuple(wrong[number]), micro if number >= 0 and variable.stage.micro_batches > 1 else None)
 
 
 def _coordinates(variable: Variable, rank: int, micro: int, prepared: bool) -> dict[str, int]:
     coordinates = unravel(variable.stage.ranks.index(rank), variable.stage.axes)
-    return coordinates if prepared else {**coordinates, MICRO: micro}
+    return coordinates if prepared else {**coordinates, **place_in_time(variable.stage, micro)}

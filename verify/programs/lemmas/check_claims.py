@@ -141,11 +141,13 @@ def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[Case]:
     if isinstance(claim, Together):
         (first, second), (one, other) = claim.pair
         outer = 2 if first == second else 1
-        yield Case(inputs, (Split(first, outer, circulating=one), Split(second, circulating=other)), MESH)
+        inside = Split(second, circulating=other, prefix=second in claim.prefix)
+        yield Case(inputs, (Split(first, outer, circulating=one, prefix=first in claim.prefix), inside), MESH)
         return
     if isinstance(claim, Splits) and claim.uneven:
+        split = Split(claim.identifier, circulating=claim.circulating, prefix=claim.prefix)
         for parts in PARTS:
-            yield Case(inputs, (Split(claim.identifier, circulating=claim.circulating),), (parts,), uneven=True)
+            yield Case(inputs, (split,), (parts,), uneven=True)
         return
     for choice in _choices(claim, strided):
         for parts in PARTS if isinstance(claim, Splits) else PARTS[:2]:
@@ -161,6 +163,8 @@ def _cut_alike(claim: Claim, inputs: Inputs) -> Inputs:
 
 def _choices(claim: Claim, strided: set[str]) -> tuple[Choice, ...]:
     match claim:
+        case Splits(identifier, prefix=True):
+            return (Split(identifier, prefix=True),)
         case Splits(identifier, _, around):
             outers = (1, 2) if identifier in strided else (1,)
             return tuple(Split(identifier, outer, circulating=around) for outer in outers)
@@ -203,22 +207,24 @@ def prove(subject: ClaimedCall, tested: Mapping[Claim, Evidence], deadline: floa
         if any(s.circulating for s in _alone(claim)):
             found[claim] = replace(found[claim], blocker="its ranks communicate, and were run", open=False)
             continue
-        if isinstance(claim, Splits) and claim.uneven:
+        if isinstance(claim, Splits) and claim.prefix:
+            found[claim] = replace(found[claim], blocker="its call has what is before a slice: that is tested only")
+        elif isinstance(claim, Splits) and claim.uneven:
             found[claim] = _unevenly(small, claim, found)
         elif isinstance(claim, Together):
             found[claim] = _composed(small, claim, found)
         else:
             continue
-        leant_on = [found[Splits(s.identifier)] for s in _alone(claim) if Splits(s.identifier) in found]
+        leant_on = [found[s] for s in _alone(claim) if s in found]
         found[claim] = replace(found[claim], open=any(e.open for e in leant_on))
     return found
 
 
 def _alone(claim: Claim) -> tuple[Splits, ...]:
-    """Return the splits of which a claim is one."""
+    """Return the splits into equal pieces, each by one axis, of which a claim is one."""
     if isinstance(claim, Together):
         return claim.alone
-    return (claim,) if isinstance(claim, Splits) else ()
+    return (replace(claim, uneven=False),) if isinstance(claim, Splits) else ()
 
 
 def _target(claim: Splits | Passes) -> Target:
@@ -260,7 +266,7 @@ def _composed(small: Representative, claim: Together, found: Mapping[Claim, Evid
     """Derive the evidence for two splits at once from that for each alone, where a shard's call is
     made axis by axis."""
     first, second = claim.identifiers
-    alone = [found[Splits(name)] for name in dict.fromkeys(claim.identifiers)]
+    alone = [found[s] for s in claim.alone]
     weakest = max(alone, key=lambda e: list(Verdict).index(e.verdict))
     if small.runner.spec.random:
         return found[claim]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.annotation.syntax import UNSPLIT
 from op_registry.call import Call, TensorArgument
 from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
@@ -315,7 +316,8 @@ def _calls(
     undeclared numbers were taken for sizes."""
     for sizes in _tables(bound, large):
         yield resized(signature, bound, sizes), sizes, False
-    free = [n for n in bound.sizes if n in large or (not large and bound.marks.get(n) != "^" and bound.sizes[n] > 1)]
+    split = [n for n in bound.sizes if bound.marks.get(n) not in UNSPLIT and bound.sizes[n] > 1]
+    free = [n for n in bound.sizes if n in large or (not large and n in split)]
     for call in variants(spec, signature, dict(zip(free, FREE, strict=False))):
         yield call, None, True
     call = signature.call
@@ -324,7 +326,8 @@ def _calls(
 
 def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, int]]:
     """Yield sizes by identifier: frozen ones small, then as they are. A size of 1 stays: it broadcasts."""
-    splittable = [n for n in bound.sizes if bound.marks.get(n) != "^" and bound.sizes[n] > 1]
+    held = {n for n, mark in bound.marks.items() if mark in UNSPLIT and n not in large}  # `t<` is split into slices
+    splittable = [n for n in bound.sizes if n not in held and bound.sizes[n] > 1]
     for keep in (False, True):
         frozen = iter(FROZEN * len(bound.sizes))
         wanted = [n for n in splittable if n in large] if large else splittable
@@ -334,17 +337,18 @@ def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, 
         for name, size in bound.sizes.items():
             if size <= 1:
                 sizes[name] = size
-            elif bound.marks.get(name) == "^":
+            elif name in held:
                 sizes[name] = size if keep else next(frozen)
             else:
                 sizes[name] = next(split if name in wanted else rest)
+        sizes.update({name: sizes[along] for name, along in bound.rows.items() if along in sizes})
         yield _tied(bound, sizes)
 
 
 def _computed(bound: BoundAnnotation) -> tuple[str, ...]:
     """Return the identifiers that outputs have and no input: under overlapping windows, their number is computed."""
     given = {n for operand in bound.inputs if operand is not None for n in operand.identifiers()}
-    return tuple(n for n, mark in bound.marks.items() if n not in given and mark != "^" and bound.sizes[n] > 1)
+    return tuple(n for n, mark in bound.marks.items() if n not in given and mark not in UNSPLIT and bound.sizes[n] > 1)
 
 
 def _searched(
@@ -355,9 +359,9 @@ def _searched(
     What is frozen and small (the size of a kernel) stays.
     """
     (_, table) = _tables(bound, large)
-    frozen = [n for n in bound.sizes if bound.marks.get(n) == "^" and bound.sizes[n] > LARGEST_KERNEL]
+    frozen = [n for n in bound.sizes if bound.marks.get(n) in UNSPLIT and bound.sizes[n] > LARGEST_KERNEL]
     moved = bound.inputs[0].identifiers() if bound.inputs and bound.inputs[0] is not None else ()
-    small = [n for n in moved if bound.marks.get(n) == "^"]  # a picture of 3 x 3 is as small as a kernel
+    small = [n for n in moved if bound.marks.get(n) in UNSPLIT]  # a picture of 3 x 3 is as small as a kernel
     for names, size in ((names, size) for names in dict.fromkeys((tuple(frozen), tuple(small))) for size in TRIED):
         call = resized(signature, bound, table | dict.fromkeys(names, size))
         for concrete in with_tensors_for(call, attempt.seed, attempt.counts):

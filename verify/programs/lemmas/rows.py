@@ -34,6 +34,7 @@ from nnscaler.ir.layout import (
     REPLICATED,
     Invariant,
     Partial,
+    Prefix,
     Replicated,
     Sharded,
     State,
@@ -41,6 +42,7 @@ from nnscaler.ir.layout import (
 )
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.comm import AxisGroup
+from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
 from nnscaler.runtime.cut import cut_of
 from verify.evidence.inputs.operand_shards import gather, lay_of
@@ -55,6 +57,7 @@ NAME = "conversions"
 PARTS = (2, 3, 4)
 UNEQUAL = (3, 2, 4, 5)  # sizes of shards, as many as there are parts
 MAXIMUM = "all_reduce(max)"
+APPEND = "append"  # what slices keep for each other: over an axis in time alone
 _PLAIN: Mapping[type, State] = {Invariant: INVARIANT, Replicated: REPLICATED, Partial: PARTIAL}
 
 
@@ -91,6 +94,9 @@ def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> CheckO
     count = len(wrong)
     for size in parts:
         cases = list(conversions(wanted, size))
+        slices = list(appends(size)) if APPEND in wanted else []
+        wrong += run_conversions(slices, size, in_time=True)
+        count += len(slices)
         wrong += run_conversions(cases, size)
         count += len(cases)
         if JOIN in wanted:
@@ -121,7 +127,7 @@ def conversions(functions: frozenset[str], parts: int) -> Iterator[Conversion]:
         (Sharded(2, 1, (), sizes), sum(sizes)),
     )
     for (source, target), row in ROWS.items():
-        if row.function not in functions:
+        if row.function not in functions or row.function == APPEND:
             continue
         if source is Sharded and target is Sharded:
             yield from _exchanges(row.function, parts)
@@ -156,6 +162,15 @@ def _exchanges(function: str, parts: int) -> Iterator[Conversion]:
             yield Conversion(function, Sharded(1, one), Sharded(1, other), (1, 1, one, other), shape, parts)
 
 
+def appends(parts: int) -> Iterator[Conversion]:
+    """Yield all ways in which slices keep rows for later ones. They run forward in order, and then backward in reverse
+    order, on an axis in time."""
+    sizes = UNEQUAL[:parts]
+    for dim, cut, long in ((1, (), 2 * parts), (2, (), 2 * parts), (1, sizes, sum(sizes)), (2, sizes, sum(sizes))):
+        shape = (2, long) if dim == 2 else (long, 2)
+        yield Conversion(APPEND, Sharded(dim, 1, (), cut), Prefix(dim, cut), ("rows", dim, cut), shape, parts)
+
+
 def joins(parts: int) -> Iterator[Conversion]:
     """Yield all ways in which the results of the pieces of a region leave it: by rows to Invariant, made locally."""
     for case in conversions(frozenset(("all_reduce", "all_gather", "invariant")), parts):
@@ -188,6 +203,8 @@ def run_conversions(cases: Sequence[Conversion], parts: int, in_time: bool = Fal
     def of_pieces() -> list[list[tuple[Tensor, Tensor]]]:
         if cases and cases[0].function == JOIN:
             return _joined(cases, values, gradients, counts)
+        if cases and cases[0].function == APPEND:
+            return _appended(cases, values, gradients, counts)
         return [converted(AxisGroup("axis", parts, piece), piece) for piece in range(parts)]
 
     try:
@@ -226,6 +243,28 @@ def _joined(
     return by_piece
 
 
+def _appended(
+    cases: Sequence[Conversion],
+    values: Sequence[Sequence[Tensor]],
+    gradients: Sequence[Sequence[Tensor]],
+    counts: Sequence[int],
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return, by slice and case, the rows up to its last one, and the gradient of its own."""
+    by_slice: list[list[tuple[Tensor, Tensor]]] = [[] for _ in values[0]]
+    for case, value, gradient, count in zip(cases, values, gradients, counts, strict=True):
+        kept = KeptRows(case.parts)
+        leaves = [_padded(v, count).requires_grad_() for v in value]
+        made = [
+            comm.append(leaf, AxisGroup("axis", case.parts, index, kept=kept), *case.arguments)
+            for index, leaf in enumerate(leaves)
+        ]
+        for index in reversed(range(case.parts)):
+            (back,) = torch.autograd.grad(made[index], leaves[index], _padded(gradient[index], count))
+            result = made[index].detach()[: len(value[index])]
+            by_slice[index].append((result, back[: len(gradient[index])]))
+    return by_slice
+
+
 def _basis(state: State, shape: tuple[int, ...], parts: int) -> list[Tensor]:
     """Return each rank's piece of a basis of the legal values in this state: `[vector, *local shape]` per rank."""
     count = prod(shape)
@@ -233,9 +272,23 @@ def _basis(state: State, shape: tuple[int, ...], parts: int) -> list[Tensor]:
     if isinstance(state, Partial):
         zeros = torch.zeros_like(unit)
         return [torch.cat([unit if other == rank else zeros for other in range(parts)]) for rank in range(parts)]
+    if isinstance(state, Prefix):  # terms: of each slice, the rows up to its last one
+        return _basis_of_terms(state, shape, parts)
     if isinstance(state, Sharded):
         return [piece.contiguous() for piece in cut_of(state).pieces(unit, parts)]
     return [unit] * parts
+
+
+def _basis_of_terms(state: Prefix, shape: tuple[int, ...], parts: int) -> list[Tensor]:
+    """Return each slice's piece of a basis of terms: in each vector, one slice has one element."""
+    ends = state.ends(shape[state.dim - 1], parts)  # dims count from 1
+    rows = [(*shape[: state.dim - 1], end, *shape[state.dim :]) for end in ends]
+    units = [torch.eye(prod(local), dtype=torch.float64).reshape(prod(local), *local) for local in rows]
+    found: list[Tensor] = []
+    for index, local in enumerate(rows):
+        zeros = [torch.zeros((len(unit), *local), dtype=torch.float64) for unit in units]
+        found.append(torch.cat([unit if other == index else zeros[other] for other, unit in enumerate(units)]))
+    return found
 
 
 def _padded(vectors: Tensor, count: int) -> Tensor:

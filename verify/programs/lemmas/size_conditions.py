@@ -10,6 +10,7 @@ from math import gcd, lcm, prod
 import z3  # type: ignore[import-untyped]
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundDim
+from op_registry.annotation.syntax import UNSPLIT
 
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Split
@@ -155,7 +156,7 @@ class _Binder:
                     return found
                 continue
             for dim, size in zip(operand.dims, shape, strict=False):
-                frozen = all(f.identifier is None or bound.marks.get(f.identifier) == "^" for f in dim.factors)
+                frozen = all(f.identifier is None or bound.marks.get(f.identifier) in UNSPLIT for f in dim.factors)
                 if frozen and self.unifier.known(size).names:
                     return self.unifier.known(size)
         return None
@@ -166,7 +167,7 @@ class _Binder:
             if name in self.sizes:
                 continue
             size = bound.sizes[name]
-            computed = bound.marks.get(name) == "^" and bound.inputs and loose is None  # from dims that are numbers
+            computed = bound.marks.get(name) in UNSPLIT and bound.inputs and loose is None  # from dims that are numbers
             self.sizes[name] = number(size) if computed else self.unifier.fresh(size, self.place, loose)
         if len(dim.factors) == 1 and dim.factors[0].identifier is None and loose is not None:
             return self.unifier.fresh(dim.factors[0].size, self.place, loose)

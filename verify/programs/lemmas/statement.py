@@ -75,21 +75,25 @@ def obligations_of(partitioned: PartitionedGraph, signatures: Mapping[str, Signa
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The identifier (the first of those split together) may be split. `uneven`: into shards of unequal sizes.
-    `circulating`: while what has this one goes around the axis."""
+    """The identifier (the first of those split together) may be split. `uneven`: into shards of unequal sizes;
+    `circulating`: while what has this one goes around the axis; `prefix`: into slices in time, which have the rows of
+    earlier ones of what is read up to a row."""
 
     identifier: str
     uneven: bool = False
     circulating: str = ""
+    prefix: bool = False
 
     def __str__(self) -> str:
+        what = "slices with what is before" if self.prefix else "shards"
+        shown = self.prefix or self.uneven
         around = f", `{self.circulating}` going around" if self.circulating else ""
-        return f"splits `{self.identifier}`" + (" into unequal shards" if self.uneven else "") + around
+        return f"splits `{self.identifier}`" + (f" into {'unequal ' * self.uneven}{what}" if shown else "") + around
 
     @property
     def by_one_shard(self) -> bool:
         """Whether a proof may follow the call of one shard, which is the same on every rank and waits for none."""
-        return not self.uneven and not self.circulating
+        return not self.uneven and not self.circulating and not self.prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +108,12 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Two identifiers, or one of them twice, are split by two axes at once. `circulating`: what goes around each."""
+    """Two identifiers, or one of them twice, are split by two axes at once. `circulating`: what goes around each;
+    `prefix`: those split into slices."""
 
     identifiers: tuple[str, str]
     circulating: tuple[str, str] = ("", "")
+    prefix: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         first, second = (n + (f", {around}" if around else "") for n, around in zip(*self.pair, strict=True))
@@ -120,7 +126,7 @@ class Together:
     @property
     def alone(self) -> tuple[Splits, ...]:
         """What is claimed of each split by itself, which one axis makes."""
-        return tuple(dict.fromkeys(Splits(n, False, around) for n, around in zip(*self.pair, strict=True)))
+        return tuple(dict.fromkeys(Splits(n, False, a, n in self.prefix) for n, a in zip(*self.pair, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +146,11 @@ def claims_of(obligation: Obligation) -> tuple[Claim, ...]:
     choices = [c for c, (_, size) in zip(obligation.choices, obligation.axes, strict=True) if size > 1]
     found = dict.fromkeys(_of_choice(signature, c) for c in choices)
     uneven = (c for c in choices if _is_uneven(c))
-    found |= dict.fromkeys(Splits(_leader(signature, c.identifier), True, c.circulating) for c in uneven)
+    found |= dict.fromkeys(Splits(_leader(signature, c.identifier), True, c.circulating, c.prefix) for c in uneven)
     splits = [(_leader(signature, c.identifier), c.circulating) for c in choices if isinstance(c, Split)]
-    found |= dict.fromkeys(Together((a[0], b[0]), (a[1], b[1])) for a, b in _pairs(splits))
+    sliced = frozenset(_leader(signature, c.identifier) for c in choices if isinstance(c, Split) and c.prefix)
+    pairs = (((a[0], b[0]), (a[1], b[1])) for a, b in _pairs(splits))
+    found |= dict.fromkeys(Together(names, around, sliced.intersection(names)) for names, around in pairs)
     if not splits and not any(isinstance(c, RunPartial) for c in choices):
         found[RunsWhole()] = None
     return tuple(found)
@@ -154,7 +162,7 @@ def _is_uneven(choice: Choice) -> TypeGuard[Split]:
 
 def _of_choice(signature: Signature, choice: Choice) -> Claim:
     if isinstance(choice, Split):
-        return Splits(_leader(signature, choice.identifier), False, choice.circulating)
+        return Splits(_leader(signature, choice.identifier), False, choice.circulating, choice.prefix)
     return Passes(choice.slots) if isinstance(choice, RunPartial) else RunsWhole()
 
 

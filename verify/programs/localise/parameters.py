@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.role import MICRO, Parameter, Stage
+from nnscaler.runtime.role import Parameter, Stage, sizes_in_time
 from nnscaler.runtime.shards import cut_further, shard, unravel
 from verify.programs.localise.culprit import SHOWN, Culprit, Key, RoleLine
 from verify.programs.localise.statements import Foreign
@@ -202,7 +203,7 @@ def _cause(
 
 
 def _factor(factor: float, stage: type[Stage]) -> str:
-    sizes = {**stage.axes, MICRO: stage.micro_batches}
+    sizes = {**stage.axes, **sizes_in_time(stage)}
     for n in range(2, 65):
         axes = " or ".join(axis for axis, size in sizes.items() if size == n)
         over = f" (the size of {axes})" if axes else ""
@@ -225,7 +226,7 @@ def _parts(teacher: Teacher, stage: int, declared: Parameter, rank: int) -> dict
                 there = unravel(position, other.axes)
                 if any(there.get(a, i) != i for a, i in here.items() if a not in theirs.reduce):
                     continue
-                for micro in range(other.micro_batches):
+                for micro in range(prod(sizes_in_time(other).values())):
                     part = teacher.part_of(index, theirs, (owner, micro))
                     if part is not None:
                         at = {**there, **{axis: here[axis] for axis in declared.rest}}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from nnscaler.ir import gradient_flow
 from nnscaler.runtime.layout import Invariant, State
-from nnscaler.runtime.role import MICRO, is_trained
+from nnscaler.runtime.role import is_trained, sizes_in_time
 from nnscaler.runtime.shards import shard, unravel
 from verify.programs.execution.variable_recording import Unequal, Variable, compare_variable
 from verify.programs.localise.culprit import Culprit, Key, RoleLine
@@ -147,7 +147,7 @@ def _loss(teacher: Teacher, lines: Lines) -> list[Culprit]:
     variable = None if statement is None else teacher.target(statement, "loss")
     cause = None
     if stage is not None and stage.loss is not None and variable is not None:
-        sizes = {**stage.axes, MICRO: stage.micro_batches}
+        sizes = {**stage.axes, **sizes_in_time(stage)}
         for axis, size in sizes.items():
             declared = stage.loss.states.get(axis, Invariant())
             made = variable.states.get(axis, Invariant())

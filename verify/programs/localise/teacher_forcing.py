@@ -61,7 +61,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.layout import Partial, State
-from nnscaler.runtime.role import MICRO, Parameter, Stage, is_trained
+from nnscaler.runtime.role import Parameter, Stage, is_trained, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import unravel
 from verify.programs.execution.variable_recording import Pieces, Variable, gradient_states
 from verify.programs.localise.logical import Logical
@@ -189,7 +189,7 @@ class Teacher:
     def _deal(self, key: Any, tensor: Tensor, states: Mapping[str, State], stage: type[Stage], at: At) -> Tensor | None:
         sizes, coordinates = dict(stage.axes), unravel(stage.ranks.index(at[0]), stage.axes)
         if at[1] >= 0:
-            sizes, coordinates = {**sizes, MICRO: stage.micro_batches}, {**coordinates, MICRO: at[1]}
+            sizes, coordinates = {**sizes, **sizes_in_time(stage)}, {**coordinates, **place_in_time(stage, at[1])}
         here = {axis: state for axis, state in states.items() if axis in sizes}
         try:
             return self.dealer.piece(key, tensor, here, sizes, coordinates)
@@ -334,7 +334,7 @@ class Teacher:
         part = self.part(declared.fqn, stage)
         if part is None:
             return None
-        states = {**declared.states, **dict.fromkeys(declared.reduce, Partial()), MICRO: Partial()}
+        states = {**declared.states, **dict.fromkeys((*declared.reduce, *sizes_in_time(self.stages[stage])), Partial())}
         key = ("gradient", declared.fqn, stage, self.logical.step)
         return self._deal(key, part, states, self.stages[stage], at)
 

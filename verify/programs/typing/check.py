@@ -85,7 +85,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import MICRO
+from nnscaler.ir.layout import IN_STEP
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import MANIFEST, Manifest
@@ -122,7 +122,7 @@ def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
     for role in roles:
         for stage in role.stages:
             holders.setdefault(stage.index, []).append(role)
-    counts = {stage.micro_batches for role in roles for stage in role.stages}
+    counts = {stage.times for role in roles for stage in role.stages}
     in_time = list(dict.fromkeys(tuple(stage.time_axes.items()) for role in roles for stage in role.stages))
     for role in roles:
         for stage in role.stages:
@@ -131,14 +131,15 @@ def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
             if stage.ranks != theirs and (len(held) == 1 or sorted(stage.ranks) != sorted(theirs)):
                 who = "its role" if len(held) == 1 else f"its roles ({', '.join(other.file for other in held)})"
                 message = f"stage {stage.index} runs on the ranks {stage.ranks}, and {who} on {theirs}"
-            elif prod(stage.axes.values()) != len(stage.ranks) or {MICRO, *stage.time_axes} & {*stage.axes}:
+            elif prod(stage.axes.values()) != len(stage.ranks) or {*IN_STEP, *stage.time_axes} & {*stage.axes}:
                 message = f"stage {stage.index} has {len(stage.ranks)} ranks and the axes {dict(stage.axes)}"
             elif len(in_time) > 1:
                 message = f"stages have the axes in time {' and '.join(map(str, in_time))}: they are those of the plan"
             elif sum(other.index == stage.index for other in role.stages) > 1:
                 message = f"stage {stage.index} occurs twice"
             elif len(counts) > 1:
-                message = f"stages have {sorted(counts)} micro-batches: a wrong count of micro-batches"
+                told = sorted(counts if any(len(times) > 1 for times in counts) else (n for (n,) in counts))
+                message = f"stages have {told} micro-batches: a wrong count of micro-batches"
             if message:
                 noted.append(Noted(stage, stage.number, Mistake("communication_mismatch", message)))
     return len(every), [*noted, *_other_texts({index: held for index, held in holders.items() if len(held) > 1})]

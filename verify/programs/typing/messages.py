@@ -16,6 +16,7 @@ from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.ir.layout import (
     INVARIANT,
     MICRO,
+    SLICE,
     Invariant,
     Layout,
     Sharded,
@@ -134,10 +135,10 @@ def _carries(
 ) -> bool:
     """Return whether every target rank gets each element of its shard exactly once, from where the source has it.
 
-    Micro-batches that are cut evenly lie alike: the first one shows what holds for all.
+    Micro-batches that are cut evenly lie alike: the first one shows what holds for all. Slices go rank to rank only.
     """
     uneven = is_uneven((source_layout[-1], target_layout[-1]))
-    return all(
+    return target.slices == 1 and all(
         _is_complete(
             pieces,
             _owned(source, source_layout, shape, uniform, micro),
@@ -183,7 +184,7 @@ def _owned(stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
     result: dict[int, list[Indices]] = {}
     for position, rank in enumerate(stage.ranks):
-        place = {**unravel(position, stage.axes), **dict.fromkeys(stage.time_axes, 0), MICRO: micro}
+        place = {**unravel(position, stage.axes), **dict.fromkeys((*stage.time_axes, SLICE), 0), MICRO: micro}
         held = logical_coordinates(shape, states, sizes, place)
         result[rank] = [indices.numpy() * (dim not in uniform) for dim, indices in enumerate(held)]
     return result

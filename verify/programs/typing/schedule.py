@@ -88,7 +88,7 @@ def _passes(stage: StageText, trains: bool, written: int) -> StagePasses:
 
     `written`: for how many batches its order is written, which is for a stream to choose.
     """
-    times = (stage.micro_batches if stage.staleness is None else written,)
+    times = stage.times if stage.staleness is None else (written,)
     if not trains:
         return StagePasses(times, "never")
     roots = stage.loss is not None or any(send.needs_grad for send in stage.sends)
@@ -108,6 +108,9 @@ def _stream_mistakes(stage: StageText, stages: Mapping[int, StageText]) -> Itera
         yield Mistake("version_differs", message, "its batches read older or newer parameters than the reference's")
     if stage.micro_batches != 1:
         message = f"stage {stage.index} cuts the batches of a stream into {stage.micro_batches} micro-batches"
+        yield Mistake("gradient_reduced_wrongly", message, "each of them would be an update of its own")
+    if stage.slices != 1:
+        message = f"stage {stage.index} cuts the batches of a stream into {stage.slices} slices"
         yield Mistake("gradient_reduced_wrongly", message, "each of them would be an update of its own")
     for stored in stage.stored:
         if stored.kind == "parameter" and (stored.copies or stored.rest or stored.master):
@@ -137,6 +140,9 @@ def _mistake(role: RoleText, mistake: OrderMistake) -> Mistake:
         return Mistake("version_differs", message, _WRONG_UPDATE[mistake.kind])
     if mistake.kind in ("word", "foreign", "early"):
         return Mistake("deadlock", message)
+    if mistake.kind == "slices":
+        cause = "a slice reads rows that are not there yet" if forward else "gradients of earlier slices' rows are lost"
+        return Mistake("not_covered" if forward else "gradient_reduced_wrongly", message, cause)
     if mistake.kind == "unwanted":
         return Mistake("gradient_reduced_wrongly", message, "there is nothing to start a backward from")
     if mistake.kind == "missing" and forward:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.layout import INVARIANT, MICRO, REPLICATED, Layout, Partial, Replicated, Sharded, explain_illegal
+from nnscaler.ir.layout import IN_STEP, INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded, explain_illegal
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.walk import Reading, Scope, Walk
 from verify.programs.typing.roles.bodies import shadowing
@@ -65,7 +65,7 @@ def leaf_layout(stored: StoredText, axes: Axes, tensor: LogicalTensor) -> Layout
     states = list(axes.layout(stored.states))
     if stored.kind == "parameter":
         for axis, name in enumerate(axes.names):
-            if (name in stored.reduce or name == MICRO) and states[axis] == INVARIANT:
+            if (name in stored.reduce or name in IN_STEP) and states[axis] == INVARIANT:
                 states[axis] = REPLICATED
     return normal(states, axes.sizes, tensor.needs_grad)
 
@@ -85,7 +85,7 @@ def _stored_scope(reading: Reading, known: Mapping[str, LogicalTensor]) -> Scope
             wrong = explain_illegal(at_rest, reading.axes.sizes, tensor.shape)
             if any(isinstance(s, Partial | Replicated) for s in at_rest):
                 wrong = "a stored tensor is whole or sharded at rest"
-            if MICRO in stored.states:
+            if not {*IN_STEP}.isdisjoint(stored.states):
                 wrong = "it is cut once, and not for each micro-batch"
             if wrong:
                 raise Mistake("not_covered", f"`{stored.fqn}` cannot lie so: {wrong}", tensor=tensor.name)
@@ -108,7 +108,7 @@ def _fed(reading: Reading, inputs: Sequence[InputText], graph: Graph, in_time: b
             problem = explain_illegal(layout, reading.axes.sizes, tensor.shape)
             if any(not isinstance(s, Sharded) and s != INVARIANT for s in layout):
                 problem = "an input is cut or whole"
-            if not in_time and MICRO in declared.states:
+            if not in_time and not {*IN_STEP}.isdisjoint(declared.states):
                 problem = "`prepare` sees the whole step, not a micro-batch"
             if problem:
                 raise Mistake("not_covered", f"input `{declared.name}` cannot be cut so: {problem}", tensor=tensor.name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, MICRO, Layout, Replicated, State
+from nnscaler.ir.layout import INVARIANT, MICRO, SLICE, Layout, Replicated, State
 from verify.programs.checks.context import SHOWN
 from verify.programs.role_text import SourceMap
 from verify.programs.typing.roles.text import StageText
@@ -42,10 +42,15 @@ class Axes:
 
 
 def axes_of(stage: StageText, micro_batches: int | None = None) -> Axes:
-    """Return the axes of a stage outside of regions; `micro_batches`: other than its own."""
+    """Return the axes of a stage outside of regions; `micro_batches`: other than its own, which then are whole."""
+    whole = micro_batches is not None
     count = stage.micro_batches if micro_batches is None else micro_batches
-    names, sizes = (*stage.axes, *stage.time_axes, MICRO), (*stage.axes.values(), *(1 for _ in stage.time_axes), count)
-    return Axes(names, sizes, 1 + len(stage.time_axes))
+    in_time = {
+        **dict.fromkeys(stage.time_axes, 1),
+        **({SLICE: 1 if whole else stage.slices} if stage.slices > 1 else {}),
+    }
+    names, sizes = (*stage.axes, *in_time, MICRO), (*stage.axes.values(), *in_time.values(), count)
+    return Axes(names, sizes, 1 + len(in_time))
 
 
 def in_region(axes: Axes, axis: str, parts: int) -> Axes:

@@ -16,8 +16,8 @@ from typing import Any
 from op_registry.annotation.splits import balanced
 from op_registry.expression import Expression
 
-from nnscaler.ir.derive import around_axis, is_legal, resolve
-from nnscaler.ir.layout import Invariant, Replicated, Sharded, State
+from nnscaler.ir.derive import around_axis, is_legal, over_slices, resolve
+from nnscaler.ir.layout import Invariant, Prefix, Replicated, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
@@ -93,12 +93,14 @@ def every_split(signature: Signature, outers: Sequence[int]) -> Iterator[Choice]
 def _resolved(signature: Signature, states: Sequence[State], parts: int) -> Iterator[Choice]:
     """Yield the splits that shard some operand as it is sharded, also with what then circulates."""
     if signature.bound is not None:
+        prefixes = any(isinstance(state, Prefix) for state in states)
         for operand, state in zip(signature.bound.inputs, states, strict=True):
-            split = resolve(operand, state, parts)
+            rows = Sharded(state.dim, sizes=state.sizes) if isinstance(state, Prefix) else state
+            split = resolve(operand, rows, parts)
             if split is not None:
-                yield split
+                yield over_slices(signature, split) if prefixes else split
                 around = around_axis(signature, split)
-                if around is not None:
+                if around is not None and not prefixes:
                     yield around
 
 

@@ -12,9 +12,11 @@ from nnscaler.ir.layout import (
     INVARIANT,
     MICRO,
     REPLICATED,
+    SLICE,
     Invariant,
     Layout,
     Partial,
+    Prefix,
     Replicated,
     Sharded,
     State,
@@ -96,7 +98,7 @@ def _check_direction(line: Assignment, row: ConversionRow, axes: Axes, number: i
     axis, parts = axes.names[number], axes.sizes[number]
     if number < axes.first_in_time:
         return
-    those = "micro-batches" if axis == MICRO else f"pieces of {axis}"
+    those = {MICRO: "micro-batches", SLICE: "slices"}.get(axis, f"pieces of {axis}")
     if parts == 1:
         raise Mistake("communication_mismatch", f"`{line.text}`: there are no {those} to tell apart here")
     if row.forward or (row.backward and tensor.needs_grad):
@@ -177,6 +179,11 @@ def _target(
         return REPLICATED
     if after is Partial:
         return Partial()
+    if after is Prefix:
+        if axes.names[axis] != SLICE:
+            message = f"`{line.text}` appends rows over {axes.names[axis]}, whose parts do not run one after another"
+            raise Mistake("communication_mismatch", message, tensor=tensor.name)
+        return Prefix(given["dim"], given["sizes"])
     exchange = line.function == "comm.all_to_all"
     dim, outer = (given.get("to_dim"), given["to_outer"]) if exchange else (given.get("dim"), given["outer"])
     sections, sizes = ((), given["to_sizes"]) if exchange else (given["sections"], given["sizes"])

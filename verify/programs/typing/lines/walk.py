@@ -94,6 +94,7 @@ class Reading:
     operations: set[str] = field(default_factory=set)  # of the graph, that its lines are
     converted: int = 0
     drawn: dict[str, set[str]] = field(default_factory=dict)  # operation -> names it draws numbers under
+    kept: dict[str, int] = field(default_factory=dict)  # name under which slices keep rows -> line
     read: set[str] = field(default_factory=set)  # stored variables that some line reads
     rows: set[str] = field(default_factory=set)  # functions of the conversion table
     returned: dict[str, Held | None] = field(default_factory=dict)
@@ -291,6 +292,7 @@ class Walk:
             tensor = self.graph.tensors[operand.tensor]
             uniform = self.typer.uniform.get(tensor.name, NO_DIMS)
             result = convert(line, operand, self.reading.axes, tensor, uniform)
+            self._keep_rows(line, operand)
             self.reading.converted += 1
             self.reading.rows.add(line.function.removeprefix("comm."))
             self._assign(line.targets[0], result)
@@ -307,6 +309,15 @@ class Walk:
                 self._assign(target, made, move)
         else:
             self._assign(line.targets[0], Parts(results))
+
+    def _keep_rows(self, line: Assignment, operand: Held) -> None:
+        """Note the name under which slices keep rows for later ones. Raises Mistake for one that has others already."""
+        if "name" not in line.kwargs:
+            return
+        name = line.kwargs["name"]
+        if type(name) is not str or self.reading.kept.setdefault(name, line.number) != line.number:
+            message = f"`{line.text}` keeps rows of `{operand.tensor}` under {name!r}, where others are kept"
+            raise Mistake("layouts_disagree", message, "rows of two tensors would be mixed", operand.tensor)
 
     def _move(self, line: Assignment, result: Held | Absent) -> Move | None:
         if not moves(line) or not isinstance(result, Held):

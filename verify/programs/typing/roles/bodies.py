@@ -35,7 +35,7 @@ from verify.programs.typing.roles.text import (
 RESERVED = frozenset({"aten", "comm", "dtypes", "ops", "recompute", "self", "torch", "user", "float", "complex"})
 RESERVED |= {"Invariant", "Partial", "Replicated", "Sharded"}
 _COUNTING = frozenset({"range"})  # a name that a program with pieces reads
-_OWN = frozenset({"micro", "rank", "device", "context", "prepare", "forward", "_observer", *dir(Stage)})
+_OWN = frozenset({"micro", "slice", "rank", "device", "context", "prepare", "forward", "_observer", *dir(Stage)})
 
 
 def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:

@@ -235,13 +235,13 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
                 pass
             case _:
                 raise Unreadable(member, f"`{first_line(member)}` is no part of a stage")
-    if (unknown := set(found) - {*_KINDS, *_MEMBERS, *STREAM}) or "forward" not in bodies:
+    if (unknown := set(found) - {*_KINDS, *_MEMBERS, *STREAM, "slices"}) or "forward" not in bodies:
         raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
-    fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
-    if len(fixed) < 4:
+    given = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches", "slices") if n in found}
+    if len(fixed := {"slices": 1, **given}) < 5:
         raise Unreadable(node, f"`class {node.name}` lacks index, ranks, axes or micro_batches")
     time_axes, updates = (read_value(found[n][0]) if n in found else {} for n in ("time_axes", "updates"))
-    sizes = (fixed["micro_batches"], *fixed["axes"].values(), *time_axes.values())
+    sizes = (fixed["micro_batches"], fixed["slices"], *fixed["axes"].values(), *time_axes.values())
     named = all(type(axis) is str for axis in (*fixed["axes"], *time_axes)) and type(fixed["index"]) is int
     if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and 1 <= n <= _MOST for n in sizes):
         raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
@@ -265,7 +265,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         bodies["forward"],
         tuple(source),
         tuple(_result(call, name) for name, call in _entries(found, "results")),
-        time_axes,
+        *(time_axes, fixed["slices"]),
         *read_stream(node, {name: found[name][0] for name in STREAM if name in found}),
     )
 

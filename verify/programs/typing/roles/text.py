@@ -211,8 +211,14 @@ class StageText:
     source: tuple[str, ...] = ()
     results: tuple[ResultText, ...] = ()
     time_axes: Mapping[str, int] = field(default_factory=dict)
+    slices: int = 1
     staleness: int | None = None
     versions: int = 1
+
+    @property
+    def times(self) -> tuple[int, ...]:
+        """The size of each axis in time of a step: micro-batches, then slices where there are some."""
+        return (self.micro_batches, self.slices) if self.slices > 1 else (self.micro_batches,)
 
 
 @dataclass(frozen=True)

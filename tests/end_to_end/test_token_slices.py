@@ -1,0 +1,94 @@
+"""Models in slices of tokens: exact where tokens read earlier ones alone, and refused with their line elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nnscaler.compile import parallelize
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import signatures
+from nnscaler.planning.policies import make_plan
+from nnscaler.transform.plan import Plan, RecomputeStep
+from verify import verify_plan
+
+
+class Scan(nn.Module):
+    """What comes before is a sum, a running maximum and the count of tokens so far; the loss weighs each token."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
+        self.embed = nn.Embedding(11, 6)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        x = torch.tanh(self.first(self.embed(ids)))
+        count = torch.ones_like(weights).cumsum(1).unsqueeze(-1)
+        x = x + x.cumsum(1) / count + x.cummax(1).values if self.causal else x.softmax(1)
+        y = F.scaled_dot_product_attention(x, x, self.second(x), is_causal=self.causal)
+        return (self.head(y).squeeze(-1) ** 2 * weights).mean()
+
+
+def scan() -> nn.Module:
+    torch.manual_seed(0)
+    return Scan().double()
+
+
+def inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 11, (4, 9), generator=generator)
+    return {"ids": ids, "weights": torch.rand(4, 9, generator=generator, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("plan", ["pp=2,slices=3", "pp=2,slices=4:3:2"])
+def test_scans_and_means_over_unequal_slices_are_exact(plan: str) -> None:
+    report = verify_plan(scan, inputs(), ranks=2, plan=plan, micro_batches=2, backend="simulator")
+    assert report.verdict.passes, [f.message for f in report.findings]
+
+
+class Bidirectional(Scan):
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        x = self.first(self.embed(ids))
+        y = F.scaled_dot_product_attention(x, x, x)
+        return (self.head(y).squeeze(-1) * weights).mean()
+
+
+class Normalised(Scan):
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        x = self.first(self.embed(ids)).softmax(1)
+        return (self.head(x).squeeze(-1) * weights).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "line"), [(Bidirectional, "F.scaled_dot_product_attention(x, x, x)"), (Normalised, ".softmax(1)")]
+)
+def test_models_that_read_later_tokens_are_refused_with_their_line(model: Callable[[], nn.Module], line: str) -> None:
+    with pytest.raises(NnscalerError, match="needs tokens of later slices") as error:
+        parallelize(model().double(), inputs(), ranks=2, plan="pp=2,slices=3")
+    assert error.value.code == "slices_coupled" and error.value.where is not None and error.value.help is not None
+    assert line in error.value.where.text and "test_token_slices.py" in error.value.where.file
+    assert "leave slices away" in error.value.help
+
+
+def test_tokens_that_do_not_divide_and_plans_that_cannot_be_sliced_are_refused() -> None:
+    for plan, told in (("pp=2,slices=4", "the 9 tokens"), ("pp=2,slices=2:3", "the 9 tokens")):
+        with pytest.raises(NnscalerError, match=told):
+            parallelize(scan(), inputs(), ranks=2, plan=plan)
+
+
+def recomputed(graph: Graph, ranks: int) -> Plan:
+    made = make_plan(graph, signatures(graph), {"pp": ranks}, micro_batches=2, slices=(4, 3, 2))
+    return replace(made, steps=(*made.steps, RecomputeStep(("*",))))
+
+
+def test_what_is_computed_again_keeps_its_rows_once() -> None:
+    report = verify_plan(scan, inputs(), ranks=2, plan=recomputed, backend="simulator", depth="quick")
+    assert report.verdict.passes, [f.message for f in report.findings]
