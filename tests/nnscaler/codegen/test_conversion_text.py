@@ -123,7 +123,7 @@ def test_a_path_keeps_the_value_and_its_backward_is_the_adjoint(case: tuple[tupl
         leaf = values[communicator.rank].clone().requires_grad_()
         x = leaf * 1
         for move in found[1]:
-            text = conversion_text(move, sizes, "x", f"self.{NAMES[move.axis]}")
+            text = conversion_text(move, sizes, "x", f"self.{NAMES[move.axis]}", "x")
             x = eval(text, {"comm": comm, "self": stage, "x": x})
         x.backward(cotangents[communicator.rank])
         assert leaf.grad is not None
