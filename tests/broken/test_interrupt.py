@@ -60,7 +60,7 @@ def ignore_interrupts() -> None:
         ("gloo", signal.SIGINT, 1),
         pytest.param("simulator", signal.SIGINT, 1, marks=pytest.mark.long),
         pytest.param("gloo", signal.SIGINT, 2, marks=pytest.mark.long),
-        ("gloo", signal.SIGTERM, 1),
+        pytest.param("gloo", signal.SIGTERM, 1, marks=pytest.mark.long),
         ("simulator", signal.SIGTERM, 2),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,7 @@ def test_low_precision_is_in_the_mode_of_the_model(factory: Factory) -> None:
     assert report.exit_code == 0, report.to_json()
 
 
-@pytest.mark.parametrize("level", ["static", "run"])
-@pytest.mark.parametrize("made", MODES)
-@pytest.mark.parametrize("meant", MODES)
+@pytest.mark.parametrize(("meant", "made", "level"), every(3, product(MODES, MODES, ["static", "run"])))
 def test_a_program_of_another_mode(made: Factory, meant: Factory, level: Level, programs: dict[Factory, Path]) -> None:
     report = verify.verify_plan(meant, batch(), ranks=2, program=programs[made], level=level, depth="quick")
     assert report.exit_code == (0 if made is meant else 1), report.to_json()

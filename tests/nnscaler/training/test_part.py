@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -17,6 +18,7 @@ from nnscaler.training.part import Part
 from nnscaler.training.part_engine import PartEngine
 from nnscaler.training.part_program import PartProgram, compile_part
 from nnscaler.training.running import EngineSettings
+from tests.sampling import every
 
 WIDTH, HIDDEN, LENGTH, WORDS = 8, 10, 4, 11
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")
@@ -252,8 +254,7 @@ def assert_same(found: Steps, expected: Steps, part: Part) -> None:
         torch.testing.assert_close(gradient / count, rows_of(whole, part), rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "plan"), every(4, product(CASES, PLANS)))
 def test_training_is_that_of_the_eager_model(name: str, plan: str) -> None:
     case = CASES[name]
     expected, state = eager(case, range(5))

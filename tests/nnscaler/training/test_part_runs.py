@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,12 @@ class Both:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("before, after", [("dp=2,zero=1", "tp=2"), ("dp=3", "pp=2"), ("tp=2", "dp=2,zero=3")])
-@pytest.mark.parametrize("name", ["dropout", "norm", "blocks"])
+CHANGES = [("dp=2,zero=1", "tp=2"), ("dp=3", "pp=2"), ("tp=2", "dp=2,zero=3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"), every(2, [(n, *plans) for n, plans in product(("dropout", "norm", "blocks"), CHANGES)])
+)
 def test_a_run_goes_on_under_another_plan(name: str, before: str, after: str, tmp_path: Path) -> None:
     case = CASES[name]
     expected, _ = eager(case, range(5))
@@ -60,6 +65,7 @@ import torch
 
 import nnscaler
 from tests.nnscaler.training.test_part import CASES, Around, assert_same, eager, made, optimizer_of, train
+from tests.sampling import every
 
 for name, plan in (("dropout", "dp=2,zero=3"), ("blocks", "pp=2")):
     case = CASES[name]

@@ -14,6 +14,7 @@ from op_registry.spec import OperatorSpec
 
 import nnscaler
 import verify
+from tests.sampling import every
 from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.check import TargetOutcome, as_check
 from verify.evidence.oracle.enumerate import enumerate_cases
@@ -188,7 +189,7 @@ def test_shapes_are_tried_on_the_meta_device_first() -> None:
     assert finding.code == "annotation_does_not_fit"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", every(5, range(20)))
 def test_right_operators_pass_under_many_seeds(seed: int) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT / 8).softmax(-1) @ v

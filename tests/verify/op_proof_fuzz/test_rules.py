@@ -54,10 +54,10 @@ def test_samples_lead_to_every_rule() -> None:
 
 
 def test_no_rule_is_unsound() -> None:
-    ruled = {name: found for name, found in list(_calls().items())[::2] if rule_of(found[0].overload) is not None}
+    ruled = {name: found for name, found in list(_calls().items())[::6] if rule_of(found[0].overload) is not None}
     results = fuzz_in_children(ruled, conclude, seed=1, effort=QUICK)
     assert [unsound for result in results.values() for unsound in result.unsound] == []
-    assert sum(result.verified for result in results.values()) > 2500
+    assert sum(result.verified for result in results.values()) > 800
 
 
 def test_every_planted_wrong_rule_is_found() -> None:

@@ -15,6 +15,7 @@ from op_registry.expression import Expression, block_start, index
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.layout import Partial, State
+from tests.sampling import every
 from tests.verify.op_proofs_bounded.operators import (
     call_of,
     floats,
@@ -279,7 +280,7 @@ ROTATED = [
 ]
 
 
-@pytest.mark.parametrize("name", ROTATED)
+@pytest.mark.parametrize("name", every(2, ROTATED))
 def test_no_proof_is_vacuous(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every rank's result taken for the next one's, and one term of every sum left out, nothing is proved."""
 

@@ -81,7 +81,7 @@ SLOW = ("aten.index.Tensor", "aten.index_put.default", "aten.scatter_add.default
 @pytest.mark.parametrize(
     "name",
     every(
-        3, [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in dict.fromkeys([*REWRITTEN, *OTHERS])]
+        9, [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in dict.fromkeys([*REWRITTEN, *OTHERS])]
     ),
 )
 def test_built_in(name: str) -> None:

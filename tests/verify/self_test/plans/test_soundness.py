@@ -159,6 +159,7 @@ def _half_said_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derive, "splittable", splittable)
 
 
+@pytest.mark.long
 def test_search_finds_a_wrong_rule(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three edits have to fit each other: how the input is cut, over what the gradient is summed, and what is said of
     the loss. The search meets them in some hundred tries; four thousand are its limit here."""
