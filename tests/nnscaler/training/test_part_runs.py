@@ -15,6 +15,7 @@ from torch import nn
 from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.part import Part
 from tests.nnscaler.training.test_part import CASES, Around, assert_same, compiled, eager, on_ranks, optimizer_of, train
+from tests.sampling import every
 
 
 class Both:
@@ -65,6 +66,7 @@ import torch
 
 import nnscaler
 from tests.nnscaler.training.test_part import CASES, Around, assert_same, eager, made, optimizer_of, train
+from tests.sampling import every
 from tests.sampling import every
 
 for name, plan in (("dropout", "dp=2,zero=3"), ("blocks", "pp=2")):
