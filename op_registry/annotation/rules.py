@@ -142,7 +142,7 @@ def _refuse_mixed_marks(annotation: Annotation, text: str, ties: Ties) -> None:
             continue
         outputs = list(_outputs(annotation))
         kept = all(_names(o) & set(members) for o in outputs)
-        strongest = next((i for mark in ("^", "+") for i in found if i.mark == mark), found[0])
+        strongest = next((i for mark in ("^", "<", "+") for i in found if i.mark == mark), found[0])
         if strongest.mark == "+" and kept:
             strongest = _marked("")
         hint = f"`{with_marks(annotation, members, strongest)}`"

@@ -130,7 +130,7 @@ def test_a_plan_is_searched_within_what_the_options_say(
         (["--profile", "not_there.json"], "not_there.json"),
         (["--plan", "dp=2", "--memory", "1GB"], "leave --plan away"),
         (["--plan", "auto:h100x8", "--cluster", "a100x8"], "both name a cluster"),
-        (["--schedule", "interleaved"], "one stage per device"),
+        (["--schedule", "3f1b"], "no figures"),
         (["--schedule", "zigzag"], "1f1b"),
         (["--replicate", "nothing_like_this*"], "nothing_like_this"),
     ],

@@ -15,6 +15,7 @@ import pytest
 
 from op_registry.annotation.sizes import BoundAnnotation, bind
 from op_registry.annotation.splits import splittable
+from op_registry.annotation.syntax import UNSPLIT
 from op_registry.bind_call import linear_sets
 from op_registry.call import AxisShard
 from op_registry.errors import AnnotationError
@@ -95,10 +96,10 @@ def frozen_dims(sample: Sample, w: Whole) -> Iterator[Check]:
     if not w.compare or short_name(sample.operator) in FROZEN_ANYWAY:
         return
     for name, mark in w.bound.marks.items():
-        if mark != "^" or name.startswith("*") or w.bound.sizes[name] % 2 or w.bound.sizes[name] == 2:
+        if mark not in UNSPLIT or name.startswith("*") or w.bound.sizes[name] % 2 or w.bound.sizes[name] == 2:
             continue
         for wrong in (name, f"{name}+"):
-            text = re.sub(rf"\b{name}\^", wrong, w.bound.text)
+            text = re.sub(rf"\b{name}(\^|<\w*)", wrong, w.bound.text)
             try:
                 mutant = with_text(w, text)
             except AnnotationError:
@@ -106,7 +107,7 @@ def frozen_dims(sample: Sample, w: Whole) -> Iterator[Check]:
             shards = {name: (AxisShard("x", 2),)}
             checks = [partial(check_split, mutant, shards)]
             checks += [partial(_split_again, sample, seed, text, shards) for seed in FURTHER_DRAWS]
-            yield f"{name}^ as {wrong}", partial(_refuted, (Mismatch, RuntimeError, IndexError), checks)
+            yield f"{name}^ as {wrong}", partial(_refuted, (Mismatch, Refusal, RuntimeError, IndexError), checks)
 
 
 def other_linear_sets(sample: Sample, w: Whole) -> Iterator[Check]:

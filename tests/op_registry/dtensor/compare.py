@@ -9,6 +9,7 @@ import torch
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
 from op_registry.annotation.splits import shard_of
+from op_registry.annotation.syntax import UNSPLIT
 from op_registry.bind_call import linear_sets
 from op_registry.samples import SAMPLES
 from op_registry.samples.sample import Sample
@@ -74,7 +75,7 @@ def our_rules(w: Whole) -> Iterator[Rule]:
     bound = w.bound
     for name in bound.sizes:
         members = bound.tied[name]
-        if members[0] == name and bound.marks[name] != "^" and all(bound.sizes[m] > 1 for m in members):
+        if members[0] == name and bound.marks[name] not in UNSPLIT and all(bound.sizes[m] > 1 for m in members):
             summed = bound.marks[name] == "+"
             inputs = tuple(
                 _placed(bound, o, name, "P" if summed and o is not None and o.additive else "R") for o in bound.inputs

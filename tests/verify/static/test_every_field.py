@@ -113,6 +113,7 @@ def programs() -> dict[str, Program]:
         "rested": rested,
         "cast": cast,
         "pieces": pieces,
+        "sliced": nnscaler.parallelize(Returning(), {"x": torch.rand(2, 6, 4)}, ranks=1, plan="slices=2"),
         "stream": nnscaler.parallelize(
             models.perceptron(), models.points(), ranks=2, plan="pp=2", schedule="pipedream"
         ),
@@ -130,6 +131,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
     "Stage.micro_batches": ("exchanging", r"micro_batches = 2", "micro_batches = 1"),
     "Stage.staleness": ("stream", r"staleness = 1", "staleness = 0"),
     "Stage.versions": ("stream", r"versions = 2", "versions = 1"),
+    "Stage.slices": ("sliced", r"slices = 2", "slices = 3"),
     "Stage.time_axes": ("pieces", r'time_axes = \{"co": 2\}', 'time_axes = {"co": 3}'),
     "Stage.parameters": ("piped", r'        "spare": Parameter[^\n]*\n', ""),
     "Stage.frozen": ("piped", r"    frozen = \{", "    buffers = {"),

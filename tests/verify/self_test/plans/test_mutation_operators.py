@@ -20,7 +20,7 @@ from verify.self_test.programs.mutants.role_source import RightProgram
 from verify.self_test.programs.third_oracle import compare_programs
 
 BASES = ("sharded", "staged", "sharded stages", "experts")
-SMALL = ("packed", "strided", "uneven", "rested", "cube", "normed", "adapted", "recycled")
+SMALL = ("packed", "strided", "uneven", "rested", "cube", "normed", "adapted", "recycled", "stream")
 
 
 @pytest.fixture(scope="module")
