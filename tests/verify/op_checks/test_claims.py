@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,7 @@ OPTIONS = OpOptions(prove=False, explain=False)
 
 
 def _unfrozen(name: str) -> OperatorSpec:
-    """A built-in operator whose annotation has lost its `^`."""
+    """A built-in operator whose annotation has lost its `^` and `<`."""
     spec = default_registry().lookup(name)
     assert spec is not None
     annotation = spec.annotation
@@ -41,7 +42,7 @@ def _unfrozen(name: str) -> OperatorSpec:
     def unfrozen(call: Call) -> Any:
         found = annotation(call) if callable(annotation) else annotation
         text, sizes = (found, {}) if isinstance(found, str) else found
-        return text.replace("^", ""), sizes
+        return re.sub(r"\^|<\w*", "", text), sizes
 
     return replace(spec, annotation=unfrozen)
 
