@@ -88,6 +88,17 @@ class Returning(nn.Module):
         return {"loss": self.down(found.relu()).square().mean(), "found": found}
 
 
+class Running(nn.Module):
+    """Adds up the tokens before each one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).cumsum(1).square().mean()
+
+
 def _exchanging() -> Program:
     """A stage of one rank before one of two, with micro-batches: what crosses is exchanged."""
     plan = nnscaler.parallelize(models.perceptron(), models.points(), ranks=2, plan="pp=2", micro_batches=2).plan
@@ -113,7 +124,7 @@ def programs() -> dict[str, Program]:
         "rested": rested,
         "cast": cast,
         "pieces": pieces,
-        "sliced": nnscaler.parallelize(Returning(), {"x": torch.rand(2, 6, 4)}, ranks=1, plan="slices=2"),
+        "sliced": nnscaler.parallelize(Running(), {"x": torch.rand(2, 4, 3)}, ranks=1, plan="slices=2"),
         "stream": nnscaler.parallelize(
             models.perceptron(), models.points(), ranks=2, plan="pp=2", schedule="pipedream"
         ),
@@ -131,7 +142,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
     "Stage.micro_batches": ("exchanging", r"micro_batches = 2", "micro_batches = 1"),
     "Stage.staleness": ("stream", r"staleness = 1", "staleness = 0"),
     "Stage.versions": ("stream", r"versions = 2", "versions = 1"),
-    "Stage.slices": ("sliced", r"slices = 2", "slices = 3"),
+    "Stage.slices": ("sliced", r"slices = 2", "slices = 4"),
     "Stage.time_axes": ("pieces", r'time_axes = \{"co": 2\}', 'time_axes = {"co": 3}'),
     "Stage.parameters": ("piped", r'        "spare": Parameter[^\n]*\n', ""),
     "Stage.frozen": ("piped", r"    frozen = \{", "    buffers = {"),
