@@ -31,7 +31,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*VERIFY, "--plan", "odd.json"], "no schedule '1f1bb'"),
     ([*COMPILE, "--ranks", "2", "--schedule", "gpip"], "no schedule 'gpip'\n  help: did you mean 'gpipe'?"),
     ([*VERIFY, "--plan", "pp=2", "--schedule", "zigzag"], "no schedule 'zigzag'"),
-    ([*COMPILE, "--ranks", "2", "--schedule", "interleaved"], "the planner searches plans with one stage per device"),
+    ([*COMPILE, "--ranks", "2", "--schedule", "3f1b"], "the planner has no figures of its memory and its step"),
     ([*VERIFY, "--plan", "tp=2", "--memory", "80GB"], "--memory is for the search of a plan"),
     ([*VERIFY, "--plan", "auto:h100x8", "--cluster", "cpu"], "both name a cluster"),
     ([*VERIFY, "--ranks", "2", "--cluster", "h100x9"], "'h100x9' is neither a file nor a cluster that is known"),
