@@ -17,6 +17,7 @@ from math import inf
 
 import numpy as np
 
+from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.layer_chain import Chain, Numbers
@@ -152,7 +153,10 @@ def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float
     Where the graph is no chain, or ranks divide experts, the bound holds whatever the memory is.
     """
     if c.ep > 1:
-        return c.each * subject.fastest(c.tp, c.parts, ep=c.ep)
+        try:
+            return c.each * subject.fastest(c.tp, c.parts, ep=c.ep)
+        except NnscalerError:  # beside divided experts, the constraints leave an operation no choice on tp
+            return inf
     if subject.chain(c.tp, c.parts) is None:
         times = c.each if c.passes is None else 1.0
         return times * subject.fastest(c.tp, c.parts, c.passes) + c.each * gathering(subject, c)

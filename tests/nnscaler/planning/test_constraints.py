@@ -337,7 +337,7 @@ def test_plans_outside_of_the_space_are_refused() -> None:
     plan = Plan((("dp", 2), ("tp", 2)))
     for steps, more in (
         ((OrderStep(("add",), ("linear",)),), {}),
-        ((), {"schedule": "gpipe"}),
+        ((), {"schedule": "3f1b"}),
         ((), {"data_axes": ()}),
     ):
         other = Plan(plan.mesh, steps, **more)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.stage_partition_dp import best_cut
 from nnscaler.planning.solver import eliminate as elimination
+from nnscaler.scheduling.registry import DEFAULT
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 
@@ -85,8 +86,9 @@ def test_a_bound_is_one_for_every_plan_that_is_made_under_some_limit(cluster: st
             for limit in (made.memory, PLENTY):
                 for bound in (rough_bound, near_bound, bound_within):
                     assert bound(subject, c, limit) <= made.seconds * (1 + 1e-9), (c, share, bound)
-            looked += 1
-            close += bound_within(subject, c, made.memory) >= 0.9 * made.seconds
+            if c.schedule is DEFAULT:  # of the others the ramp is bounded too, and by less
+                looked += 1
+                close += bound_within(subject, c, made.memory) >= 0.9 * made.seconds
     assert looked > 4 and close > 0.7 * looked
 
 
@@ -122,7 +124,7 @@ def test_mixing_is_better_than_all_or_none() -> None:
     _, memory = limited(subject, 0.8, pp=4, micro_batches=8)
 
     def this(c: Configuration) -> bool:
-        return c.pp == 4 and c.micro_batches == 8
+        return c.pp == 4 and c.micro_batches == 8 and c.schedule is DEFAULT
 
     mixed = search(subject, 4, memory, this)
     plain = search(subject, 4, memory, lambda c: this(c) and c.recompute is not None)
