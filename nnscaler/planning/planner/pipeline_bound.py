@@ -338,7 +338,7 @@ def added_of(
 
 def adding(seconds: Numbers, ramp: float, added: Numbers | None) -> Numbers:
     """Return what devices add to a step: a part of their `seconds`, [stages, layers, states, states], or more."""
-    found = ramp * seconds
+    found = ramp * seconds if ramp else np.zeros_like(seconds)  # no part of what is infinite is nothing, not nan
     return found if added is None else np.maximum(found, added[:, :, None, None])
 
 
