@@ -66,7 +66,7 @@ class Configuration:
 
     @property
     def figures(self) -> ScheduleFigures:
-        """What the planner assumes of the schedule."""
+        """The figures that the planner assumes of the schedule."""
         assert self.schedule.figures is not None, "schedules without figures are not searched"
         return self.schedule.figures
 

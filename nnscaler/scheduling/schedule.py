@@ -81,7 +81,7 @@ Ramp = tuple[float, float, float]  # how often F, I and W of a device count; B i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduleFigures:
-    """What a planner may assume of a schedule, with F, I and W the seconds of all layers of a device.
+    """Figures of a schedule that a planner may assume, with F, I and W the seconds of all layers of a device.
 
     The device with most to do runs all of its micro-batches, and every other one adds what the first micro-batch takes
     to get through it, and the last gradient: its ramp. This is exact for equal stages and messages that take no time.
@@ -188,7 +188,7 @@ class ScheduleKind:
 
     @property
     def shares(self) -> bool:
-        """Whether some of its stages are on several devices."""
+        """True where some of its stages are on several devices."""
         return any(len(devices) > 1 for devices in self.places(2, self.chunks))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from csv import reader
 
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.instructions import read_instruction
 from nnscaler.scheduling.given import GivenOrder
 from nnscaler.scheduling.schedule import Schedule
 
@@ -18,6 +19,7 @@ FORM = (
     "write <stage><kind><micro-batch>, such as 0F0, with the kinds F (forward), B (backward), or I and W (its halves); "
     "an empty cell is idle"
 )
+ONE_RANK = "torch runs a stage on one rank"
 _PASS = re.compile(r"([0-9]{1,9})([FBIWU])([0-9]{1,9})")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 # what torch puts around passes for its own communication, in its format "compute_comms"
@@ -26,7 +28,7 @@ _OWN = re.compile(r"[0-9]{1,9}(?:(?:SEND|RECV)_[FB][0-9]{1,9}|UNSHARD|RESHARD|RE
 
 def read_csv(text: str, file: str) -> tuple[GivenOrder, ...]:
     """Return the orders in a CSV, one per row. Raises NnscalerError("bad_schedule") with row and column of a cell that
-    is none of torch's."""
+    is none of torch's, and of a pass whose stage is in another row."""
     lines = text.splitlines()
     while lines and not lines[-1].strip():
         lines.pop()
@@ -38,6 +40,15 @@ def read_csv(text: str, file: str) -> tuple[GivenOrder, ...]:
                 words.append(word)
                 places.append(f"column {column}")
         found.append(GivenOrder(tuple(words), tuple(places), f"row {number}", SourceLocation(file, number)))
+    rows: dict[int, GivenOrder] = {}
+    for order in found:
+        for word in order.words:
+            read = read_instruction(word)
+            assert read is not None, "a pass in our words"
+            other = rows.setdefault(read.stage, order)
+            if other is not order:
+                message = f"{word} is of stage {read.stage}, which is in {other.name} as well"
+                raise order.wrong(file, word, message, ONE_RANK)
     return tuple(found)
 
 
@@ -54,9 +65,13 @@ def _passes(cell: str, where: SourceLocation, place: str) -> Iterator[str]:
 
 
 def write_csv(schedule: Schedule) -> str:
-    """Return the schedule as torch reads it. Raises NnscalerError("bad_schedule") for a stage on several devices."""
+    """Return the schedule as torch reads it. Raises NnscalerError("bad_schedule") for a stage on several devices, and
+    for slices of tokens, which torch has not."""
+    if schedule.slices > 1:
+        message = f"schedule {schedule.name} runs micro-batches in {schedule.slices} slices"
+        raise NnscalerError("bad_schedule", message, help="torch runs a micro-batch whole")
     for stage, devices in enumerate(schedule.devices):
         if len(devices) > 1:
             message = f"schedule {schedule.name} has stage {stage} on the devices {list(devices)}"
-            raise NnscalerError("bad_schedule", message, help="torch runs a stage on one rank")
+            raise NnscalerError("bad_schedule", message, help=ONE_RANK)
     return "".join(",".join(f"{i.stage}{i.kind}{i.micro}" for i in order) + "\n" for order in schedule.orders)

@@ -114,7 +114,7 @@ class Layered:
 
     @cached_property
     def added(self) -> Numbers | None:
-        """What each device adds to a step at least, by its layers: [stages, layers]; None where that is a part of its
+        """The least that each device adds to a step, by its layers: [stages, layers]; None where that is a part of its
         seconds alone."""
         return added_of(self.configuration, self.stages, self.chain, self.most)
 

@@ -64,7 +64,7 @@ def ring_attention(
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """What the blocks of one call are.
+    """The blocks of one call.
 
     over          the axis around which keys and values go
     rows          of this rank

@@ -1,4 +1,4 @@
-"""What `cp=` in a specification makes of a model, and what it says of models with which it does not go."""
+"""Plans that `cp=` in a specification makes, and what it says of models with which it does not go."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
@@ -131,8 +131,7 @@ def test_what_the_planner_assumes(
     kind = SCHEDULES[name]
     figures = kind.figures
     assert figures is not None
-    if not figures.holds(devices, micro_batches):
-        return
+    assume(figures.holds(devices, micro_batches))
     chunks = data.draw(st.sampled_from(figures.chunks[:3]))
     schedule = kind(devices, chunks, micro_batches)
     found = simulate(schedule, costs=costs_of(schedule, times, [1.0] * devices))
@@ -147,6 +146,23 @@ def test_what_the_planner_assumes(
     unlike = simulate(schedule, costs=costs_of(schedule, times, each)).makespan
     step = figures.step_seconds([(f * n, i * n, w * n) for n in each for f, i, w in (times,)], micro_batches, chunks)
     assert unlike <= step * 1.015
+
+
+@given(name=st.sampled_from(["1f1b", "gpipe", "interleaved"]), data=st.data(), **devices_and_micros)
+@settings(max_examples=100, deadline=None)
+def test_what_the_planner_assumes_of_one_stage_a_device(
+    name: str, data: st.DataObject, devices: int, micro_batches: int
+) -> None:
+    """A step of equal stages is exact; unlike ones take no more where backward takes the same multiple of forward."""
+    kind = SCHEDULES[name]
+    figures = kind.figures
+    assert figures is not None
+    schedule = kind(devices, 1, micro_batches)
+    assert simulate(schedule).makespan == figures.step_seconds([(1.0, 1.0, 1.0)] * devices, micro_batches)
+    forward = [float(n) for n in data.draw(st.lists(st.integers(1, 9), min_size=devices, max_size=devices))]
+    unlike = simulate(schedule, costs=PassCosts(forward, [2 * f for f in forward], forward))
+    assert unlike.makespan <= figures.step_seconds([(f, f, f) for f in forward], micro_batches)
+    assert unlike.makespan >= 3 * max(forward) * micro_batches
 
 
 @given(data=st.data(), shared=st.integers(0, 2), **devices_and_micros)

@@ -87,7 +87,7 @@ class Partition:
 
     @property
     def communicates(self) -> bool:
-        """Whether the ranks of an axis wait for each other inside of the operator."""
+        """True where the ranks of an axis wait for each other inside of the operator."""
         return any(isinstance(value, AxisArgument) for value in (*self.call.args, *self.call.kwargs.values()))
 
     def random_arguments(self, rank: Sequence[int]) -> dict[str, Any]:

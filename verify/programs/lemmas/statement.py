@@ -92,7 +92,7 @@ class Splits:
 
     @property
     def by_one_shard(self) -> bool:
-        """Whether a proof may follow the call of one shard, which is the same on every rank and waits for none."""
+        """True where a proof may follow the call of one shard, which is the same on every rank and waits for none."""
         return not self.uneven and not self.circulating and not self.prefix
 
 
@@ -125,7 +125,7 @@ class Together:
 
     @property
     def alone(self) -> tuple[Splits, ...]:
-        """What is claimed of each split by itself, which one axis makes."""
+        """The claims on each split by itself, which one axis makes."""
         return tuple(dict.fromkeys(Splits(n, False, a, n in self.prefix) for n, a in zip(*self.pair, strict=True)))
 
 

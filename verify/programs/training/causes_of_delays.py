@@ -1,4 +1,4 @@
-"""What other versions of parameters would make of the losses and gradients of a stream."""
+"""Test which other versions of parameters would make the losses and gradients of a stream."""
 
 from __future__ import annotations
 

@@ -152,21 +152,20 @@ def _half_said_sections(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = any([f.identifier for f in factors] == [identifier] for factors in dims)
         return cut(*given) if whole or not sections else None
 
-    def splittable(bound: Any, identifier: str, parts: int, outer: int, sizes: Any, sections: Any) -> str | None:
-        return legal(bound, identifier, 1, 1) if sections else legal(bound, identifier, parts, outer, sizes)
+    def splittable(bound: Any, identifier: str, parts: int, outer: int, sizes: Any, sections: Any, *more: Any) -> Any:
+        return legal(bound, identifier, 1, 1) if sections else legal(bound, identifier, parts, outer, sizes, (), *more)
 
     monkeypatch.setattr(derive, "shard_of", shard_of)
     monkeypatch.setattr(derive, "splittable", splittable)
 
 
-@pytest.mark.long
 def test_search_finds_a_wrong_rule(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three edits have to fit each other: how the input is cut, over what the gradient is summed, and what is said of
-    the loss. The search meets them in some hundred tries; twelve thousand are its limit here."""
+    the loss. The search meets them in some hundred tries; four thousand are its limit here."""
     right = tiny("shuffled")
     with monkeypatch.context() as patch:
         _half_said_sections(patch)
-        searches = (Fuzz("shuffled", right, Random(seed), 500, True).work() for seed in range(24))
+        searches = (Fuzz("shuffled", right, Random(seed), 500, True).work() for seed in range(8))
         found = next((search.violations[0] for search in searches if search.violations), None)
         assert found is not None, "the search does not find what is planted"
         assert read_statically(found.sources, right.base.traced.graph).refuted is False

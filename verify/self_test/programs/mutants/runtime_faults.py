@@ -176,7 +176,7 @@ def stale_forward() -> AbstractContextManager[None]:
 
 
 def repeated_update(times: int) -> Fault:
-    """What an update adds to the parameters is added so many times."""
+    """Add to the parameters so many times what an update adds."""
 
     def apply(self: StreamExecutor, *given: Any) -> None:
         before = {p: p.detach().clone() for p in self.parameters.values()}

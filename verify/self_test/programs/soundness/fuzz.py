@@ -22,6 +22,7 @@ from verify.results.catalogue import UNMATCHED
 from verify.self_test.programs.judge import Answer, Execution
 from verify.self_test.programs.mutants.catalogue import TEXT_OPERATORS
 from verify.self_test.programs.mutants.mutant import Edits
+from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.soundness.declaration_edits import DECLARED
 from verify.self_test.programs.soundness.line_edits import LINES, SAME
 from verify.self_test.programs.soundness.role_draft import Draft, Propose
@@ -119,6 +120,11 @@ class Fuzz:
         subject = self.execution.base.subject
         return Draft(subject, dict(subject.program.sources))
 
+    @cached_property
+    def planted(self) -> tuple[MutationOperator, ...]:
+        """The mutation operators that have places in the program: those of streams have none in most."""
+        return tuple(operator for operator in TEXT_OPERATORS if operator.places(self.right.subject))
+
     def work(self) -> EditTally:
         """Try `count` edited programs."""
         try:
@@ -184,7 +190,7 @@ class Fuzz:
         kind = self.chance.choice(kinds)
         if kind != PLANTED:
             return kind, KINDS[kind](draft, self.chance) or ()
-        operator = self.chance.choice(TEXT_OPERATORS)
+        operator = self.chance.choice(self.planted)
         places = operator.places(draft.subject)
         return PLANTED, self.chance.choice(places) if places else ()
 
