@@ -37,7 +37,14 @@ from verify.programs.minimise_plan import PlanTrial, minimise
 from verify.programs.plan_report import keep_program, make_report
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.proof import Proof, ProofOptions, combine, prove_program
-from verify.programs.reference.eager import Settings, Trajectory, logical_state, measure_condition, run_reference
+from verify.programs.reference.eager import (
+    Settings,
+    Trajectory,
+    logical_state,
+    measure_condition,
+    not_finite,
+    run_reference,
+)
 from verify.programs.reference.program_draws import UnmatchedDraws
 from verify.programs.request import PlanRequest, check_values
 from verify.programs.role_text import SourceMap
@@ -49,7 +56,6 @@ from verify.programs.typing.roles.record import Stored, check_batch, check_state
 from verify.results.attachments import ComparedTensor
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
-from verify.results.tolerance import is_finite
 from verify.results.verdict import Verdict
 
 # L3 of verify-plan: the program in a lower precision, against the noise of the model itself in it.
@@ -200,15 +206,10 @@ def _reference(request: PlanRequest, prepared: Prepared) -> tuple[Prepared, Traj
 
 
 def _not_finite(reference: Trajectory) -> Finding | None:
-    bad = [f"the loss of step {i}" for i, loss in enumerate(reference.losses) if not is_finite(loss)]
-    for step, gradients in enumerate(reference.gradients):
-        bad += [
-            f"the gradient of `{n}` at step {step}" for n, g in gradients.items() if g is not None and not is_finite(g)
-        ]
-    if not bad:
-        return None
-    message = f"the model itself computes NaN or infinity: {bad[0]}"
-    return Finding("reference_not_finite", message, help="its parameters were disturbed at random: try another --seed")
+    losses = ((f"the loss of step {i}", loss) for i, loss in enumerate(reference.losses))
+    steps = enumerate(reference.gradients)
+    gradients = ((f"the gradient of `{n}` at step {step}", g) for step, found in steps for n, g in found.items())
+    return not_finite((*losses, *gradients))
 
 
 def _beside(request: PlanRequest, prepared: Prepared, reference: Trajectory) -> Beside:

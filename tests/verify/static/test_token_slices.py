@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
+from nnscaler.planning.coshard import coshard_steps
+from nnscaler.planning.policies import make_plan
+from nnscaler.transform import apply
 from tests.traced_examples import traced
 from verify.programs.random_plans import SLICED, random_plan
 from verify.programs.typing import check_program
@@ -95,3 +99,14 @@ def test_unequal_slices_are_not_other_unequal_ones() -> None:
         changed, count = re.subn(pattern, instead, text, count=1)
         assert count == 1, pattern
         assert wrong(found, {**found.sources, "role_0.py": changed}), pattern
+
+
+def test_pieces_keep_no_rows_for_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler refuses a region in pieces beside slices; its text is refuted all the same."""
+    monkeypatch.setattr(apply, "_check_slices", lambda plan: None)
+    found = traced("gpt")
+    known = signatures(found.graph)
+    plan = make_plan(found.graph, known, {"pp": 1}, micro_batches=2, slices=(1, 1))
+    steps = (*plan.steps, *coshard_steps(found.graph, known, plan, 2))
+    made = compile_traced(found, WantedPlan(1, replace(plan, steps=steps)), model={"name": "gpt"})
+    assert any("in a region that runs in pieces" in text for text in wrong(made, made.sources))

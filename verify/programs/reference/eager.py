@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,18 @@ from nnscaler.tracing.export.loss_module import Results, results_of
 from nnscaler.tracing.precision import convert_floats, exact, run_backward, with_draws, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
-from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale
+from verify.results.finding import Finding
+from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
+
+
+def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> Finding | None:
+    """Return a finding for the first value of a reference that is NaN or infinite, which would equal any other."""
+    bad = next((name for name, value in named if value is not None and not is_finite(value)), None)
+    if bad is None:
+        return None
+    message = f"the model itself computes NaN or infinity: {bad}"
+    return Finding("reference_not_finite", message, help="its parameters were disturbed at random: try another --seed")
+
 
 # The state that a comparison starts from: the model's own, with every parameter disturbed.
 # A freshly built model has zero biases and unit norms. Terms multiplied by them, or added by them, would be

@@ -6,9 +6,11 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from torch import Tensor
 
 from nnscaler.codegen.program import Origin, Program
 from nnscaler.compile import for_batch
@@ -35,7 +37,7 @@ from verify.programs.execution.backends import (
     start_server,
 )
 from verify.programs.prepare import Prepared, matched_draws
-from verify.programs.reference.eager import choose_learning_rate, logical_state, scale_of
+from verify.programs.reference.eager import choose_learning_rate, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
 from verify.programs.role_text import SourceMap
 from verify.programs.training.comparison import compare
@@ -135,9 +137,21 @@ def compare_runs(
     """Compare what the ranks did with what the model does. `eager`: that, where it is known."""
     model, course = training.model, training.course
     micro_batches = prepared.program.manifest.micro_batches
-    trained = Trained(course, eager or model.train(course), model, tuple(ranks), micro_batches)
+    eager = eager or model.train(course)
+    unusable = not_finite(_values_of(eager))
+    if unusable is not None:
+        return [CheckOutcome(Check("training: reference", Verdict.INCONCLUSIVE, 0), (unusable,))]
+    trained = Trained(course, eager, model, tuple(ranks), micro_batches)
     places = SourceMap(prepared.graph).of_parameters()
     return compare(trained, lambda: model.train(course, moved=True), places.get)
+
+
+def _values_of(eager: EagerRun) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield every value of the model's own training, with its name."""
+    for number, step in enumerate(eager.steps):
+        yield from ((f"a loss of step {number}", loss) for loss in step.losses)
+        yield from ((f"the gradient of `{name}` at step {number}", value) for name, value in step.gradients.items())
+        yield from ((f"`{name}` after step {number}", value) for name, value in step.parameters.items())
 
 
 # -- the course -------------------------------------------------------------------------------------------------------

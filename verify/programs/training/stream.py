@@ -7,7 +7,6 @@ equals, and every report names it.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,18 +33,27 @@ from verify.programs.training.run import (
     run_ranks,
     scales,
 )
+from verify.programs.typing.roles.reader import read_role
+from verify.programs.typing.roles.text import Unreadable
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
 PLAIN = "torch.optim::SGD"
-_DECLARED = re.compile(r"^    staleness = ", re.MULTILINE)
 RAN = "stream: runs on every rank"
 
 
 def is_stream(program: OpenedProgram) -> bool:
-    """Return whether stages of a program declare a staleness; read in the text, for it may not load."""
-    texts = ((program.path / file).read_text(encoding="utf-8") for file in program.role_files)
-    return any(_DECLARED.search(text) for text in texts)
+    """Return whether stages of a program declare a staleness, as the proof reads them, for they may not load. A text
+    that cannot be read is proved in no case; it is one of a stream where it speaks of staleness."""
+    for file in program.role_files:
+        text = (program.path / file).read_text(encoding="utf-8")
+        try:
+            declared = any(stage.staleness is not None for stage in read_role(file, text).stages)
+        except Unreadable:
+            declared = "staleness" in text
+        if declared:
+            return True
+    return False
 
 
 def semantics_of(program: OpenedProgram) -> str:

@@ -58,6 +58,7 @@ def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], t
         wrong += [(role, mistake) for stage in role.stages for mistake in _stream_mistakes(stage, stages)]
         wrong += [(role, _mistake(role, mistake)) for mistake in mistakes]
     told = ""
+    wrong += [(role, mistake) for role in roles for mistake in _written_mistakes(role, roles)]
     if any(stage.staleness is not None for stage in stages.values()):
         told = semantics(len(stages))
         # any batch waits for those at most so far apart as there are stages: longer streams only repeat this
@@ -81,6 +82,15 @@ def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], t
         mistake = Mistake("deadlock", "the schedule comes to a halt: " + "; ".join(heads), cause)
         wrong.append((roles[min(found.stuck)], mistake))
     return Order(found.done, tuple(wrong), told)
+
+
+def _written_mistakes(role: RoleText, roles: Sequence[RoleText]) -> Iterator[Mistake]:
+    """Yield what is wrong with how many batches the order of a stream is written for: messages are named by places,
+    which are free again after so many."""
+    written, other = batches_written(role.schedule), batches_written(roles[0].schedule)
+    if written != other and any(stage.staleness is not None for stage in role.stages):
+        message = f"SCHEDULE of {role.file} is written for {written} batches, and that of {roles[0].file} for {other}"
+        yield Mistake("deadlock", message, "a message would be sent under one name and awaited under another")
 
 
 def _passes(stage: StageText, trains: bool, written: int) -> StagePasses:

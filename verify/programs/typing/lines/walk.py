@@ -318,6 +318,10 @@ class Walk:
         if type(name) is not str or self.reading.kept.setdefault(name, line.number) != line.number:
             message = f"`{line.text}` keeps rows of `{operand.tensor}` under {name!r}, where others are kept"
             raise Mistake("layouts_disagree", message, "rows of two tensors would be mixed", operand.tensor)
+        sizes = dict(zip(self.reading.axes.names, self.reading.axes.sizes, strict=True))
+        if any(sizes[axis] > 1 for axis in self.reading.stage.time_axes):
+            message = f"`{line.text}` keeps rows of `{operand.tensor}` in a region that runs in pieces"
+            raise Mistake("layouts_disagree", message, "each piece would keep other rows in one place", operand.tensor)
 
     def _move(self, line: Assignment, result: Held | Absent) -> Move | None:
         if not moves(line) or not isinstance(result, Held):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from nnscaler.instructions import batches_written, going_on, read_instruction
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.mutation_operator import Find, operators
 from verify.self_test.programs.mutants.role_source import RightProgram
@@ -72,6 +73,14 @@ def _never_the_last(subject: RightProgram) -> Iterator[Edits]:
         yield tuple(r.reordered([i for i in r.order if i[0] != "U" or not i.endswith(tail)]) for r in subject.roles)
 
 
+def _written_for_more(subject: RightProgram) -> Iterator[Edit]:
+    """The order of one device is written for a batch more than those of the others."""
+    for role in subject.roles if _is_stream(subject) else ():
+        order = [read for read in map(read_instruction, role.order) if read is not None]
+        longer = range(batches_written(role.order) + 1)
+        yield role.reordered([str(i) for i in going_on(order, longer.__contains__)])
+
+
 def _on_another_stage(subject: RightProgram) -> Iterator[Edits]:
     """An update is made by the ranks of another stage, which have no gradient of it."""
     for role in subject.roles:
@@ -126,6 +135,7 @@ OPERATORS = operators(
         "updates exchanged": _at_updates(_exchanged),
         "updates at the end": _at_the_end,
         "update on another stage": _on_another_stage,
+        "order written for a batch more": _written_for_more,
         "no older version kept": _declared("versions", lambda n: 1 if n > 1 else None),
         "one version too few kept": _declared("versions", lambda n: n - 1 if n > 2 else None),
         "less staleness declared": _declared("staleness", lambda n: n - 1 if n else None),
