@@ -40,7 +40,6 @@ from nnscaler.ir.layout import (
     Layout,
     Partial,
     Sharded,
-    full_along,
     local_shape,
     shape_of_rank,
     with_state,
@@ -125,15 +124,16 @@ def _unreachable(tensor: str, target: StageBuilder) -> NnscalerError:
 
 
 def _rings(
-    graph: Graph, program: StageProgram, statement: Compute, live: Collection[str]
+    graph: Graph, program: StageProgram, statement: Compute, live: Collection[str], slices: range
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield what an operation passes around: the axis, the elements of the ring, and how often in a pass."""
+    """Yield what an operation passes around in each slice: the axis, the elements of the ring, how often in a pass."""
     sizes, operands = program.stage.sizes, [graph.tensors[v.tensor] for v in statement.inputs]
     ways: tuple[Direction, ...] = ("forward", "backward")
     for way in ways[: 1 + any(v.variable in live for v in writes(statement))]:
         for turn in rotations(statement.circulates, operands, sizes, way):
             layout, shape = statement.inputs[turn.slot].layout, operands[turn.slot].shape
-            yield turn.axis, prod(full_along(layout, sizes, shape, turn.axis)), turn.times
+            whole = with_state(layout, turn.axis, INVARIANT)
+            yield from ((turn.axis, prod(program.stage.shape_in_slice(whole, shape, i)), turn.times) for i in slices)
 
 
 def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str, str], tuple[int, float]]:
@@ -155,7 +155,7 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
             for statement in statements:
                 count = times * times_of(statement, program.stage)
                 if isinstance(statement, Compute):
-                    for ring, elements, turns in _rings(graph, program, statement, live):
+                    for ring, elements, turns in _rings(graph, program, statement, live, slices):
                         add(names[ring], ROTATE, elements, sizes[ring], count * turns)
                 if not isinstance(statement, Convert):
                     continue

@@ -30,7 +30,7 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.regions import Message as Block
 from nnscaler.communication.regions import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph, Operation, element_bytes
-from nnscaler.ir.layout import DeviceMesh, Layout, Partial, is_uneven, local_shape
+from nnscaler.ir.layout import SLICE, DeviceMesh, Layout, Partial, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.rotations import ROTATE, Direction, rotations
 
@@ -65,9 +65,10 @@ def by_bytes(
 
 
 def bytes_on(rank: int, stage: Stage, layout: Layout, shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of the shard of one rank; of the first piece, which is the largest one."""
-    at = (*stage.mesh.coordinates(rank).values(), *(0 for _ in stage.axes[stage.first_in_time :]))
-    return prod(local_shape(layout, stage.sizes, shape, at)) * element_bytes(dtype)
+    """Return the bytes of the shard of one rank; of the first piece, which is the largest one, and largest slice."""
+    ranks, in_time = tuple(stage.mesh.coordinates(rank).values()), stage.names[stage.first_in_time :]
+    places = ((*ranks, *(index if axis == SLICE else 0 for axis in in_time)) for index in range(stage.slices))
+    return max(prod(local_shape(layout, stage.sizes, shape, at)) for at in places) * element_bytes(dtype)
 
 
 def _ravel(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
@@ -166,7 +167,8 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
             differentiates = any(v.variable in live for v in writes(statement))
             ways: list[tuple[Part, str, bool]] = [("forward", "F", True), ("backward", "I", differentiates)]
             for part, phase, made in (*ways, ("recompute", "W" if halves[i].again else "I", i in again)):
-                yield from _sites(part, i, _rotations(graph, program, statement, part, phase) if made else ())
+                found = _rotations(graph, program, statement, part, phase)
+                yield from _sites(part, i, found if made else ())
         if isinstance(statement, Convert):
             cause, times = causes[i], passes * times_of(statement, program.stage)
             ahead = _conversion(graph, program, statement, "forward", "F", cause, times)
@@ -236,7 +238,7 @@ def _rotations(graph: Graph, program: StageProgram, statement: Compute, part: Pa
             call = CallClass(ROTATE, part, phase, stage.index, name, turn.dtype, size, members, module, where)
             found[call] = found.get(call, 0) + turn.times
     for call, times in found.items():
-        yield call, times * stage.micro_batches * times_of(statement, stage), ()
+        yield call, times * stage.passes * times_of(statement, stage), ()
 
 
 def _causes(statements: Sequence[Statement]) -> Mapping[int, Operation | None]:

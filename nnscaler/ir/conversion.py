@@ -130,6 +130,11 @@ def _exchangeable(before: Sharded, after: Sharded, parts: int) -> bool:
     return not (before.sizes or after.sizes) and intervals_nest(before.outer, parts, after.outer, parts)
 
 
+def _before(state: State) -> tuple[State, ...]:
+    """Return the states that lead to this one and that neither end of a path need have: rows, before they are kept."""
+    return (Sharded(state.dim, sizes=state.sizes),) if isinstance(state, Prefix) else ()
+
+
 @lru_cache(maxsize=65536)
 def find_path(
     source: Layout,
@@ -146,7 +151,7 @@ def find_path(
     if source == target:
         return 0.0, ()
     options: list[tuple[State, ...]] = [
-        tuple(dict.fromkeys((a, b, INVARIANT))) for a, b in zip(source, target, strict=True)
+        tuple(dict.fromkeys((a, b, INVARIANT, *_before(b)))) for a, b in zip(source, target, strict=True)
     ]
     best: dict[Layout, float] = {source: 0.0}
     came: dict[Layout, Move] = {}

@@ -15,8 +15,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import INVARIANT, Replicated
-from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant, Stage
+from nnscaler.ir.layout import INVARIANT, SLICE, Replicated
+from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant
 from nnscaler.ir.signature import Signature
 
 SUFFIX = "_of_step"
@@ -28,30 +28,32 @@ def hoist(partitioned: PartitionedGraph, signatures: dict[str, Signature]) -> Pa
     if partitioned.stages[0].passes == 1:
         return partitioned
     uses = [
-        (op, slot)
+        (op, slot, axis)
         for op in graph.operations
         for slot in range(len(op.inputs))
-        if not _reachable_in_time(partitioned, signatures, op, slot)
+        if (axis := _coupled_axis(partitioned, signatures, op, slot)) is not None
     ]
     if not uses and not graph.updates:
         return partitioned
     hoisted: dict[str, None] = {}
-    for op, slot in uses:
-        _collect(graph, op, op.inputs[slot], hoisted, partitioned.stages[0])
+    for op, slot, axis in uses:
+        _collect(graph, op, op.inputs[slot], hoisted, axis)
+    first = partitioned.stages[0].names[partitioned.stages[0].first_in_step]
     for _, value in graph.updates:  # a buffer changes once per step, not once per micro-batch
-        _collect(graph, graph.producers[value], value, hoisted, partitioned.stages[0])
-    return _rebuild(partitioned, signatures, uses, hoisted)
+        _collect(graph, graph.producers[value], value, hoisted, first)
+    return _rebuild(partitioned, signatures, [(op, slot) for op, slot, _ in uses], hoisted)
 
 
-def _reachable_in_time(
+def _coupled_axis(
     partitioned: PartitionedGraph, signatures: Mapping[str, Signature], op: Operation, slot: int
-) -> bool:
+) -> str | None:
+    """Return the axis in time whose pieces an operand is needed of together; None where each piece needs its own."""
     graph = partitioned.graph
     name = op.inputs[slot]
     tensor = graph.tensors[name]
     producer = graph.producers.get(name)
     if producer is None:
-        return True
+        return None
     stage = partitioned.stages[0]  # the choices in time are the same on all of them
     for axis in range(stage.first_in_step, len(stage.sizes)):
         of_producer, of_reader = (partitioned.placements[o.name].choices[0][axis] for o in (producer, op))
@@ -61,20 +63,19 @@ def _reachable_in_time(
         if not tensor.needs_grad:
             state, needed = (INVARIANT if isinstance(s, Replicated) else s for s in (state, needed))
         if find_path((state,), (needed,), (stage.sizes[axis],), tensor.shape, tensor.needs_grad, 0) is None:
-            return False
-    return True
+            return stage.names[axis]
+    return None
 
 
-def _collect(graph: Graph, user: Operation, name: str, hoisted: dict[str, None], stage: Stage) -> None:
+def _collect(graph: Graph, user: Operation, name: str, hoisted: dict[str, None], axis: str) -> None:
     """Add the operations that compute `name`, which must depend on inputs and constants only."""
     tensor = graph.tensors[name]
     if tensor.needs_grad or tensor.role == "parameter":
-        sliced = stage.slices > 1
-        all_of = " and slices" if sliced else ""
+        sliced = axis == SLICE
         raise NnscalerError(
             "slices_coupled" if sliced else "micro_batches_coupled",
-            f"{user.operator} ({user.name}) needs {name} of all micro-batches{all_of} at once, and it depends on "
-            "parameters",
+            f"{user.operator} ({user.name}) needs {name} of all {'slices' if sliced else 'micro-batches'} at once, and "
+            "it depends on parameters",
             where=user.where,
             help="leave slices away" if sliced else "use one micro-batch (--micro-batches 1)",
         )
@@ -82,7 +83,7 @@ def _collect(graph: Graph, user: Operation, name: str, hoisted: dict[str, None],
     if producer is None or producer.name in hoisted:
         return
     for source in producer.inputs:
-        _collect(graph, user, source, hoisted, stage)
+        _collect(graph, user, source, hoisted, axis)
     hoisted[producer.name] = None
 
 

@@ -105,7 +105,7 @@ class RankExecutor:
         self._observe, self._running = observe, ("", -1)
         classes = stages_of(self.module, rank)
         self.schedule = parse_schedule(self.module.SCHEDULE, classes)
-        self._updates = any(i.kind == "U" for i in self.schedule)
+        self._updates = any(c.staleness is not None for c in classes)  # also one of which nothing is trained
         # of a stream, that of one batch
         self._step = tuple(i for i in self.schedule if not self._updates or (i.micro == 0 and i.kind != "U"))
         self._trained = {i.stage for i in self.schedule if i.kind != "F"}  # the stages that run backward

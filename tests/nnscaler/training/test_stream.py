@@ -83,7 +83,7 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_stream_is_delayed_sgd(plan: str, name: str) -> None:
     """More batches than the order is written for, which come one by one."""
     torch.manual_seed(0)
-    program, reference = compiled(Chain(), plan), Chain()
+    program = compiled(Chain(), plan)
     torch.manual_seed(0)
     reference = Chain()
     owner = {
@@ -190,3 +190,17 @@ def test_devices_that_run_a_stage_together_are_no_stream() -> None:
             Chain(), pairs(), ranks=2, plan=replace(whole, orders=orders, stage_devices=((0, 1), (1,)))
         )
     assert found.value.code == "plan_illegal" and found.value.help
+
+
+def test_a_stage_of_which_nothing_is_trained_runs_one_batch_forward() -> None:
+    torch.manual_seed(0)
+    model = Chain().double()
+    for layer in model.layers[:2]:
+        layer.requires_grad_(False)
+    batch = batches(1)[0]
+
+    def work(engine: Engine) -> Tensor:
+        return engine.evaluate(part(engine, batch))
+
+    for loss in run(compiled(model, "pp=2"), work):
+        torch.testing.assert_close(loss, model(**batch), rtol=1e-12, atol=1e-12)
