@@ -393,8 +393,12 @@ def _search(graph: Graph, known: dict[str, Signature], search: AutoPlan, wanted:
     start = time.perf_counter()
     kind = get_schedule(wanted.schedule) if isinstance(wanted.schedule, str) else wanted.schedule
     polished = kind is not None and kind.within is not None
-    named = wanted.schedule.strip().lower() if isinstance(wanted.schedule, str) and not polished else None
-    decided = Decided(wanted.micro_batches, wanted.replicate, optimizer_bytes=wanted.optimizer_bytes, schedule=named)
+    decided = Decided(
+        wanted.micro_batches,
+        wanted.replicate,
+        optimizer_bytes=wanted.optimizer_bytes,
+        schedule=None if polished else wanted.schedule,
+    )
     found = search_plan(graph, known, wanted.ranks, search, decided)
     plan = _under(found.plan, wanted.schedule) if polished else found.plan
     return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the planner comes with HiGHS, which named plans do not need
     from nnscaler.planning.constraints import Constraint
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.planning.planner.find_plan import Found
+    from nnscaler.scheduling.schedule import ScheduleKind
 
 AUTO = "auto"
 
@@ -44,14 +45,14 @@ class Decided:
     replicate       patterns of modules that are left whole
     cost            the cost model; None: that of the request
     optimizer_bytes   that the optimizer keeps of an element; None: two float32 moments, as Adam does
-    schedule        its name; None: searched
+    schedule        its name, or the schedule; None: searched
     """
 
     micro_batches: int | None = None
     replicate: Sequence[str] = ()
     cost: CostModel | None = None
     optimizer_bytes: float | None = None
-    schedule: str | None = None
+    schedule: str | ScheduleKind | None = None
 
 
 NOTHING_DECIDED = Decided()

@@ -8,7 +8,7 @@ attention: Brandon et al., 2023).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from op_registry.annotation.splits import balanced
 
@@ -69,14 +69,17 @@ def context_parallel(
     return choices, tuple(notes)
 
 
-def contexts(graph: Graph, signatures: Signatures, ranks: int) -> tuple[int, ...]:
+def contexts(graph: Graph, signatures: Signatures, ranks: int, permitted: Callable[[int], bool]) -> tuple[int, ...]:
     """Return how many ranks the planner lets share a sequence: 1, and where rows of attention are `LONG`, the powers of
-    two that divide `ranks` and leave each rank a block."""
+    two that divide `ranks` and leave each rank a block; where constraints permit none of these, any number that they
+    permit."""
     able = _rings(graph, signatures)
     longest = max((_length(signatures[name], split.identifier) for name, split in able.items()), default=0)
-    if longest < LONG:
-        return (1,)
-    return tuple(2**i for i in range(ranks.bit_length()) if ranks % 2**i == 0 and longest % (BLOCKS * 2**i) == 0)
+    twos = [2**i for i in range(ranks.bit_length()) if ranks % 2**i == 0 and longest % (BLOCKS * 2**i) == 0]
+    found = tuple(twos) if longest >= LONG else (1,)
+    if any(map(permitted, found)):
+        return found
+    return tuple(n for n in range(2, min(ranks, longest) + 1) if ranks % n == 0 and permitted(n)) or found
 
 
 def _rings(graph: Graph, signatures: Signatures) -> Rings:

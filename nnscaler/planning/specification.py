@@ -14,14 +14,14 @@ _WORDS = ("zero", OWNED)  # that are no sizes
 _INSIDE = (*_WORDS, EP)  # that are no ranks of their own
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
+    SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
     CP: "context parallel: tokens are split, and attention passes its keys and values around",
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
-    PP: "pipeline parallel: layers, or else operations, are split into stages",
-    SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
-    EP: "expert parallel: of the ranks of dp, which ep divides, so many divide the experts (ep=2 is dp=2,ep=2)",
+    PP: "pipeline parallel: layers, or else operations, are split into stages; see --micro-batches and --schedule",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
-    SLICES: "of tokens, in which each micro-batch runs: slices=4, or shares of the tokens, slices=3:3:2 (TeraPipe)",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
+    EP: "expert parallel: of the ranks of dp, which ep divides, so many divide the experts (ep=2 is dp=2,ep=2)",
+    SLICES: "of tokens, in which each micro-batch runs: slices=4, or shares of the tokens, slices=3:3:2 (TeraPipe)",
 }
 
 
@@ -38,7 +38,8 @@ def parse_axes(text: str) -> dict[str, int]:
         if name == SLICES:
             continue
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, shard=N, cp=N, tp=N, pp=N, zero=1|2|3, owned=1, ep=N, slices=N"
+            legal = {"zero": "1|2|3", OWNED: "1"}
+            wrong = f"{part!r} is not one of " + ", ".join(f"{word}={legal.get(word, 'N')}" for word in AXES)
             if name in sizes:
                 wrong = f"{name} is named twice"
             elif name in AXES and number.isdigit():

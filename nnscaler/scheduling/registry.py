@@ -102,10 +102,6 @@ def schedule_of(plan: Plan, untrained: Collection[int] = ()) -> Schedule:
         found = _own(plan)
     else:
         kind = get_schedule(plan.schedule)
-        if kind.within is not None:
-            message = f"the orders of schedule {plan.schedule} are not found yet"
-            help = "compile the plan: the plan.json of its program has them; or name a schedule"
-            raise NnscalerError("plan_illegal", message, help=help)
         found = kind(plan.devices, kind.chunks_of(plan.devices, plan.stages), _batches(plan, kind))
         if plan.slices:
             found = in_slices(kind, found, len(plan.slices))

@@ -162,7 +162,11 @@ class ScheduleKind:
 
     def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
         """Return the order of every device. Raises NnscalerError("plan_illegal") for a number of chunks that it has
-        not."""
+        not, and for orders that are searched when the stages are known."""
+        if self.within is not None:
+            message = f"the orders of schedule {self.name} are searched for the stages of a program"
+            help = "compile a plan under it: the plan.json of its program has them; or name a schedule"
+            raise NnscalerError("plan_illegal", message, help=help)
         self.check_chunks(devices, chunks)
         return self.orders(devices, chunks, micro_batches)
 

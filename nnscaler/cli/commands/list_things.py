@@ -59,20 +59,6 @@ exit codes of --missing:
   0 nothing that a parameter reaches is missing   1 something is   2 could not run (usage, the model does not trace)
 """
 PLANS = (
-    ("dp=N", "data parallelism: the batch is split, parameters are copied, gradients are summed"),
-    (
-        "cp=N",
-        "context parallelism: tokens are split, and attention passes keys around: docs/context-parallel.md",
-    ),
-    ("tp=N", "tensor parallelism: matrices are split, found from the operators' annotations"),
-    (
-        "pp=N",
-        "pipeline parallelism: layers (or operations) are split into stages; see --micro-batches and --schedule",
-    ),
-    (
-        "ep=N",
-        "expert parallelism: N of dp's ranks divide the experts, and tokens travel to them: docs/expert-parallel.md",
-    ),
     ("dp=2,tp=2,pp=2", "their product, on 8 ranks"),
     ("auto", "the fastest plan that the planner finds for this machine; auto:h100x8 for a cluster: docs/planner.md"),
     ("plan.json", "a plan that `nnscaler plan` or `nnscaler compile` wrote, or that you edited"),
@@ -164,8 +150,10 @@ def _operators() -> list[tuple[str, str]]:
 
 def _plans() -> list[tuple[str, str]]:
     from nnscaler.planning.ready import READY
+    from nnscaler.planning.specification import AXES
 
-    return [*PLANS, *((name, f"ready: {policy.text}") for name, policy in READY.items())]
+    axes = ((f"{name}=N", text) for name, text in AXES.items())
+    return [*axes, *PLANS, *((name, f"ready: {policy.text}") for name, policy in READY.items())]
 
 
 def _schedules() -> list[tuple[str, str]]:

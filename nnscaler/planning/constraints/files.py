@@ -51,7 +51,7 @@ _FLAGS = ("recompute", "zero")
 _STAGES = tuple(placement.zero for placement in PLACEMENTS)
 _KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys((*_ALONE, *_POLICIES), frozenset({"kind"})),
-    "sizes": frozenset({"kind", *_NUMBERS, *_FLAGS}),
+    "sizes": frozenset({"kind", "schedule", *_NUMBERS, *_FLAGS}),
     "replicate": frozenset({"kind", "operations"}),
     "over_all_devices": frozenset({"kind", "operations"}),
     "interlaced": frozenset({"kind", "operations"}),
@@ -102,8 +102,8 @@ def _constraint(entry: Any, place: str) -> Made:
     if kind in _POLICIES:
         return _POLICIES[kind]
     if kind in _ALONE or kind == "sizes":
-        numbers = {k: _number(k, v, place) for k, v in entry.items() if k != "kind"}
-        alone = sizes(**numbers) if kind == "sizes" else _ALONE[kind]()
+        numbers = {k: _number(k, v, place) for k, v in entry.items() if k not in ("kind", "schedule")}
+        alone = _sizes(entry.get("schedule"), numbers, place) if kind == "sizes" else _ALONE[kind]()
         return lambda graph, known: alone
     if kind == "interlaced" and "operations" not in entry:
         return interlaced
@@ -126,6 +126,16 @@ def _constraint(entry: Any, place: str) -> Made:
         raise NnscalerError("plan_illegal", f"{place} ({kind}): identifier is {identifier!r}", help='identifier = "n"')
     made = forbid if kind == "forbid" else require
     return lambda graph, known: made(graph, names, identifier)
+
+
+def _sizes(schedule: Any, numbers: Mapping[str, int | bool], place: str) -> Constraint:
+    if schedule is not None and not isinstance(schedule, str):
+        message = f"{place} (sizes): schedule is {schedule!r}"
+        raise NnscalerError("plan_illegal", message, help='schedule = "zb-v", as of `nnscaler list schedules`')
+    try:
+        return sizes(schedule, **numbers)
+    except NnscalerError as error:
+        raise NnscalerError(error.code, f"{place} (sizes): {error.message}", help=error.help) from error
 
 
 def _operations(given: Any, place: str) -> Sequence[str]:

@@ -10,6 +10,8 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration
+from nnscaler.scheduling.registry import SCHEDULES, get_schedule
+from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.plan import ZERO
 from nnscaler.transform.select import select
 
@@ -86,21 +88,21 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
     )
 
 
-def sizes(**wanted: int | bool | str) -> Constraint:
+def sizes(schedule: str | ScheduleKind | None = None, **wanted: int | bool) -> Constraint:
     """Fix numbers: of `dp`, `cp`, `tp`, `pp`, `ep`, `micro_batches`, whether to `recompute`, and the stage of ZeRO
     over dp (`zero`: 0 to 3; False is none, and True the one in which parameters rest in shards); and the `schedule` of
-    pipelines: `zb-v`, `interleaved` with any number of stages on a device, or `interleaved:3`."""
-    text = ", ".join(f"{name}={value}" for name, value in wanted.items())
+    pipelines: `zb-v`, `interleaved` with any number of stages on a device, or `interleaved:3`. Raises
+    NnscalerError("unknown_schedule")."""
+    kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
+    told = {} if kind is None else {"schedule": schedule if isinstance(schedule, str) else kind.name}
+    text = ", ".join(f"{name}={value}" for name, value in {**told, **wanted}.items())
     exact = {name: ZERO if name == "zero" and value is True else value for name, value in wanted.items()}
-    schedule = exact.pop("schedule", None)
 
     def permits(c: Configuration) -> bool:
-        if (
-            schedule is not None
-            and c.pp > 1
-            and schedule not in (c.named, c.schedule.name, f"{c.schedule.name}:{c.chunks}")
-        ):
-            return False
+        if kind is not None and c.pp > 1:
+            any_number = kind is SCHEDULES.get(kind.name)  # else it is one with so many stages on a device
+            if c.schedule.name != kind.name or not (any_number or c.chunks == kind.chunks):
+                return False
         return all(getattr(c, name) == value for name, value in exact.items())
 
     return Constraint(text, permits)

@@ -31,10 +31,11 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
     wanted = dict(plan.mesh)
     again = any(isinstance(step, RecomputeStep) for step in plan.steps)
     zero = next((step.zero for step in reversed(plan.steps) if isinstance(step, RestStep)), 0)
-    order = {"schedule": plan.schedule.lower()} if plan.devices > 1 else {}
     sized = sizes(
-        **order,
-        **{name: wanted.get(name, 1) for name in (DP, TP, PP)},
+        plan.schedule if plan.devices > 1 else None,
+        dp=wanted.get(DP, 1),
+        tp=wanted.get(TP, 1),
+        pp=wanted.get(PP, 1),
         ep=1,
         micro_batches=plan.micro_batches,
         recompute=again,

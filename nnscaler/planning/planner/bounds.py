@@ -22,7 +22,7 @@ from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.layer_chain import Chain, Numbers
 from nnscaler.planning.planner.layered_graph import PlanningCache
-from nnscaler.planning.planner.pipeline_bound import Layered
+from nnscaler.planning.planner.pipeline_bound import Layered, Rough
 from nnscaler.planning.sharding.build_problem import pose
 from nnscaler.planning.sharding.tables import when_backward_ends
 from nnscaler.planning.solver.fold import min_marginal
@@ -101,9 +101,7 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
 
     Infinite where nothing fits, 0 where the graph is no chain, and where ranks divide experts: those read and sum less.
     """
-    if c.ep > 1:
-        return 0.0
-    rough = subject.rough(c.tp, parts, c.chunks > 1)  # with several stages fewer passes of the ends are alive
+    rough = _rough(subject, c, parts, c.chunks > 1)  # with several stages fewer passes of the ends are alive
     if rough is None:
         return 0.0
     sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])
@@ -111,12 +109,18 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
     return rough.bound(c, memory, summing_rate(subject, c), each, sent, subject.shrinks(c.rests))
 
 
+def _rough(subject: PlanningCache, c: Configuration, parts: int, inside: bool = False) -> Rough | None:
+    """Return the bounds of a chain; None where the graph is none, and where ranks divide experts, of which it holds and
+    gathers all."""
+    return None if c.ep > 1 else subject.rough(c.tp, parts, inside)
+
+
 def grouped_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:
     """Bound the seconds of a step by what holds for all schedules of the configuration's sizes.
 
-    Infinite where nothing fits, 0 where the graph is no chain.
+    Infinite where nothing fits, 0 where the graph is no chain, and where ranks divide experts.
     """
-    rough = subject.rough(c.tp, 1)
+    rough = _rough(subject, c, 1)
     if rough is None or c.pp == 1:
         return 0.0
     key = replace(c, schedule=DEFAULT, chunks=1), memory
@@ -155,7 +159,9 @@ def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float
     if c.ep > 1:
         try:
             return c.each * subject.fastest(c.tp, c.parts, ep=c.ep)
-        except NnscalerError:  # beside divided experts, the constraints leave an operation no choice on tp
+        except NnscalerError as error:  # beside divided experts, the constraints leave an operation no choice on tp
+            if error.code != "plan_illegal":
+                raise
             return inf
     if subject.chain(c.tp, c.parts) is None:
         times = c.each if c.passes is None else 1.0

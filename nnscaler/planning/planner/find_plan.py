@@ -197,11 +197,20 @@ def find_plan(
     with _without_collector():
         every: list[Found] = []
         refused: list[NnscalerError] = []
-        for cp in contexts(graph, signatures, cluster.devices):
-            subject = PlanningCache(graph, signatures, priced, kept, optimizer, cp)
+
+        def subject_of(cp: int) -> PlanningCache:
+            return PlanningCache(graph, signatures, priced, kept, optimizer, cp)
+
+        def permitted(cp: int) -> bool:
+            return any(map(kept.permits, subject_of(cp).space(cluster.devices)))
+
+        for cp in contexts(graph, signatures, cluster.devices, permitted):
+            subject = subject_of(cp)
             try:
                 every.append(_find_plan(subject, cluster, memory, constraint, progress))
-            except NnscalerError as error:  # what cp=1 says is said, where none has a plan
+            except NnscalerError as error:  # what the first one says is said, where none has a plan
+                if error.code not in ("plan_too_large", "plan_illegal"):
+                    raise
                 refused.append(error)
         if not every:
             raise refused[0]

@@ -68,7 +68,7 @@ class PlanningCache:
     grouped      of a configuration without its schedule, and a limit of memory (bytes), what bounds all schedules
     gathering    by how parameters rest and the place of a dp axis, seconds per byte to gather and to scatter them
     left_out     operations that cost nothing here, with the parameters that only they read: others run them
-    between      ranks from one rank of tp to the next
+    axes         by axis, where its groups lie among the ranks; None: as in a configuration of these sizes
     ends         what the shared ends of a pipeline cost (`shared_ends`), by sizes
     """
 
@@ -82,7 +82,7 @@ class PlanningCache:
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
-    between: int = 1
+    axes: Mapping[str, AxisPlace] | None = None
     ends: dict[tuple[int, int, int, int, AtRest], EndsEstimate] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _settings: dict[tuple[int, int], Setting] = field(default_factory=dict)
@@ -220,8 +220,8 @@ class PlanningCache:
         key = (tp, parts, rests)
         if key not in self._builders:
             ep = rests.experts
-            places = {
-                TP: AxisPlace(tp, self.between),
+            places = self.axes or {
+                TP: AxisPlace(tp),
                 CP: AxisPlace(self.cp, tp),
                 EP: AxisPlace(ep, tp * self.cp),
                 DP: AxisPlace(parts // ep, tp * self.cp * ep),
@@ -249,11 +249,11 @@ class PlanningCache:
             )
         return self._builders[key]
 
-    def tokens(self) -> Mapping[str, Choice]:
+    def tokens(self, c: Configuration) -> Mapping[str, Choice]:
         """Return, by operation, its choice on the axis that splits tokens."""
         if self.cp == 1:
             return {}
-        setting = self._builder(1, 1).setting
+        setting = self._builder(c.tp, c.parts, c.rests).setting
         return {name: made[-2] for name, made in setting.made.items()}
 
     @property

@@ -143,7 +143,7 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     steps: list[Step] = [*experts, *on_tp]
     notes: tuple[str, ...] = ()
     if c.cp > 1:
-        steps = [*experts, *steps_of(graph, CP, subject.tokens()), *on_tp]
+        steps = [*experts, *steps_of(graph, CP, subject.tokens(c)), *on_tp]
     if c.pp > 1:
         cut = partition_of(subject, found)
         ends = subject.constraint.ends

@@ -14,6 +14,7 @@ from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import Constraint, SharedEnds
 from nnscaler.planning.cost.collectives import seconds_per_byte
+from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.planner.layered_graph import EndsEstimate, PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.solver.solve import solve
@@ -36,6 +37,7 @@ def ends_of(subject: PlanningCache, c: Configuration) -> EndsEstimate:
 def _solved(subject: PlanningCache, c: Configuration, ends: SharedEnds) -> EndsEstimate:
     graph, ranks = subject.graph, c.tp * c.pp
     around = _around(subject, ends)
+    places = {TP: AxisPlace(ranks, c.dp), DP: c.places[DP]}  # the devices of a pipeline lie outside of dp
     own = PlanningCache(
         graph,
         subject.signatures,
@@ -43,11 +45,11 @@ def _solved(subject: PlanningCache, c: Configuration, ends: SharedEnds) -> EndsE
         Constraint("the ends over all ranks", allows=_Allowed(ends)),
         subject.optimizer,
         left_out=around,
-        between=c.dp,
+        axes=places,
     )
     tables = own.tables_of(ranks, c.parts, c.rests, ends.both | around)
-    rates = {DP: seconds_per_byte(subject.cost, c.places[DP])} if c.dp > 1 else {}
-    weights = Weights(c.micro_batches, 1.0, {**rates, TP: seconds_per_byte(subject.cost, c.places[TP])}, c.live(0))
+    rates = {axis: seconds_per_byte(subject.cost, place) for axis, place in places.items() if place.size > 1}
+    weights = Weights(c.micro_batches, 1.0, rates, c.live(0))
     choices = solve(pose(tables, weights)).choices
     seconds = once = resting = kept = 0.0
     for name, columns, choice in zip(tables.names, tables.columns, choices, strict=True):

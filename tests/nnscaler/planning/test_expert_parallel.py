@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,11 +16,13 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import sizes
 from nnscaler.planning.experts import find_experts
-from nnscaler.planning.planner.branch_and_bound import search
+from nnscaler.planning.planner.branch_and_bound import BOUNDS, search
 from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.result import plan_of
 from nnscaler.planning.policies import make_plan
+from nnscaler.planning.sharding.parameter_placement import PLACEMENTS
 from nnscaler.planning.specification import parse_axes, ranks_in
+from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, RestStep, SplitStep
 from tests.nnscaler.planning.planner.planned import subject_of
@@ -126,3 +131,44 @@ def test_the_planner_divides_experts_where_their_memory_binds() -> None:
     assert each[2] is not None and plan_of(subject, each[2]).mesh == (("ep", 4),)
     assert {c.ep for c in subject_of("moe", 8).space(8) if c.dp == 8} == {1, 2, 4}
     assert {c.ep for c in subject_of("gpt", 8).space(8)} == {1}
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.inner(x)[0]
+        return result
+
+
+class Stacked(nn.Module):
+    """Layers of large experts, all alike."""
+
+    def __init__(self, experts: Callable[[], nn.Module], layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual(experts()) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_bounds_hold_where_ranks_divide_experts(examples: Path) -> None:
+    """Parameters are gathered, and most of them are experts', of which a rank has a part."""
+    module = load_user_module(str(examples / "moe_dispatch.py"))
+    model = Stacked(lambda: module.Experts(64, 4096, 16, 2, 5), 8)
+    graph = trace(model, {"x": torch.randn(32, 4, 64)}, self_check=False).graph
+    subject = subject_of(graph, 16, "ethernet10g")
+    assert subject.rough(1, 1) is not None, "the graph is a chain, of which there are bounds"
+    zero = PLACEMENTS[-1]
+    for c in (
+        Configuration(dp=4, ep=2, pp=2, micro_batches=8, parameters=zero),
+        Configuration(dp=8, ep=4, pp=2, micro_batches=4, parameters=zero),
+    ):
+        found = evaluate(subject, c, 1e12)
+        assert c.zero == 3 and found is not None
+        for bound in BOUNDS:
+            assert bound(subject, c, 1e12) <= found.seconds * (1 + 1e-9), (c, bound)
