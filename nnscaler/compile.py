@@ -369,7 +369,6 @@ def _under(plan: Plan, schedule: str | ScheduleKind | None) -> Plan:
     if kind.within is not None and kind.chunks == 1:
         return replace(plan, schedule=kind.name, orders=())  # its stages stay where they are
     says = isinstance(schedule, str) and ":" in schedule  # how many stages are on each device
-    kind = get_schedule(schedule) if isinstance(schedule, str) else schedule
     found = with_schedule(plan, schedule, None if says else kind.chunks_of(plan.devices, plan.stages))
     if found.stages != plan.stages:
         message = f"schedule {found.schedule} is for {found.stages} stages, and the plan has {plan.stages}"
@@ -393,12 +392,8 @@ def _search(graph: Graph, known: dict[str, Signature], search: AutoPlan, wanted:
     start = time.perf_counter()
     kind = get_schedule(wanted.schedule) if isinstance(wanted.schedule, str) else wanted.schedule
     polished = kind is not None and kind.within is not None
-    decided = Decided(
-        wanted.micro_batches,
-        wanted.replicate,
-        optimizer_bytes=wanted.optimizer_bytes,
-        schedule=None if polished else wanted.schedule,
-    )
+    order, optimizer = None if polished else wanted.schedule, wanted.optimizer_bytes
+    decided = Decided(wanted.micro_batches, wanted.replicate, optimizer_bytes=optimizer, schedule=order)
     found = search_plan(graph, known, wanted.ranks, search, decided)
     plan = _under(found.plan, wanted.schedule) if polished else found.plan
     return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))

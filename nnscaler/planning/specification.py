@@ -75,6 +75,8 @@ def parse_axes(text: str) -> dict[str, int]:
 
 def _check_experts(text: str, sizes: dict[str, int]) -> None:
     """Let dp be ep where it is not named. Raises NnscalerError("plan_illegal") where ep does not divide dp."""
+    if sizes.get(EP) == 1:
+        del sizes[EP]  # which divides nothing
     if EP not in sizes:
         return
     ep, dp = sizes[EP], sizes.setdefault(DP, sizes[EP])

@@ -44,6 +44,7 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
 
 MICRO = "micro"  # the axis of micro-batches
 SLICE = "slice"  # the axis of slices of tokens
+IN_STEP = (SLICE, MICRO)  # the axes in time of a whole step
 INPUT_GRADIENT = (
     "nnscaler_gradient_of_"  # of parameters that are zero and are added to an input, whose gradient they get
 )

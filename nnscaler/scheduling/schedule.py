@@ -117,12 +117,6 @@ class ScheduleFigures:
             longest = max(longest, sum(added) + max(busy))
         return longest
 
-    def bound(self, seconds: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
-        """Return a lower bound of `step_seconds` by the seconds of a micro-batch on each device, whatever of these is
-        F, I and W."""
-        even = self.even(chunks)
-        return even * sum(seconds) + (micro_batches - even) * max(seconds)
-
     def even(self, chunks: int) -> float:
         """Return how often a device's whole pass counts at least in its ramp."""
         return max(max(0.0, min(form)) for form in self.ramps(chunks))

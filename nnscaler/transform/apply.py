@@ -10,7 +10,7 @@ from math import prod
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, is_free_name
-from nnscaler.ir.layout import MICRO, SLICE, Axis, DeviceMesh
+from nnscaler.ir.layout import IN_STEP, MICRO, SLICE, Axis, DeviceMesh
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.chunk import ChunkedRegion, check_chunks, choose_pieces, regions_of
@@ -138,7 +138,7 @@ def _choose(
         if reason:
             raise illegal(op, signatures[op.name], f"choices of {op.name} do not go together: {reason}", axes[0][1])
     made_on = [name for name, _ in axes]
-    in_step = (SLICE, MICRO) if plan.slices else (MICRO,)
+    in_step = IN_STEP if plan.slices else (MICRO,)
     position = [made_on.index(name) for name in (*(name for name, _ in (*mesh, *plan.chunk_axes)), *in_step)]
     return {name: tuple(made[i] for i in position) for name, made in choices.items()}
 

@@ -56,11 +56,7 @@ OTHERS = [
 REST = OTHERS + EXPERTS
 ROWS = [
     *ONE_OF_EACH,
-    *(
-        pytest.param(*row, marks=pytest.mark.long)
-        for row in dict.fromkeys(GPT + OTHERS + EXPERTS)
-        if row not in ONE_OF_EACH
-    ),
+    *(pytest.param(*row, marks=pytest.mark.long) for row in dict.fromkeys(GPT + REST) if row not in ONE_OF_EACH),
 ]
 ON_PROCESSES = [
     row for row in dict.fromkeys(ONE_OF_EACH + GPT + OTHERS) if row[0] in ("gpt", "llama_hf", "moe_dispatch")

@@ -13,7 +13,7 @@ from nnscaler.manifest import ResultRecord, Returns
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.cut import Cut, cut_of, nested
 from nnscaler.runtime.layout import Invariant, Partial, Sharded, States
-from nnscaler.runtime.role import LOSS, MICRO, SLICE, Result, Stage
+from nnscaler.runtime.role import IN_STEP, LOSS, MICRO, SLICE, Result, Stage
 from nnscaler.runtime.shards import Sizes, local_shape
 from nnscaler.runtime.structure import restore
 from nnscaler.runtime.training.autocast import dtype_named
@@ -132,7 +132,7 @@ def joined(
 ) -> Tensor:
     """Gather a tensor over the ranks of its stage, from this rank's piece, which has all micro-batches. `without`: axes
     over which it stays cut. Every rank of the stage calls this."""
-    left = {axis: state for axis, state in states.items() if axis not in (SLICE, MICRO)}
+    left = {axis: state for axis, state in states.items() if axis not in IN_STEP}
     value = piece.contiguous()
     for axis in stage.axes:
         if axis in without:

@@ -16,7 +16,6 @@ from nnscaler.ir.layout import Axis, Sharded, State
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints import (
     Constraint,
     all_of,
@@ -33,13 +32,11 @@ from nnscaler.planning.constraints import (
     sizes,
     together,
 )
-from nnscaler.planning.constraints.files import parse_constraints
 from nnscaler.planning.constraints.megatron_roles import roles_of
 from nnscaler.planning.planner.branch_and_bound import CLOSE
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
 from nnscaler.planning.policies import make_plan, steps_of
-from nnscaler.scheduling.registry import SCHEDULES
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
@@ -385,21 +382,3 @@ def test_files_have_all_kinds(tmp_path: Path) -> None:
         with pytest.raises(NnscalerError) as error:
             read_constraints(file, graph)
         assert said in str(error.value), text
-
-
-def test_a_schedule_is_a_size(tmp_path: Path) -> None:
-    """By its name, with any number of stages or with one; in a file as in Python; as a schedule too."""
-    c = Configuration(pp=2, micro_batches=4, schedule=SCHEDULES["interleaved"], chunks=2)
-    for schedule in ("interleaved", "Interleaved:2", "interleaved:02", SCHEDULES["interleaved"]):
-        assert sizes(schedule).permits(c) and not sizes(schedule).permits(replace(c, schedule=SCHEDULES["gpipe"]))
-    assert not sizes("interleaved:3").permits(c)
-    file = tmp_path / "kept.toml"
-    for value, message in (('"zb_q"', "no schedule 'zb_q'"), ("3", "schedule is 3")):
-        file.write_text(f"[[constraint]]\nkind = 'sizes'\nschedule = {value}\n")
-        with pytest.raises(NnscalerError, match=message) as found:
-            parse_constraints(file)
-        assert f"{file}: constraint 1 (sizes)" in found.value.message
-    file.write_text("[[constraint]]\nkind = 'sizes'\nschedule = 'interleaved:2'\n")
-    (made,) = parse_constraints(file)
-    graph = graph_of("gpt")
-    assert made(graph, signatures(graph)).permits(c)

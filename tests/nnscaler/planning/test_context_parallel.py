@@ -114,9 +114,12 @@ def test_the_planner_prices_what_the_program_does() -> None:
 
 def test_only_long_sequences_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(causal, 32)
-    assert contexts(graph, signatures(graph), 24) == (1,)
+    known = signatures(graph)
+    assert contexts(graph, known, 24, lambda cp: True) == (1,)
+    assert contexts(graph, known, 24, lambda cp: cp == 3) == (3,)  # where a constraint asks for it
+    assert contexts(graph, known, 24, lambda cp: False) == (1,)
     monkeypatch.setattr(context_parallel, "LONG", 32)
-    assert contexts(graph, signatures(graph), 24) == (1, 2, 4)  # with 8, a rank has no 8 blocks
+    assert contexts(graph, known, 24, lambda cp: True) == (1, 2, 4)  # with 8, a rank has no 8 blocks
 
 
 def test_the_specification_names_cp() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
+from nnscaler.planning.configurations import Configuration
 from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
 from nnscaler.scheduling.registry import SCHEDULES, check_schedule, get_schedule, planned_schedules
 from nnscaler.scheduling.schedule import Schedule, parse_order
@@ -141,7 +142,8 @@ def test_what_the_planner_assumes(
     assert peak_of_stage(schedule, 0) <= first and peak_of_stage(schedule, schedule.stages - 1) <= last
     step = figures.step_seconds([times] * devices, micro_batches, chunks)
     assert step == pytest.approx(found.makespan, rel=0.035 if kind.places is not stage_devices else 0.005)
-    assert figures.bound([sum(times)] * devices, micro_batches, chunks) <= step * (1 + 1e-9)
+    c = Configuration(pp=devices, micro_batches=micro_batches, schedule=kind, chunks=chunks)
+    assert c.turns * sum(times) <= step * (1 + 1e-9)
     each = data.draw(st.lists(st.floats(0.8, 1.2), min_size=devices, max_size=devices))
     unlike = simulate(schedule, costs=costs_of(schedule, times, each)).makespan
     step = figures.step_seconds([(f * n, i * n, w * n) for n in each for f, i, w in (times,)], micro_batches, chunks)

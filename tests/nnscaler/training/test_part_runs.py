@@ -66,8 +66,6 @@ import torch
 
 import nnscaler
 from tests.nnscaler.training.test_part import CASES, Around, assert_same, eager, made, optimizer_of, train
-from tests.sampling import every
-from tests.sampling import every
 
 for name, plan in (("dropout", "dp=2,zero=3"), ("blocks", "pp=2")):
     case = CASES[name]

@@ -9,7 +9,7 @@ from types import ModuleType
 from torch import Tensor
 
 from nnscaler.runtime.layout import Replicated, States
-from nnscaler.runtime.role import MICRO, SLICE, Buffer, Parameter, Stage
+from nnscaler.runtime.role import IN_STEP, Buffer, Parameter, Stage
 from nnscaler.runtime.shards import Difference, assemble, ravel, same_bits, unravel
 from verify.programs.execution.rank_program import Entry, RankResult
 
@@ -88,7 +88,7 @@ def results_of(modules: Iterable[ModuleType]) -> dict[str, Holding]:
             stage.index,
             name,
             tuple(declared.shape),
-            {a: s for a, s in declared.states.items() if a not in (SLICE, MICRO) and not isinstance(s, Replicated)},
+            {a: s for a, s in declared.states.items() if a not in IN_STEP and not isinstance(s, Replicated)},
             dict(stage.axes),
             tuple(stage.ranks),
             False,

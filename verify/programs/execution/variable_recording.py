@@ -14,7 +14,7 @@ from torch import Tensor
 from nnscaler.ir.layout import gradient_state, parse_state
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.layout import Partial, Sharded, State
-from nnscaler.runtime.role import MICRO, SLICE, Stage, place_in_time, sizes_in_time
+from nnscaler.runtime.role import IN_STEP, MICRO, SLICE, Stage, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import Assembled, Coordinates, assemble, ravel, shard, unravel
 from verify.evidence.oracle.random_calls import runtime_state
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
@@ -136,7 +136,7 @@ def _likely_cause(
             if difference(value * size, expected).relative < CLOSE:
                 return f"the {what} 1/{size} of the model's, the size of {axes}: averaged, or not summed"
     for axis, size in sizes.items():
-        if axis in (SLICE, MICRO) or size == 1 or isinstance(states.get(axis), Sharded | Partial):
+        if axis in IN_STEP or size == 1 or isinstance(states.get(axis), Sharded | Partial):
             continue
         with contextlib.suppress(ValueError):
             summed = assemble(at, {**states, axis: Partial()}, sizes, tuple(expected.shape)).value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.layout import Invariant, Partial, Sharded, State
-from nnscaler.runtime.role import MICRO, SLICE, place_in_time, sizes_in_time
+from nnscaler.runtime.role import IN_STEP, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import Coordinates, assemble, local_shape, shard, unravel
 from verify.programs.execution.variable_recording import gradient_states
 from verify.programs.localise.judge import Wrong
@@ -72,7 +72,7 @@ class _Case:
     def whole_where_parts(self) -> str | None:
         """Test: every rank has all of it, and the layout says that they have terms of a sum."""
         for axis, state in self.states.items():
-            if isinstance(state, Partial) and axis not in (SLICE, MICRO) and self.sizes[axis] > 1:
+            if isinstance(state, Partial) and axis not in IN_STEP and self.sizes[axis] > 1:
                 other = {**self.states, axis: Invariant()}
                 if self._assembles(other) and self._alike(axis):
                     n = self.sizes[axis]
@@ -90,7 +90,7 @@ class _Case:
     def first_alone(self) -> str | None:
         """Test: the first rank of an axis has all of it, the others zeros, and the layout says that all have it."""
         for axis, size in self.sizes.items():
-            if axis in (SLICE, MICRO) or size == 1 or isinstance(self.states.get(axis), Sharded | Partial):
+            if axis in IN_STEP or size == 1 or isinstance(self.states.get(axis), Sharded | Partial):
                 continue
             if any(largest(piece) for c, piece in self.at if c[axis]):
                 continue
@@ -102,7 +102,7 @@ class _Case:
         """Test: the ranks have parts of a sum where the layout says that every rank has all of it."""
         for axis, size in self.sizes.items():
             state = self.states.get(axis, Invariant())
-            if axis in (SLICE, MICRO) or size == 1 or isinstance(state, Partial):
+            if axis in IN_STEP or size == 1 or isinstance(state, Partial):
                 continue
             if isinstance(state, Sharded):
                 summed = self._summed_then_cut(axis)
