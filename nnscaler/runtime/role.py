@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nnscaler.instructions import FORM, Instruction, StagePasses, batches_written, check_order, shows_its_middle
+from nnscaler.instructions import FORM, SLICES, Instruction, StagePasses, batches_written, check_order, shows_its_middle
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.kept_rows import KeptRows
@@ -38,7 +38,8 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
     if not all(map(shows_its_middle, passes.values())):
         raise ProgramError(f"SCHEDULE is written for {written} batches, and does not show how a stream goes on")
     if mistakes:
-        raise ProgramError(f"SCHEDULE {mistakes[0].message}; {FORM}")
+        sliced = any(stage.slices > 1 for stage in stages)
+        raise ProgramError(f"SCHEDULE {mistakes[0].message}; {SLICES if sliced else FORM}")
     return instructions
 
 
@@ -232,9 +233,8 @@ Observer = Callable[[str, Tensor], None]
 class Stage:
     """Base of the stages of a role module. The executor makes one object per rank, with an `AxisGroup` for each axis
     (`micro` is the current micro-batch, `slice` the slice of it, if there are `slices`, and an axis of `time_axes` the
-    current piece of its region) and a tensor for each
-    declared parameter, frozen parameter, buffer and constant. Subclasses define `forward`, and `prepare` where
-    `prepare_inputs` is not empty."""
+    current piece of its region) and a tensor for each declared parameter, frozen parameter, buffer and constant.
+    Subclasses define `forward`, and `prepare` where `prepare_inputs` is not empty."""
 
     index: ClassVar[int] = 0
     ranks: ClassVar[Ranks] = (0,)
@@ -275,7 +275,7 @@ class Stage:
         self._observer = observer
 
     def coordinates(self) -> dict[str, int]:
-        """Return this rank's index on every axis, and the current piece and micro-batch."""
+        """Return this rank's index on every axis, and the current piece, slice and micro-batch."""
         return {axis: getattr(self, axis).index for axis in self.sizes()}
 
     def sizes(self) -> dict[str, int]:
