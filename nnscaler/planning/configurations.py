@@ -198,3 +198,11 @@ def orders_of(pp: int, micro_batches: int, layers: int) -> Iterator[tuple[Schedu
         for chunks in kind.figures.chunks:
             if kind.figures.holds(pp, micro_batches) and (kind is DEFAULT or pp * chunks <= layers):
                 yield kind, chunks
+
+
+def uneven_ramps() -> tuple[Ramp, ...]:
+    """Return the ramps of all planned schedules in which F, I and W count unlike often: what is least in a whole pass
+    need not be in these."""
+    figures = [kind.figures for kind in planned_schedules() if kind.figures is not None]
+    every = [form for own in figures for chunks in own.chunks for form in own.ramps(chunks)]
+    return tuple(dict.fromkeys(form for form in every if min(form) < max(form)))

@@ -169,6 +169,12 @@ def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float
     return rough_bound(subject, c, memory, c.parts)
 
 
+def coarse_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:
+    """Bound the seconds of a step within `memory` by Lagrangian relaxation with few prices; 0 where the graph is no
+    chain."""
+    return max((one.coarse.value for one in layered_of(subject, c, memory)), default=0.0)
+
+
 def bound_within(subject: PlanningCache, c: Configuration, memory: float) -> float:
     """Bound the seconds of a step within `memory` by Lagrangian relaxation with prices about those that bind.
 
@@ -176,7 +182,7 @@ def bound_within(subject: PlanningCache, c: Configuration, memory: float) -> flo
     """
     layered = layered_of(subject, c, memory)
     if layered:
-        return max(one.bound[0] for one in layered)
+        return max(one.bound.value for one in layered)
     alike = subject.repeated_on(c.tp) is not None or c.pp == 1
     tables = subject.tables(c.tp, c.parts, c.rests, short=True)
     found = 0.0

@@ -20,6 +20,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.bounds import (
     bound_within,
+    coarse_bound,
     gathering,
     grouped_bound,
     layered_of,
@@ -54,11 +55,11 @@ def evaluate_chain(subject: PlanningCache, c: Configuration, memory: float) -> E
     assert every
     found: list[Evaluated] = []
     for layered in every:
-        _, prices, cut = layered.bound
-        if cut is None:
+        proved = layered.bound
+        if proved.cut is None:
             return None
-        found += _filled(subject, layered, prices, cut)
-    bound = max(layered.bound[0] for layered in every)
+        found += _filled(subject, layered, proved.prices, proved.cut)
+    bound = max(layered.bound.value for layered in every)
     best = min(found, key=lambda one: (not one.fits, one.seconds), default=None)
     return None if best is None else replace(best, bound=bound)
 
@@ -122,7 +123,8 @@ def _places(tables: Tables, chain: Chain, layers: int) -> list[dict[int, int]]:
     return [same(chain.head.nodes), *middle, same(chain.tail.nodes)]
 
 
-BOUNDS = (grouped_bound, rough_bound, near_bound, bound_within)  # of a configuration, before it is solved
+SHAPES = (grouped_bound, rough_bound, near_bound)  # bounds that do not ask how parameters rest
+BOUNDS = (*SHAPES, coarse_bound, bound_within)  # of a configuration, before it is solved
 CLOSE = 0.005  # a search ends when what is left can save less than this share
 Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it was improved, order among equals
 
@@ -208,7 +210,7 @@ def search(
 def _chained(subject: PlanningCache, c: Configuration, depth: int) -> bool:
     """Return whether the graph is a chain for the next bound of a configuration: the first ones ask it of parameters
     that rest whole."""
-    rests = AT_REST_WHOLE if depth < len(BOUNDS) - 1 else c.rests
+    rests = AT_REST_WHOLE if depth < len(SHAPES) else c.rests
     return subject.chain(c.tp, c.parts, rests) is not None
 
 

@@ -18,8 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.planner.layer_chain import Chain, Numbers, Piece, Priced, price
+from nnscaler.planning.planner.layer_chain import (
+    WHOLE_PASS,
+    Chain,
+    Numbers,
+    Piece,
+    Priced,
+    of_conversions,
+    price,
+    seconds_of,
+)
 from nnscaler.planning.sharding.tables import Column, Columns
+from nnscaler.scheduling.schedule import Ramp
 from nnscaler.transform.plan import DP
 
 Pieces = tuple[Priced, Priced, Priced]  # head, layer, tail
@@ -157,33 +167,42 @@ def most_of(c: Configuration, layers: int) -> int:
     return min(layers - (c.pp - 1) * c.chunks, -(-2 * layers // c.pp) + 2)
 
 
-def at_prices(chain: Chain, prices: Prices, recompute: bool | None, seconds: Callable[[Columns], Column]) -> Pieces:
+def at_prices(
+    chain: Chain,
+    prices: Prices,
+    recompute: bool | None,
+    form: Ramp = WHOLE_PASS,
+    beside: Callable[[Columns], Column] | None = None,
+) -> Pieces:
     """Return the pieces at each price twice: with what layers keep, then with their layers recomputed.
 
-    seconds     returns the seconds of each of a node's choices: [choices]
     recompute   all layers, none, or those for which it pays (None)
+    form        how often the seconds of F, I and W of a micro-batch count
+    beside      returns what counts beside these, of each of a node's choices, in seconds: [choices]
 
     The tables of the pieces are [hubs, before, after, 2 * prices].
     """
     made: dict[tuple[int, bool], Numbers] = {}
+    counted = chain.with_conversions(of_conversions(form))
 
     def costs(columns: Columns, inside: bool) -> Numbers:
         key = (id(columns), inside)
         if key not in made:
-            # [choices]: seconds of a micro-batch
-            once = seconds(columns)
+            # [choices]: seconds that count
+            once = seconds_of(columns, form) + (0.0 if beside is None else beside(columns))
             # [choices, prices]: priced bytes at rest; priced seconds with activations kept, and with the layer
-            # recomputed
+            # recomputed, which I waits for
             rests = columns.resting[:, None] * prices.resting
             kept = once[:, None] + columns.kept[:, None] * prices.kept + rests
-            again = (once + columns.forward)[:, None] + columns.handed[:, None] * prices.kept + rests
+            more = form[1] * columns.forward
+            again = (once + more)[:, None] + columns.handed[:, None] * prices.kept + rests
             if inside:
                 kept, again = kept + np.inf if recompute else kept, again + np.inf if recompute is False else again
             made[key] = np.concatenate([kept, again if inside else kept], axis=1)
         return made[key]
 
     def piece(of: Piece) -> Priced:
-        return price(chain, of, {node: costs(chain.tables.columns[node], node in of.inside) for node in of.nodes})
+        return price(counted, of, {node: costs(chain.tables.columns[node], node in of.inside) for node in of.nodes})
 
     return piece(chain.head), piece(chain.layer), piece(chain.tail)
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.ir.graph import Graph
+from nnscaler.planning.configurations import uneven_ramps
 from nnscaler.planning.sharding.tables import Column, Columns, Tables, when_backward_ends
 from nnscaler.planning.solver.eliminate import Elimination, Factor, Order, find_order, run_elimination, substitute
 from nnscaler.planning.solver.problem import Edge, TooWide
@@ -28,6 +29,7 @@ from nnscaler.scheduling.schedule import Ramp
 # `solver.reduce`).
 
 T = TypeVar("T")
+WHOLE_PASS: Ramp = (1.0, 1.0, 1.0)
 Kept = tuple[NDArray[np.intp], ...]  # of every node, the strategies that are left
 
 
@@ -35,17 +37,20 @@ def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
     """Return smaller tables without dominated strategies, and the strategies that every node keeps.
 
     A strategy goes where another one of its node is no slower, including the conversions to and from its neighbours,
-    whether its layer is recomputed or not, and needs no more of any kind of bytes. So no plan needs it, at any price of
-    memory. The nodes in `fixed` keep all their strategies: not all of their edges are in these tables.
+    whether its layer is recomputed or not, in a whole pass and in the ramp of every schedule that is planned, and needs
+    no more of any kind of bytes. So no plan needs it, at any price of memory. The nodes in `fixed` keep all their strategies: not all of their edges are in these tables.
 
     Raises `Infeasible` where a node has no strategy that all its neighbours can go with.
     """
+    forms = (WHOLE_PASS, *uneven_ramps())
+    often = np.array([of_conversions(form) for form in (*forms, *forms)])
     made: dict[int, Criteria] = {}
     for columns in tables.columns:
         if id(columns) not in made:
-            once = columns.forward + columns.backward
-            # [strategies, 2]: seconds with the activations kept, and with the layer recomputed
-            costs = np.stack([once, once + columns.forward], axis=1)
+            # [strategies, 2 * forms]: seconds with the activations kept, and with the layer recomputed
+            kept = [seconds_of(columns, form) for form in forms]
+            again = [once + form[1] * columns.forward for once, form in zip(kept, forms, strict=True)]
+            costs = np.stack([*kept, *again], axis=1)
             # [strategies, kinds]: seconds of a step, bytes at rest, kept, handed on, arriving, summed over each axis
             needs = [
                 columns.once,
@@ -55,7 +60,7 @@ def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
                 columns.arriving,
                 *(columns.summed[a] for a in sorted(columns.summed)),
             ]
-            made[id(columns)] = Criteria(costs, np.stack(needs, axis=1))
+            made[id(columns)] = Criteria(costs, np.stack(needs, axis=1), often)
     pairs = merge_edges(Edge(first, second, table) for first, second, table in tables.edges)
     kept = survivors([made[id(columns)] for columns in tables.columns], pairs, fixed)
     return _cut(tables, kept), kept
@@ -103,6 +108,17 @@ def _columns(own: Columns, left: NDArray[np.intp]) -> Columns:
 
 def _listed(values: Sequence[T], left: NDArray[np.intp]) -> tuple[T, ...]:
     return tuple(values[i] for i in left)
+
+
+def seconds_of(columns: Columns, form: Ramp) -> Column:
+    """Return the seconds of each of a node's choices where F, I and W count so often: [choices]."""
+    f, i, w = form
+    return f * columns.forward + i * (columns.backward - columns.weights) + w * columns.weights
+
+
+def of_conversions(form: Ramp) -> float:
+    """Return how often conversions count there: half of each is F's, and half I's."""
+    return (form[0] + form[1]) / 2
 
 
 WIDE = 64  # joint choices of a cut, and of hubs, that are worth it
@@ -159,17 +175,18 @@ class Chain:
         """Return the least seconds of head, layer and tail where F, I and W count so often, with all conversions,
         whatever the memory is and the states at their cuts are."""
         if form not in self._least:
-            f, i, w = form
-            edges = tuple((a, b, table * ((f + i) / 2)) for a, b, table in self.tables.edges)
-            scaled = replace(self, tables=replace(self.tables, edges=edges))
-            costs = [
-                (f * own.forward + i * (own.backward - own.weights) + w * own.weights)[:, None]
-                for own in self.tables.columns
-            ]
-            pieces = (self.head, self.layer, self.tail)
-            made = [price(scaled, piece, {node: costs[node] for node in piece.nodes}) for piece in pieces]
+            counted, pieces = self.with_conversions(of_conversions(form)), (self.head, self.layer, self.tail)
+            costs = [seconds_of(own, form)[:, None] for own in self.tables.columns]
+            made = [price(counted, piece, {node: costs[node] for node in piece.nodes}) for piece in pieces]
             self._least[form] = tuple(float(one.table.min()) for one in made)
         return self._least[form]
+
+    def with_conversions(self, often: float) -> Chain:
+        """Return the chain in which conversions count so often."""
+        if often == 1.0:
+            return self
+        edges = tuple((a, b, table * often) for a, b, table in self.tables.edges)
+        return replace(self, tables=replace(self.tables, edges=edges))
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -35,9 +35,10 @@ from nnscaler.planning.planner.lagrangian_bound import (
     stages_of,
     values_of,
 )
-from nnscaler.planning.planner.layer_chain import Chain, Numbers
-from nnscaler.planning.planner.stage_partition_dp import StagePartition, best_cut
+from nnscaler.planning.planner.layer_chain import WHOLE_PASS, Chain, Numbers, of_conversions
+from nnscaler.planning.planner.stage_partition_dp import StagePartition, Together, best_cut
 from nnscaler.planning.sharding.build_problem import Weights, once_of
+from nnscaler.scheduling.schedule import Ramp
 from nnscaler.transform.plan import DP
 
 LOW, HIGH = 1 / 512, 64  # of the prices, in prices at which running a layer again pays
@@ -48,6 +49,24 @@ LIVES = 6  # numbers of live micro-batches that prices are made for
 BINDING = 10  # prices that bind, about which finer ones are tried
 STATES = 8  # of a cut that are told apart
 ROUGH, ROUGH_LIVES = 6, 5  # prices of rough bounds, and numbers of live micro-batches
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayeredBound:
+    """A lower bound of a step, and what proves it.
+
+    value     seconds; infinite where nothing fits
+    prices    of memory
+    cut       of the layers; None where nothing fits
+    seconds   lower bounds of the stages: [stages, layers, states, states]
+    binding   by stage, the number of the price that proves it, of those tried first; of the same shape
+    """
+
+    value: float
+    prices: Prices
+    cut: StagePartition | None
+    seconds: Numbers
+    binding: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -103,14 +122,10 @@ class Layered:
     def most(self) -> int:
         return most_of(self.configuration, self.layers)
 
-    def at(self, prices: Prices) -> Pieces:
-        """Eliminate the pieces at these prices."""
-        return at_prices(
-            self.chain,
-            prices,
-            self.configuration.recompute,
-            lambda columns: columns.forward + columns.backward + self.share * once_of(columns, self.weights),
-        )
+    def at(self, prices: Prices, form: Ramp = WHOLE_PASS) -> Pieces:
+        """Eliminate the pieces at these prices, with F, I and W counted so often."""
+        again = self.configuration.recompute
+        return at_prices(self.chain, prices, again, form, lambda own: self.share * once_of(own, self.weights))
 
     @cached_property
     def added(self) -> Numbers | None:
@@ -118,28 +133,43 @@ class Layered:
         seconds alone."""
         return added_of(self.configuration, self.stages, self.chain, self.most)
 
+    def together(self, prices: Prices) -> Together | None:
+        """Return what each device takes and adds, together; None where it adds a part of its seconds alone."""
+        c, form = self.configuration, ramp_of(self.configuration, self.chain)
+        if form is None:
+            return None
+        often = c.repeats / c.pp
+        f, i, w = (1.0 + one / often for one in form)
+        return Together(self.lower(prices, (f, i, w))[0], often)
+
     @cached_property
-    def bound(self) -> tuple[float, Prices, StagePartition | None]:
-        """The bound of a step in seconds, and the prices and the cut that prove it; infinite, without a cut, where
-        nothing fits."""
+    def coarse(self) -> LayeredBound:
+        """The bound of a step at prices that lie far apart."""
         numbers = [stage.live for stage in self.stages]
         lives = np.unique(np.round(np.geomspace(1, max(1.0, *numbers), LIVES))) if max(numbers) else np.zeros(0)
         lives = lives if min(numbers) else np.append(0.0, lives)
         prices = grid(self.chain, self.floors, LOW, HIGH, COARSE, lives)
-        # [stages, layers, states, states] each: the bounds of the stages, and which price proves them
-        seconds, binding = self.lower(prices)
-        found = self._cut(seconds)
-        if found is None:
-            return np.inf, prices, None
-        refined = self._refined(prices, binding, found)
-        if not len(refined):
-            return found.value + self.once, prices, found
-        found = self._cut(np.maximum(seconds, self.lower(refined)[0]))
-        return np.inf if found is None else found.value + self.once, prices.with_more(refined), found
+        return self._bound(prices, self.lower(prices))
 
-    def _cut(self, seconds: Numbers) -> StagePartition | None:
+    @cached_property
+    def bound(self) -> LayeredBound:
+        """The bound of a step, with finer prices about those that bind at first."""
+        first = self.coarse
+        refined = None if first.cut is None else self._refined(first.prices, first.binding, first.cut)
+        if refined is None or not len(refined):
+            return first
+        seconds, prices = np.maximum(first.seconds, self.lower(refined)[0]), first.prices.with_more(refined)
+        return self._bound(prices, (seconds, first.binding), self.together(refined))
+
+    def _bound(
+        self, prices: Prices, stages: tuple[Numbers, NDArray[np.int64]], together: Together | None = None
+    ) -> LayeredBound:
+        cut = self._cut(stages[0], together)
+        return LayeredBound(np.inf if cut is None else cut.value + self.once, prices, cut, *stages)
+
+    def _cut(self, seconds: Numbers, together: Together | None = None) -> StagePartition | None:
         c = self.configuration
-        return best_cut(seconds, self.layers, c.repeats, adding(seconds, c.ramp, self.added))
+        return best_cut(seconds, self.layers, c.repeats, adding(seconds, c.ramp, self.added), together)
 
     def _refined(self, prices: Prices, binding: NDArray[np.int64], cut: StagePartition) -> Prices:
         """Return finer prices about those that bind in the stages of a cut, for the stages' own numbers of live
@@ -155,18 +185,19 @@ class Layered:
         live = np.array([live for _, live in wanted for _ in around])
         return Prices(np.where(live > 0, scaled, 0.0), scaled / np.maximum(live, 1))
 
-    def lower(self, prices: Prices) -> tuple[Numbers, NDArray[np.int64]]:
-        """Return lower bounds of the seconds of a micro-batch in each stage, and the number of the price that proves
-        each.
+    def lower(self, prices: Prices, form: Ramp = WHOLE_PASS) -> tuple[Numbers, NDArray[np.int64]]:
+        """Return lower bounds of the seconds of a micro-batch in each stage, with F, I and W counted so often, and the
+        number of the price that proves each.
 
         Both are [stages, layers, states, states]: by the number of layers and the states of the cut that the stage
         begins and ends in.
         """
         stages = self.stages
         ends = ends_of(self.configuration)
-        values = values_of(self.at(prices), len(prices), self.most, STATES, ends, counted=self.most <= COUNTED)
+        values = values_of(self.at(prices, form), len(prices), self.most, STATES, ends, counted=self.most <= COUNTED)
         best = {s: limited(values, s, self.floors, self.memory, prices) for s in set(stages)}
-        seconds = [around(s, best[s][0]) + between(s, self.sent, best[s][0].shape[-1]) for s in stages]
+        sent = of_conversions(form) * self.sent  # as conversions, half of it is F's
+        seconds = [around(s, best[s][0]) + between(s, sent, best[s][0].shape[-1]) for s in stages]
         return np.stack(seconds), np.stack([around(s, best[s][1]) for s in stages])
 
 
@@ -217,7 +248,7 @@ class Rough:
     def _priced(self) -> tuple[Pieces, Prices]:
         lives = np.geomspace(self.parts / self.batch, self.layers, ROUGH_LIVES)
         prices = grid(self.chain, self.floors, LOW, HIGH, ROUGH, lives)
-        pieces = at_prices(self.chain, prices, None, lambda columns: columns.forward + columns.backward)
+        pieces = at_prices(self.chain, prices, None)
         return pieces, prices
 
     def _values(self, most: int, ends: Ends) -> dict[Kind, Numbers]:
@@ -232,7 +263,7 @@ class Rough:
     def least(self) -> Least:
         """Lower bounds of time and memory over all choices, without a limit of memory."""
         free = Prices(np.zeros(1), np.zeros(1))
-        pieces = at_prices(self.chain, free, False, lambda columns: columns.forward + columns.backward)
+        pieces = at_prices(self.chain, free, False)
         values = values_of(pieces, 1, self.layers, 1, frozenset({(True, True)}))
         floors, inside = self.floors, self.layers - 2
         columns = self.chain.tables.columns
@@ -318,21 +349,27 @@ def _coarse(live: float) -> float:
     return live if live <= 4 else float(2 ** (np.floor(4 * np.log2(live)) / 4))
 
 
+def ramp_of(c: Configuration, chain: Chain) -> Ramp | None:
+    """Return the form of the ramp that bounds it: the one that is longest where a layer takes least; None where it is a
+    part of a device's whole pass."""
+    forms = [form for form in c.figures.ramps(c.chunks) if min(form) < c.ramp or max(form) > c.ramp]
+    return max(forms, key=lambda form: chain.least(form)[1], default=None)
+
+
 def added_of(
     c: Configuration, stages: Sequence[StageKind], chain: Chain, most: int, part: float = 1.0
 ) -> Numbers | None:
     """Return what each device adds to a step at least, by its layers: [stages, layers]; None where that is a part of
     its seconds alone. A micro-batch is `part` of what the chain counts."""
-    forms = [form for form in c.figures.ramps(c.chunks) if min(form) < c.ramp or max(form) > c.ramp]
-    if not forms:
+    form = ramp_of(c, chain)
+    if form is None:
         return None
     counts = np.arange(most + 1, dtype=np.float64)
+    head, layer, tail = chain.least(form)
     known: dict[StageKind, Numbers] = {}
     for stage in set(stages):
         middle = np.maximum(counts - stage.first - stage.last, 0.0)
-        least = [chain.least(form) for form in forms]
-        every = [middle * layer + stage.first * head + stage.last * tail for head, layer, tail in least]
-        known[stage] = part * np.maximum(0.0, np.max(every, axis=0))
+        known[stage] = part * np.maximum(0.0, middle * layer + stage.first * head + stage.last * tail)
     return np.stack([known[stage] for stage in stages])
 
 

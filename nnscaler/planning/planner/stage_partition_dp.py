@@ -12,6 +12,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from nnscaler.planning.solver.pareto_frontier import ROUNDING
+
 Numbers = NDArray[np.float64]
 
 
@@ -28,19 +30,50 @@ class StagePartition(NamedTuple):
     states: tuple[tuple[int, int], ...]
 
 
-def best_cut(seconds: Numbers, layers: int, weight: float, added: Numbers | None = None) -> StagePartition | None:
+class Together(NamedTuple):
+    """What a stage takes and adds, together.
+
+    seconds   of the same shape as those of the stages: at least what a stage takes, and 1 / often of what it adds
+    often     so that where no stage takes more than t, this one adds at least often * (seconds - t)
+    """
+
+    seconds: Numbers
+    often: float
+
+
+def best_cut(
+    seconds: Numbers, layers: int, weight: float, added: Numbers | None = None, together: Together | None = None
+) -> StagePartition | None:
     """Minimise the sum of what the stages add plus `weight` times the largest of their seconds; None where the layers
-    cannot be spread. A stage adds its seconds, or `added` of the same shape.
+    cannot be spread. A stage adds its seconds, or `added` of the same shape, or more where `together` says so.
 
     `seconds` is [stages, most + 1, states, states]: what a stage takes with 0, 1, ... layers that begins and ends in
     these states of the tensors it is handed and hands on; infinite where it cannot be. A stage begins as the one before
     it ended. At a limit for the largest stage, the least sum is a shortest path; the limits are tried in ascending
-    order, until the largest stage alone costs more than the best so far.
+    order, until the largest stage alone costs more than the best so far, or the best so far is no more than what all
+    stages take and add together.
+
+    With `together`, the sum at a limit falls as the limit rises, by no more than `weight` times as much if `often` is
+    weight / stages or less; so a spread is worth most at its own largest stage, and the least of all limits bounds it.
     """
+    assert together is None or together.often * len(seconds) <= weight * (1 + 1e-9)
     every = seconds if added is None else np.where(np.isfinite(seconds), added, np.inf)
+
+    def within(limit: float) -> StagePartition | None:
+        """Return the least sum with no stage over the limit."""
+        if together is None:
+            return _path(every, seconds, layers, limit)
+        more = np.maximum(every, together.often * (together.seconds - limit))
+        return _path(more, seconds, layers, limit)
+
     free = _path(every, seconds, layers, np.inf)
     if free is None:
         return None
+    floor = -np.inf  # of all limits: weight * limit + often * (seconds - limit) of every stage, or more
+    if together is not None:
+        whole = np.where(np.isfinite(seconds), together.often * together.seconds, np.inf)
+        found = _path(whole, seconds, layers, np.inf)
+        floor = found.value if found is not None else np.inf
     limits = np.unique(seconds[np.isfinite(seconds)])
     low, high = 0, len(limits) - 1
     while low < high:  # the least limit at which there may be a path
@@ -51,9 +84,9 @@ def best_cut(seconds: Numbers, layers: int, weight: float, added: Numbers | None
             high = middle
     best: StagePartition | None = None
     while low < len(limits):
-        if best is not None and weight * limits[low] + free.value >= best.value:
+        if best is not None and max(weight * limits[low] + free.value, floor) >= best.value * (1 - ROUNDING):
             break
-        found = _path(every, seconds, layers, limits[low])
+        found = within(limits[low])
         if found is None:
             low += 1
             continue

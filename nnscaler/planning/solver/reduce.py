@@ -44,12 +44,14 @@ class Criteria:
     """The figures of a node that a change of its strategy may not raise. Nodes are alike where these are the same
     objects.
 
-    costs   [strategies, ways to count]; the tables of the edges are added to each column
+    costs   [strategies, ways to count]
     needs   [strategies, resources]
+    often   [ways to count]: how often the tables of the edges count beside each column of costs; None: once
     """
 
     costs: Table
     needs: Table
+    often: Table | None = None
 
 
 def reduce_problem(problem: ChoiceProblem, memory: bool = False) -> Reduced:
@@ -164,8 +166,7 @@ def _undominated(own: Criteria, left: Alive, tables: Sequence[Table]) -> Alive:
     # [strategies left], then [a, b] for every pair of them
     numbers = np.flatnonzero(left)
     costs, needs = own.costs[numbers], own.needs[numbers]
-    loss = (costs[:, None] - costs[None, :]).min(axis=2)  # at least this is won by changing a to b
-    loss[(needs[:, None] < needs[None, :]).any(axis=2)] = -inf
+    between = np.zeros((len(numbers), len(numbers)))  # at least this is won at the edges by changing a to b
     for table in tables:
         # [strategies left, strategies of the neighbour]; then [a, b, strategies of the neighbour]: what a costs more
         # than b
@@ -175,7 +176,13 @@ def _undominated(own: Criteria, left: Alive, tables: Sequence[Table]) -> Alive:
         difference = finite[:, None, :] - finite[None, :, :]
         difference[closed[:, None, :] & np.ones_like(closed)[None, :, :]] = inf  # a is not possible there
         difference[closed[None, :, :] & ~closed[:, None, :]] = -inf  # b is not possible where a is
-        loss += difference.min(axis=2)
+        between += difference.min(axis=2)
+    loss = np.full_like(between, inf)  # at least this is won in each way to count
+    for way in range(costs.shape[1]):
+        often = 1.0 if own.often is None else float(own.often[way])
+        won = costs[:, None, way] - costs[None, :, way]
+        np.minimum(loss, won + often * between if often else won, out=loss)
+    loss[np.isneginf(between) | (needs[:, None] < needs[None, :]).any(axis=2)] = -inf
     np.fill_diagonal(loss, -inf)
     stays = np.ones(len(numbers), np.bool_)
     for a in range(len(numbers) - 1, -1, -1):
