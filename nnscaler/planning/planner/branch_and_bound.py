@@ -123,7 +123,8 @@ def _places(tables: Tables, chain: Chain, layers: int) -> list[dict[int, int]]:
     return [same(chain.head.nodes), *middle, same(chain.tail.nodes)]
 
 
-SHAPES = (grouped_bound, rough_bound, near_bound)  # bounds that do not ask how parameters rest
+WHOLE = (grouped_bound, rough_bound)  # bounds from the chain of the whole batch, where parameters rest whole
+SHAPES = (*WHOLE, near_bound)  # bounds that do not ask how parameters rest
 BOUNDS = (*SHAPES, coarse_bound, bound_within)  # of a configuration, before it is solved
 CLOSE = 0.005  # a search ends when what is left can save less than this share
 Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it was improved, order among equals
@@ -208,10 +209,11 @@ def search(
 
 
 def _chained(subject: PlanningCache, c: Configuration, depth: int) -> bool:
-    """Return whether the graph is a chain for the next bound of a configuration: the first ones ask it of parameters
-    that rest whole."""
+    """Return whether the graph is a chain for the next bound of a configuration: the first ones ask it of the whole
+    batch, and of parameters that rest whole."""
+    parts = 1 if depth < len(WHOLE) else c.parts
     rests = AT_REST_WHOLE if depth < len(SHAPES) else c.rests
-    return subject.chain(c.tp, c.parts, rests) is not None
+    return subject.chain(c.tp, parts, rests) is not None
 
 
 def _queued(
