@@ -24,6 +24,7 @@ from nnscaler.planning.planner.layer_chain import Chain, Numbers
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.pipeline_bound import Layered, Rough
 from nnscaler.planning.sharding.build_problem import pose
+from nnscaler.planning.sharding.parameter_placement import Rates
 from nnscaler.planning.sharding.tables import when_backward_ends
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
@@ -106,7 +107,8 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
         return 0.0
     sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])
     each = gathering(subject, c, len(subject.layers) // 2)
-    return rough.bound(c, memory, summing_rate(subject, c), each, sent, subject.shrinks(c.rests))
+    rates, uncut = summing_rates(subject, c), subject.uncut(c.dp)
+    return rough.bound(c, memory, rates, uncut, each, sent, subject.shrinks(c.rests))
 
 
 def _rough(subject: PlanningCache, c: Configuration, parts: int, inside: bool = False) -> Rough | None:
@@ -130,12 +132,12 @@ def grouped_bound(subject: PlanningCache, c: Configuration, memory: float) -> fl
     return c.repeats * subject.grouped[key]
 
 
-def summing_rate(subject: PlanningCache, c: Configuration) -> float:
-    """Return a lower bound of the seconds of a step per byte of gradients that are summed over dp, in which buckets
-    bring them, and their parameters, to where they rest; 0 where none need be."""
+def summing_rates(subject: PlanningCache, c: Configuration) -> Rates:
+    """Return lower bounds of the seconds per byte of gradients that are summed over dp, in which buckets bring them,
+    and their parameters, to where they rest; 0 where none need be."""
     if c.dp == 1:
-        return 0.0
-    return c.parameters.least_per_byte(subject.cost, c.places[DP], c.micro_batches, subject.values)
+        return Rates(0.0, 0.0, 0.0)
+    return c.parameters.rates(subject.cost, c.places[DP], c.micro_batches, subject.values)
 
 
 def gathering(subject: PlanningCache, c: Configuration, layer: int | None = None) -> float:
@@ -145,10 +147,11 @@ def gathering(subject: PlanningCache, c: Configuration, layer: int | None = None
     """
     if not c.parameters.each:
         return 0.0
-    key = c.parameters, c.places[DP]
+    key = c.parameters, c.places[DP], c.tp, layer
     if key not in subject.gathering:
-        subject.gathering[key] = c.parameters.seconds_per_byte(subject.cost, key[1])
-    return subject.gathering[key] * subject.gathered(c, layer)
+        of_each = ((c.parameters.least_seconds(subject.cost, key[1], t, c.tp), n) for t, n in subject.gathered(c.dp, layer))
+        subject.gathering[key] = sum(seconds * count for seconds, count in of_each)
+    return subject.gathering[key]
 
 
 def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:

@@ -26,7 +26,7 @@ from nnscaler.planning.planner.bounds import (
     layered_of,
     near_bound,
     rough_bound,
-    summing_rate,
+    summing_rates,
 )
 from nnscaler.planning.planner.evaluate import Evaluated, beside, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.lagrangian_bound import Prices
@@ -280,4 +280,4 @@ def _bound(subject: PlanningCache, least: Least, c: Configuration) -> float:
     once = least.seconds + (least.again if c.recompute else 0.0)
     ramps = [max(f, i) for f, i, w in c.figures.ramps(c.chunks) if w >= 0.0]
     more = max(0.0, *(often - c.ramp for often in ramps)) * least.again / c.parts if ramps else 0.0
-    return c.each * (once / c.parts + gathering(subject, c)) + more + summing_rate(subject, c) * least.summed / c.pp
+    return c.each * (once / c.parts + gathering(subject, c)) + more + summing_rates(subject, c).least * least.summed / c.pp

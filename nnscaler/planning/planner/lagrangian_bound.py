@@ -11,7 +11,7 @@ that it begins and ends in, and by price.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -241,53 +241,74 @@ def values_of(
 
 def limited(
     values: Mapping[Kind, Numbers],
-    stage: StageKind,
+    stages: Iterable[StageKind],
     floors: Floors,
     memory: float,
     prices: Prices,
     part: float = 1.0,
     shrinks: float = 1.0,
-) -> tuple[Numbers, NDArray[np.int64]]:
-    """Return lower bounds of the seconds of a stage, and the number of the price that proves each.
+) -> dict[StageKind, tuple[Numbers, NDArray[np.int64]]]:
+    """Return lower bounds of the seconds of each stage, and the number of the price that proves each.
 
     Both results are [layers, states, states]; a bound is infinite where the stage cannot fit. It is the best over
     prices, for the number of recomputed layers with which this is least. A micro-batch keeps `part` of what prices and
     floors count, and what rests is `shrinks` times as small on a rank.
     """
-    live = stage.live * part
-    head, layer, tail = floors.head, floors.layer, floors.tail
-    kinds = {
-        number: table for (first, last, number), table in values.items() if (first, last) == (stage.first, stage.last)
-    }
-    # [layers]: how many layers the stage has, and how many of these are in the middle
-    counts = np.arange(len(next(iter(kinds.values()))), dtype=np.float64)
-    middle, ends = counts - stage.first - stage.last, [head] * stage.first + [tail] * stage.last
+    alike: dict[tuple[bool, bool, int], list[StageKind]] = {}
+    for stage in dict.fromkeys(stages):
+        alike.setdefault((stage.first, stage.last, stage.chunks), []).append(stage)
+    found: dict[StageKind, tuple[Numbers, NDArray[np.int64]]] = {}
+    for (first, last, chunks), own in alike.items():
+        tables = {number: table for (*ends, number), table in values.items() if ends == [first, last]}
+        bounds, by = _limited(tables, own, floors, memory, prices, part, shrinks)
+        bounds[:, : chunks if chunks > 1 else 0] = np.inf  # every stage has a layer
+        found.update(zip(own, zip(bounds, by, strict=True), strict=True))
+    return found
+
+
+def _limited(
+    tables: Mapping[int, Numbers],
+    stages: Sequence[StageKind],
+    floors: Floors,
+    memory: float,
+    prices: Prices,
+    part: float,
+    shrinks: float,
+) -> tuple[Numbers, NDArray[np.int64]]:
+    """Return `limited` for stages with the same ends: [stages, layers, states, states]. `tables` are by number of
+    recomputed layers."""
+    first, last, layer = stages[0].first, stages[0].last, floors.layer
+    # [stages, 1]: micro-batches that are alive, and bytes that were received
+    live = np.array([[stage.live * part] for stage in stages])
+    received = np.array([[stage.received * part * layer.handed] for stage in stages])
+    # [layers]: how many layers a stage has, and how many of these are in the middle
+    counts = np.arange(len(next(iter(tables.values()))), dtype=np.float64)
+    middle, ends = counts - first - last, [floors.head] * first + [floors.tail] * last
     # [layers]: floors of the bytes at rest, kept by a micro-batch in layers, and handed on
     resting = middle * layer.resting + sum(f.resting for f in ends)
-    received = stage.received * part * layer.handed
     outside = sum(f.outside for f in ends)
     whole = middle * layer.kept + sum(f.kept for f in ends)
     handed = middle * layer.handed + sum(f.handed for f in ends)
     saved = max(f.kept - f.handed for f in (layer, *ends))
     best: Numbers | None = None
     at = np.zeros(0, dtype=np.int64)
-    for number, table in kinds.items():
+    for number, table in tables.items():
         # one layer that is run again has all that it keeps once
         once = min(f.kept for f in (layer, *ends)) * part if number else 0.0
-        room = memory - received - once
+        room = memory - received - once  # [stages, 1]
         kept = outside + (handed if number == ANY else np.maximum(whole - number * saved, handed))
         # the dearest bytes that fit: all but the least that rests, or all but the least that is kept
-        free = (room - resting / shrinks) / live if live else np.zeros_like(resting)
-        most_kept = free[:, None] * prices.kept + resting[:, None] * prices.resting
-        most_resting = shrinks * (room - live * kept)[:, None] * prices.resting + kept[:, None] * prices.kept
-        # [layers, states, states, prices]: the Lagrangian bound at each price
-        value = table - np.maximum(most_kept, most_resting)[:, None, None, :]
-        if not live:  # any number of bytes may be kept
-            value[..., prices.kept > 0.0] = -np.inf
+        free = np.divide(room - resting / shrinks, live, out=np.zeros((len(stages), len(counts))), where=live > 0.0)
+        most_kept = free[..., None] * prices.kept + resting[:, None] * prices.resting  # [stages, layers, prices]
+        most_resting = shrinks * (room - live * kept)[..., None] * prices.resting + kept[:, None] * prices.kept
+        # [stages, layers, states, states, prices]: the Lagrangian bound at each price
+        value = table - np.maximum(most_kept, most_resting)[:, :, None, None, :]
+        if not live.all():  # any number of bytes may be kept
+            value[np.ix_(live[:, 0] == 0.0, *map(np.arange, value.shape[1:4]), prices.kept > 0.0)] = -np.inf
         value[resting / shrinks + live * kept > room] = np.inf
-        value[: stage.chunks if stage.chunks > 1 else 0] = np.inf  # every stage has a layer
-        # [layers, states, states]: the best bound over prices; below, the least over how many layers are recomputed
-        bound, by = value.max(axis=-1), value.argmax(axis=-1)
+        # [stages, layers, states, states]: the best over prices; below, the least over how many are recomputed
+        by = value.argmax(axis=-1)
+        bound = np.take_along_axis(value, by[..., None], axis=-1)[..., 0]
         if best is None:
             best, at = bound, by
         else:

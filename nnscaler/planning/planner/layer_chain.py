@@ -29,6 +29,7 @@ from nnscaler.scheduling.schedule import Ramp
 # `solver.reduce`).
 
 T = TypeVar("T")
+Numbers = NDArray[np.float64]
 WHOLE_PASS: Ramp = (1.0, 1.0, 1.0)
 Kept = tuple[NDArray[np.intp], ...]  # of every node, the strategies that are left
 
@@ -121,10 +122,13 @@ def of_conversions(form: Ramp) -> float:
     return (form[0] + form[1]) / 2
 
 
+def often_counted(table: Numbers, often: float | Numbers) -> Numbers:
+    """Return the seconds of conversions that count so often; what is impossible stays so."""
+    return np.where(np.isfinite(table), np.where(np.isfinite(table), table, 0.0) * often, np.inf)
+
+
 WIDE = 64  # joint choices of a cut, and of hubs, that are worth it
 PRICES = 320  # at which a piece may be eliminated at once
-
-Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +179,21 @@ class Chain:
         """Return the least seconds of head, layer and tail where F, I and W count so often, with all conversions,
         whatever the memory is and the states at their cuts are."""
         if form not in self._least:
-            counted, pieces = self.with_conversions(of_conversions(form)), (self.head, self.layer, self.tail)
-            costs = [seconds_of(own, form)[:, None] for own in self.tables.columns]
-            made = [price(counted, piece, {node: costs[node] for node in piece.nodes}) for piece in pieces]
-            self._least[form] = tuple(float(one.table.min()) for one in made)
+            forms = tuple(dict.fromkeys((form, *uneven_ramps())))
+            often = np.array([of_conversions(one) for one in forms])
+            # [choices, forms], and of edges [choices of first, choices of second, forms]: forms stand where prices do
+            nodes = [np.stack([seconds_of(own, one) for one in forms], axis=1) for own in self.tables.columns]
+            pieces = (self.head, self.layer, self.tail)
+            made = [price(self, piece, {node: nodes[node] for node in piece.nodes}, often) for piece in pieces]
+            least = np.stack([one.table.min(axis=(0, 1, 2)) for one in made], axis=1)  # [forms, pieces]
+            self._least.update({one: tuple(map(float, found)) for one, found in zip(forms, least, strict=True)})
         return self._least[form]
 
     def with_conversions(self, often: float) -> Chain:
         """Return the chain in which conversions count so often."""
         if often == 1.0:
             return self
-        edges = tuple((a, b, table * often) for a, b, table in self.tables.edges)
+        edges = tuple((a, b, often_counted(table, often)) for a, b, table in self.tables.edges)
         return replace(self, tables=replace(self.tables, edges=edges))
 
     @property
@@ -255,15 +263,22 @@ class Priced:
         return found
 
 
-def price(chain: Chain, piece: Piece, nodes: Mapping[int, Numbers]) -> Priced:
-    """Eliminate a piece whose nodes cost `nodes` [choices, prices], with no more than `PRICES` prices."""
+def price(chain: Chain, piece: Piece, nodes: Mapping[int, Numbers], often: Numbers | None = None) -> Priced:
+    """Eliminate a piece whose nodes cost `nodes` [choices, prices], with no more than `PRICES` prices.
+
+    `often` is how often conversions count at each price; None: once.
+    """
     sizes = chain.sizes
     number = len(sizes)  # of the price as a variable
     count = next(iter(nodes.values())).shape[1]
     tables = chain.tables
-    # one factor per node [choices, prices], and one per edge [choices of first, choices of second]
+    # one factor per node [choices, prices], and one per edge [choices of first, choices of second], or one more axis
     factors = [Factor((node, number), nodes[node]) for node in piece.nodes]
-    factors += [Factor((first, second), table) for first, second, table in (tables.edges[i] for i in piece.edges)]
+    for first, second, table in (tables.edges[i] for i in piece.edges):
+        if often is None:
+            factors.append(Factor((first, second), table))
+        else:
+            factors.append(Factor((first, second, number), often_counted(table[:, :, None], often)))
     pieces = (chain.head, chain.layer, chain.tail)
     order = next(order for order, other in zip(chain.orders, pieces, strict=True) if other is piece)
     elimination = run_elimination(factors, order, (*sizes, count))

@@ -66,7 +66,7 @@ class PlanningCache:
     optimizer    bytes that the optimizer keeps of an element
     layered      the chain in a configuration and within a limit of memory (bytes), by moment
     grouped      of a configuration without its schedule, and a limit of memory (bytes), what bounds all schedules
-    gathering    by how parameters rest and the place of a dp axis, seconds per byte to gather and to scatter them
+    gathering    by how parameters rest, the place of a dp axis, tp, and layer: seconds to gather and to scatter them
     left_out     operations that cost nothing here, with the parameters that only they read: others run them
     axes         by axis, where its groups lie among the ranks; None: as in a configuration of these sizes
     ends         what the shared ends of a pipeline cost (`shared_ends`), by sizes
@@ -80,20 +80,22 @@ class PlanningCache:
     cp: int = 1
     grouped: dict[tuple[Configuration, float], float] = field(default_factory=dict)
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
-    gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
+    gathering: dict[tuple[ParameterPlacement, AxisPlace, int, int | None], float] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
     axes: Mapping[str, AxisPlace] | None = None
     ends: dict[tuple[int, int, int, int, AtRest], EndsEstimate] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _settings: dict[tuple[int, int], Setting] = field(default_factory=dict)
     _builders: dict[tuple[int, int, AtRest], TableBuilder] = field(default_factory=dict)
+    _alike: dict[tuple[int, int, int], TableBuilder] = field(default_factory=dict)
     _tables: dict[tuple[int, int, AtRest, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
     _fastest: dict[tuple[int, int, int, Ramp | None], float] = field(default_factory=dict)
     _chains: dict[tuple[int, int, AtRest], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int, bool], Rough] = field(default_factory=dict)
-    _gathered: dict[tuple[int, int | None], float] = field(default_factory=dict)
+    _gathered: dict[tuple[int, int | None], tuple[tuple[LogicalTensor, int], ...]] = field(default_factory=dict)
+    _uncut: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     _shrinks: dict[tuple[AtRest, bool], float] = field(default_factory=dict)
 
     @cached_property
@@ -217,9 +219,11 @@ class PlanningCache:
         return self._options[parts]
 
     def _builder(self, tp: int, parts: int, rests: AtRest = AT_REST_WHOLE) -> TableBuilder:
-        key = (tp, parts, rests)
-        if key not in self._builders:
-            ep = rests.experts
+        key, ep = (tp, parts, rests), rests.experts
+        like = self._alike.get((tp, parts, ep))
+        if key not in self._builders and like is not None:
+            self._builders[key] = like.resting(rests)
+        elif key not in self._builders:
             places = self.axes or {
                 TP: AxisPlace(tp),
                 CP: AxisPlace(self.cp, tp),
@@ -247,6 +251,7 @@ class PlanningCache:
                 self.elsewhere,
                 self.halves,
             )
+            self._alike[tp, parts, ep] = self._builders[key]
         return self._builders[key]
 
     def tokens(self, c: Configuration) -> Mapping[str, Choice]:
@@ -312,23 +317,43 @@ class PlanningCache:
             found.append(self.items[(op or graph.consumers[name][0][0]).name])
         return found
 
-    def gathered(self, c: Configuration, layer: int | None = None) -> float:
-        """Return a lower bound of the bytes of parameters that a rank of tp gathers where they rest in shards.
+    def _certain(self, tensor: LogicalTensor, dp: int) -> bool:
+        """Return whether a parameter can be cut over dp, whichever dim tp splits."""
+        return sum(size >= dp for size in tensor.shape) > 1
+
+    def gathered(self, dp: int, layer: int | None = None) -> tuple[tuple[LogicalTensor, int], ...]:
+        """Return parameters that ranks gather where they rest in shards, each with how many are like it.
 
         `layer` restricts it to parameters that only this layer reads (None: all parameters). Counted are only those
         that can be sharded over dp whichever dim tp splits.
         """
-        key = (c.dp, layer)
+        key = (dp, layer)
         if key not in self._gathered:
-            found = 0.0
+            found: dict[tuple[object, ...], tuple[LogicalTensor, int]] = {}
             for tensor in self.graph.with_role("parameter"):
                 uses = [op.name for op, _ in self.graph.consumers[tensor.name] if op.name not in self.elsewhere]
                 readers = {self.groups.get(name, -1) for name in uses}
-                large = sum(size >= c.dp for size in tensor.shape) > 1
-                if readers and large and (layer is None or readers == {layer}):
-                    found += tensor.elements * element_bytes(tensor.dtype)
-            self._gathered[key] = found
-        return self._gathered[key] / c.tp
+                if readers and self._certain(tensor, dp) and (layer is None or readers == {layer}):
+                    like = (tensor.shape, tensor.dtype, tensor.needs_grad)
+                    first, count = found.get(like, (tensor, 0))
+                    found[like] = first, count + 1
+            self._gathered[key] = tuple(found.values())
+        return self._gathered[key]
+
+    def uncut(self, dp: int) -> tuple[float, float, float]:
+        """Return the most bytes of gradients of parameters that may rest whole where others rest in shards: of those
+        read up to the end of the first layer, by a layer, and from the last layer on."""
+        if dp not in self._uncut:
+            head, layer, tail, last = 0.0, 0.0, 0.0, len(self.layers)
+            for tensor in self.graph.with_role("parameter"):
+                if tensor.needs_grad and not self._certain(tensor, dp):
+                    items = {self.items[op.name] for op, _ in self.graph.consumers[tensor.name]}
+                    size = tensor.elements * element_bytes(gradient_dtype(tensor.dtype))
+                    head += size * any(item <= 1 for item in items)
+                    layer += size * (1 + last // 2 in items)
+                    tail += size * any(item >= last for item in items)
+            self._uncut[dp] = head, layer, tail
+        return self._uncut[dp]
 
     def last_items_of(self, tables: Tables) -> list[int]:
         """Return, for every node, the item of the last reader of what it hands on; its own where nothing is sent.

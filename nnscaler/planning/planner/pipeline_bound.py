@@ -38,6 +38,7 @@ from nnscaler.planning.planner.lagrangian_bound import (
 from nnscaler.planning.planner.layer_chain import WHOLE_PASS, Chain, Numbers, of_conversions
 from nnscaler.planning.planner.stage_partition_dp import StagePartition, Together, best_cut
 from nnscaler.planning.sharding.build_problem import Weights, once_of
+from nnscaler.planning.sharding.parameter_placement import Rates
 from nnscaler.scheduling.schedule import Ramp
 from nnscaler.transform.plan import DP
 
@@ -195,7 +196,7 @@ class Layered:
         stages = self.stages
         ends = ends_of(self.configuration)
         values = values_of(self.at(prices, form), len(prices), self.most, STATES, ends, counted=self.most <= COUNTED)
-        best = {s: limited(values, s, self.floors, self.memory, prices) for s in set(stages)}
+        best = limited(values, stages, self.floors, self.memory, prices)
         sent = of_conversions(form) * self.sent  # as conversions, half of it is F's
         seconds = [around(s, best[s][0]) + between(s, sent, best[s][0].shape[-1]) for s in stages]
         return np.stack(seconds), np.stack([around(s, best[s][1]) for s in stages])
@@ -298,24 +299,34 @@ class Rough:
             kind: np.full_like(v, np.inf)[: most + 1] if c.recompute is False and kind[2] != 0 else v[: most + 1]
             for kind, v in values.items()
         }
+        stages = [StageKind(_coarse(live), False, False, 0.0) for live in lives]
         made = {}
-        for live in {_coarse(live) for live in lives}:
-            bounds, _ = limited(cut, StageKind(live, False, False, 0.0), self.floors, memory, prices, part, shrinks)
+        for stage, (bounds, _) in limited(cut, stages, self.floors, memory, prices, part, shrinks).items():
             bounds[0] = 0.0
-            made[live] = part * bounds + each * np.arange(most + 1)[:, None, None]
+            made[stage] = part * bounds + each * np.arange(most + 1)[:, None, None]
         # the busiest device alone: all other seconds count next to nothing
-        seconds = np.stack([made[_coarse(live)] for live in lives])
+        seconds = np.stack([made[stage] for stage in stages])
         found = best_cut(seconds, self.layers - 2, 1.0, np.zeros_like(seconds))
         if found is None:
             return np.inf
-        taken = zip(lives, found.layers, found.states, strict=True)
-        return max(float(made[_coarse(live)][count, a, b]) for live, count, (a, b) in taken)
+        taken = zip(stages, found.layers, found.states, strict=True)
+        return max(float(made[stage][count, a, b]) for stage, count, (a, b) in taken)
 
-    def bound(self, c: Configuration, memory: float, rate: float, each: float, sent: Numbers, shrinks: float) -> float:
+    def bound(
+        self,
+        c: Configuration,
+        memory: float,
+        rates: Rates,
+        uncut: tuple[float, float, float],
+        each: float,
+        sent: Numbers,
+        shrinks: float,
+    ) -> float:
         """Bound the seconds of a step; infinite where nothing fits.
 
         memory    bytes of a rank
-        rate      seconds per byte of gradients summed over dp
+        rates     seconds per byte of gradients summed over dp
+        uncut     of head, layer and tail, the most bytes of gradients of parameters that may rest whole
         each      seconds in which a micro-batch gathers a layer's parameters (ZeRO-3)
         sent      by state of the cut, seconds in which a stage hands a micro-batch on
         shrinks   how many times fewer bytes rest on a rank, at most, than where all rests whole
@@ -328,15 +339,18 @@ class Rough:
         floors = self.floors
         cut = {kind: found[: most + 1] for kind, found in values.items()}
         made = {}
-        for stage in set(stages):
-            bounds, _ = limited(cut, stage, floors, memory, prices, part, shrinks)
+        for stage, (bounds, _) in limited(cut, stages, floors, memory, prices, part, shrinks).items():
             middle = counts - stage.first - stage.last
-            # [layers]: bytes of gradients, and with them the seconds of a micro-batch that do not depend on states
-            summed = middle * floors.layer.summed
-            summed = summed + stage.first * floors.head.summed + stage.last * floors.tail.summed
-            once = rate * summed / c.turns + each * np.maximum(middle, 0)
+            # [layers]: bytes of gradients, and of those the most that are of parameters that may rest whole
+            pieces = (stage.first * 1, middle, stage.last * 1)
+            ends = (floors.head.summed, floors.layer.summed, floors.tail.summed)
+            summed = sum(count * size for count, size in zip(pieces, ends, strict=True))
+            whole = np.minimum(summed, sum(count * size for count, size in zip(pieces, uncut, strict=True)))
+            # [layers]: seconds of a micro-batch that do not depend on states
+            moved = rates.least / c.turns * whole + (rates.once / c.turns + rates.each) * (summed - whole)
+            more = moved + each * np.maximum(middle, 0)
             held = around(stage, bounds)
-            made[stage] = part * held + once[:, None, None] + between(stage, sent, bounds.shape[-1])
+            made[stage] = part * held + more[:, None, None] + between(stage, sent, bounds.shape[-1])
         # [stages, layers, states, states]: seconds of a micro-batch at least
         seconds = np.stack([made[stage] for stage in stages])
         added = added_of(c, stages, self.chain, most, part)

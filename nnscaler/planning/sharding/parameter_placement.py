@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from nnscaler.ir.graph import LogicalTensor, element_bytes, gradient_dtype
 from nnscaler.ir.layout import (
@@ -28,7 +29,6 @@ from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.transform.plan import DP, EP, ZERO, RestStep, Step
 from nnscaler.transform.zero import sharded_at_rest
 
-SIZES = tuple(2.0**n for n in range(10, 42, 2))  # bytes; of the largest, latency is no part
 _MANY = 2**20  # elements of a shard, of which a fraction of a byte is no part
 
 
@@ -44,6 +44,19 @@ class Move:
     kind: Collective
     gradients: bool
     each: bool = False
+
+
+class Rates(NamedTuple):
+    """The least seconds per byte of gradients that are summed over dp.
+
+    once    of a step, where parameters rest in shards if that is so
+    each    of a micro-batch, likewise
+    least   of a step, however the parameter rests
+    """
+
+    once: float
+    each: float
+    least: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,30 +100,30 @@ class ParameterPlacement:
         """Return whether a parameter rests in shards: between steps only those with an optimizer do."""
         return bool(self.sharded) and (tensor.needs_grad or "parameters" in self.sharded)
 
-    def least_per_byte(self, cost: CostModel, ranks: AxisPlace, micro_batches: int, values: float) -> float:
-        """Return the least seconds of a step in which buckets bring a byte of gradients that are summed over dp to
-        where it rests, with its `values` bytes of the parameter.
+    def rates(self, cost: CostModel, ranks: AxisPlace, micro_batches: int, values: float) -> Rates:
+        """Return the least seconds in which buckets bring a byte of gradients that are summed over dp to where it rests,
+        with its `values` bytes of the parameter."""
+        once, each = (self._per_byte(cost, ranks, values, often) for often in (False, True))
+        ways = (self, WHOLE) if self.moves else ()  # a parameter that cannot be cut is moved as where all rest whole
+        whole = (w._per_byte(cost, ranks, values, False) for w in ways)
+        often = (micro_batches * w._per_byte(cost, ranks, values, True) for w in ways)
+        return Rates(once, each, min((a + b for a, b in zip(whole, often, strict=True)), default=0.0))
 
-        A parameter that cannot be cut is moved as where all rest whole.
-        """
-        ways = (self, WHOLE) if self.moves else ()
-        return min((way._per_byte(cost, ranks, micro_batches, values) for way in ways), default=0.0)
-
-    def _per_byte(self, cost: CostModel, ranks: AxisPlace, micro_batches: int, values: float) -> float:
+    def _per_byte(self, cost: CostModel, ranks: AxisPlace, values: float, each: bool) -> float:
+        """Return the seconds of a byte in the moves of every micro-batch, or in those of a step."""
         return sum(
-            seconds_per_byte(cost, ranks, move.kind)
-            * (micro_batches if move.each else 1)
-            * (1.0 if move.gradients else values)
+            seconds_per_byte(cost, ranks, move.kind) * (1.0 if move.gradients else values)
             for move in self.moves
+            if move.each == each
         )
 
-    def seconds_per_byte(self, cost: CostModel, ranks: AxisPlace) -> float:
-        """Return the least seconds of a micro-batch per byte of a parameter that is gathered and whose gradient is
-        scattered.
-
-        Measured links may be fastest at some size in the middle.
-        """
-        return sum(min(cost.collective(kind, size, ranks) / size for size in SIZES) for kind in self.each)
+    def least_seconds(self, cost: CostModel, ranks: AxisPlace, tensor: LogicalTensor, tp: int) -> float:
+        """Return the least seconds of a micro-batch in which a parameter is gathered and its gradient is scattered,
+        whichever of its dims tp splits."""
+        kinds = [kind for kind in (self.forward, self.backward if tensor.needs_grad else None) if kind is not None]
+        whole, each = tensor.elements, element_bytes(tensor.dtype)
+        sizes = {whole, *(whole // size * -(-size // tp) for size in tensor.shape if size)}
+        return min(sum(cost.collective(kind, elements * each, ranks) for kind in kinds) for elements in sizes)
 
     def over(self, ranks: int, experts: int = 1) -> AtRest:
         """Return this way for `ranks` ranks that share the batch, of which `experts` divide the experts."""

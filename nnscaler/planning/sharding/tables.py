@@ -125,6 +125,12 @@ class TableBuilder:
     def __post_init__(self) -> None:
         self.conversions = Conversions(self.setting, self.cost)
 
+    def resting(self, rests: AtRest) -> TableBuilder:
+        """Return a builder for parameters that rest so, which shares what does not depend on it with this one."""
+        other = replace(self, rests=rests, _columns={})
+        other.conversions = self.conversions
+        return other
+
     def build(self, only: Collection[str] | None = None) -> Tables:
         """Return the tables of the whole graph, or of `only` these operations and the tensors between them."""
         graph = self.graph

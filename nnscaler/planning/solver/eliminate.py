@@ -232,12 +232,12 @@ def _sort_axes(factor: Factor, place: dict[int, int]) -> Factor:
 
 
 def _align(factor: Factor, scope: Sequence[int]) -> Table:
-    """Return the factor's table with one axis per variable of `scope`, of size one where the factor does not name
-    it."""
-    axes = sorted(range(len(factor.scope)), key=lambda axis: scope.index(factor.scope[axis]))
-    table = factor.table if axes == list(range(len(axes))) else factor.table.transpose(axes)
-    named = dict(zip((factor.scope[axis] for axis in axes), table.shape, strict=True))
-    return table.reshape([named.get(variable, 1) for variable in scope])
+    """Return the factor's table with one axis per variable of `scope`, of size one where the factor does not name it.
+
+    Both name variables in the order of elimination.
+    """
+    named = dict(zip(factor.scope, factor.table.shape, strict=True))
+    return factor.table.reshape([named.get(variable, 1) for variable in scope])
 
 
 def _minimise(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Table:

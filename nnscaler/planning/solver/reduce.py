@@ -177,12 +177,12 @@ def _undominated(own: Criteria, left: Alive, tables: Sequence[Table]) -> Alive:
         difference[closed[:, None, :] & np.ones_like(closed)[None, :, :]] = inf  # a is not possible there
         difference[closed[None, :, :] & ~closed[:, None, :]] = -inf  # b is not possible where a is
         between += difference.min(axis=2)
-    loss = np.full_like(between, inf)  # at least this is won in each way to count
-    for way in range(costs.shape[1]):
-        often = 1.0 if own.often is None else float(own.often[way])
-        won = costs[:, None, way] - costs[None, :, way]
-        np.minimum(loss, won + often * between if often else won, out=loss)
-    loss[np.isneginf(between) | (needs[:, None] < needs[None, :]).any(axis=2)] = -inf
+    # [a, b]: at least this is won in each way to count, where b is possible wherever a is
+    often = np.ones(costs.shape[1]) if own.often is None else own.often
+    won = costs[:, None] - costs[None, :]  # [a, b, ways]
+    finite = np.isfinite(between)
+    loss = (won + np.where(finite, between, 0.0)[:, :, None] * often).min(axis=2)
+    loss[~finite | (needs[:, None] < needs[None, :]).any(axis=2)] = -inf
     np.fill_diagonal(loss, -inf)
     stays = np.ones(len(numbers), np.bool_)
     for a in range(len(numbers) - 1, -1, -1):
