@@ -20,9 +20,11 @@ import numpy as np
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
-from nnscaler.planning.planner.layer_chain import Chain, Numbers
+from nnscaler.planning.planner.layer_chain import Chain
 from nnscaler.planning.planner.layered_graph import PlanningCache
-from nnscaler.planning.planner.pipeline_bound import Layered, Rough
+from nnscaler.planning.planner.lean_tables import Numbers
+from nnscaler.planning.planner.pipeline_bound import Layered
+from nnscaler.planning.planner.rough_bound import Rough
 from nnscaler.planning.sharding.build_problem import pose
 from nnscaler.planning.sharding.parameter_placement import Rates
 from nnscaler.planning.sharding.tables import when_backward_ends
@@ -107,7 +109,7 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
         return 0.0
     sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])
     each = gathering(subject, c, len(subject.layers) // 2)
-    rates, uncut = summing_rates(subject, c), subject.uncut(c.dp)
+    rates, uncut = summing_rates(subject, c), subject.parameters_by_layer.uncut(c.dp)
     return rough.bound(c, memory, rates, uncut, each, sent, subject.shrinks(c.rests))
 
 
@@ -149,7 +151,10 @@ def gathering(subject: PlanningCache, c: Configuration, layer: int | None = None
         return 0.0
     key = c.parameters, c.places[DP], c.tp, layer
     if key not in subject.gathering:
-        of_each = ((c.parameters.least_seconds(subject.cost, key[1], t, c.tp), n) for t, n in subject.gathered(c.dp, layer))
+        of_each = (
+            (c.parameters.least_seconds(subject.cost, key[1], t, c.tp), n)
+            for t, n in subject.parameters_by_layer.gathered(c.dp, layer)
+        )
         subject.gathering[key] = sum(seconds * count for seconds, count in of_each)
     return subject.gathering[key]
 

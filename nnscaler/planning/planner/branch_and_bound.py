@@ -34,7 +34,8 @@ from nnscaler.planning.planner.layer_chain import Chain
 from nnscaler.planning.planner.layer_strategies import Way
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.memory_fit import StageFill, fill
-from nnscaler.planning.planner.pipeline_bound import Layered, Least
+from nnscaler.planning.planner.pipeline_bound import Layered
+from nnscaler.planning.planner.rough_bound import Least
 from nnscaler.planning.planner.stage_partition_dp import StagePartition
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE
 from nnscaler.planning.sharding.tables import Tables
@@ -280,4 +281,6 @@ def _bound(subject: PlanningCache, least: Least, c: Configuration) -> float:
     once = least.seconds + (least.again if c.recompute else 0.0)
     ramps = [max(f, i) for f, i, w in c.figures.ramps(c.chunks) if w >= 0.0]
     more = max(0.0, *(often - c.ramp for often in ramps)) * least.again / c.parts if ramps else 0.0
-    return c.each * (once / c.parts + gathering(subject, c)) + more + summing_rates(subject, c).least * least.summed / c.pp
+    return (
+        c.each * (once / c.parts + gathering(subject, c)) + more + summing_rates(subject, c).least * least.summed / c.pp
+    )

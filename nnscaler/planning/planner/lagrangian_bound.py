@@ -18,16 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.planner.layer_chain import (
-    WHOLE_PASS,
-    Chain,
-    Numbers,
-    Piece,
-    Priced,
-    of_conversions,
-    price,
-    seconds_of,
-)
+from nnscaler.planning.planner.layer_chain import Chain, Piece, Priced, price
+from nnscaler.planning.planner.lean_tables import WHOLE_PASS, Numbers, of_conversions, seconds_of
 from nnscaler.planning.sharding.tables import Column, Columns
 from nnscaler.scheduling.schedule import Ramp
 from nnscaler.transform.plan import DP

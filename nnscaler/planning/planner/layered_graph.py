@@ -18,7 +18,9 @@ from nnscaler.planning.experts import find_experts
 from nnscaler.planning.planner.given_axes import given_axes
 from nnscaler.planning.planner.items import Repeated, halves_of_items, items_of_operations
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
-from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough
+from nnscaler.planning.planner.parameters_by_layer import ParametersByLayer
+from nnscaler.planning.planner.pipeline_bound import Layered
+from nnscaler.planning.planner.rough_bound import Least, Rough
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, kept_by
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, ParameterPlacement
@@ -94,8 +96,6 @@ class PlanningCache:
     _chains: dict[tuple[int, int, AtRest], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int, bool], Rough] = field(default_factory=dict)
-    _gathered: dict[tuple[int, int | None], tuple[tuple[LogicalTensor, int], ...]] = field(default_factory=dict)
-    _uncut: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     _shrinks: dict[tuple[AtRest, bool], float] = field(default_factory=dict)
 
     @cached_property
@@ -317,44 +317,6 @@ class PlanningCache:
             found.append(self.items[(op or graph.consumers[name][0][0]).name])
         return found
 
-    def _certain(self, tensor: LogicalTensor, dp: int) -> bool:
-        """Return whether a parameter can be cut over dp, whichever dim tp splits."""
-        return sum(size >= dp for size in tensor.shape) > 1
-
-    def gathered(self, dp: int, layer: int | None = None) -> tuple[tuple[LogicalTensor, int], ...]:
-        """Return parameters that ranks gather where they rest in shards, each with how many are like it.
-
-        `layer` restricts it to parameters that only this layer reads (None: all parameters). Counted are only those
-        that can be sharded over dp whichever dim tp splits.
-        """
-        key = (dp, layer)
-        if key not in self._gathered:
-            found: dict[tuple[object, ...], tuple[LogicalTensor, int]] = {}
-            for tensor in self.graph.with_role("parameter"):
-                uses = [op.name for op, _ in self.graph.consumers[tensor.name] if op.name not in self.elsewhere]
-                readers = {self.groups.get(name, -1) for name in uses}
-                if readers and self._certain(tensor, dp) and (layer is None or readers == {layer}):
-                    like = (tensor.shape, tensor.dtype, tensor.needs_grad)
-                    first, count = found.get(like, (tensor, 0))
-                    found[like] = first, count + 1
-            self._gathered[key] = tuple(found.values())
-        return self._gathered[key]
-
-    def uncut(self, dp: int) -> tuple[float, float, float]:
-        """Return the most bytes of gradients of parameters that may rest whole where others rest in shards: of those
-        read up to the end of the first layer, by a layer, and from the last layer on."""
-        if dp not in self._uncut:
-            head, layer, tail, last = 0.0, 0.0, 0.0, len(self.layers)
-            for tensor in self.graph.with_role("parameter"):
-                if tensor.needs_grad and not self._certain(tensor, dp):
-                    items = {self.items[op.name] for op, _ in self.graph.consumers[tensor.name]}
-                    size = tensor.elements * element_bytes(gradient_dtype(tensor.dtype))
-                    head += size * any(item <= 1 for item in items)
-                    layer += size * (1 + last // 2 in items)
-                    tail += size * any(item >= last for item in items)
-            self._uncut[dp] = head, layer, tail
-        return self._uncut[dp]
-
     def last_items_of(self, tables: Tables) -> list[int]:
         """Return, for every node, the item of the last reader of what it hands on; its own where nothing is sent.
 
@@ -366,6 +328,10 @@ class PlanningCache:
             uses = [self.items[op.name] for output in outputs if output for op, _ in graph.consumers[output]]
             found[node] = max(found[node], *uses) if group >= 0 and uses else found[node]
         return found
+
+    @cached_property
+    def parameters_by_layer(self) -> ParametersByLayer:
+        return ParametersByLayer(self.graph, self.groups, self.items, len(self.layers), self.elsewhere)
 
     @cached_property
     def trained(self) -> tuple[LogicalTensor, ...]:

@@ -101,8 +101,8 @@ class ParameterPlacement:
         return bool(self.sharded) and (tensor.needs_grad or "parameters" in self.sharded)
 
     def rates(self, cost: CostModel, ranks: AxisPlace, micro_batches: int, values: float) -> Rates:
-        """Return the least seconds in which buckets bring a byte of gradients that are summed over dp to where it rests,
-        with its `values` bytes of the parameter."""
+        """Return the least seconds in which buckets bring a byte of gradients that are summed over dp to where it
+        rests, with its `values` bytes of the parameter."""
         once, each = (self._per_byte(cost, ranks, values, often) for often in (False, True))
         ways = (self, WHOLE) if self.moves else ()  # a parameter that cannot be cut is moved as where all rest whole
         whole = (w._per_byte(cost, ranks, values, False) for w in ways)

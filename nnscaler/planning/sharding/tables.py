@@ -191,8 +191,6 @@ class TableBuilder:
         found = {self.groups.get(op.name, -1) for op, _ in self.graph.consumers[tensor.name]}
         return found.pop() if len(found) == 1 else -1
 
-    # -- operations
-
     def _of_operation(self, op: Operation, strategies: tuple[Strategy, ...]) -> Columns:
         graph = self.graph
         inputs = tuple((graph.tensors[n], len(graph.consumers[n]) == 1) for n in op.inputs)
@@ -295,8 +293,6 @@ class TableBuilder:
         grads = [self.graph.tensors[name].needs_grad for name in op.inputs]
         return tuple(kept_slots(op.operator, self.signatures[op.name].linear, grads))
 
-    # -- tensors and parameters that several places read
-
     def _of_tensor(self, tensor: LogicalTensor, layouts: tuple[Layout, ...]) -> Columns:
         producer = self.graph.producers.get(tensor.name)
         own = None if producer is None else self.groups.get(producer.name, -1)
@@ -392,8 +388,6 @@ class TableBuilder:
             rows = [[0.0 if alike(a.choices[0], b.choices[0]) else inf for b in second] for a in first]
             self._edges[key] = np.array(rows, dtype=np.float64)
         return self._edges[key]
-
-    # -- parameters
 
     def _rests(self, tensor: LogicalTensor, leaf: Layout) -> float:
         """Return the bytes of a buffer or a constant."""
