@@ -38,9 +38,9 @@ def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
     for columns in tables.columns:
         if id(columns) not in made:
             # [strategies, 2 * forms]: seconds with the activations kept, and with the layer recomputed
-            kept = [seconds_of(columns, form) for form in forms]
-            again = [once + form[1] * columns.forward for once, form in zip(kept, forms, strict=True)]
-            costs = np.stack([*kept, *again], axis=1)
+            whole = [seconds_of(columns, form) for form in forms]
+            again = [once + form[1] * columns.forward for once, form in zip(whole, forms, strict=True)]
+            costs = np.stack([*whole, *again], axis=1)
             # [strategies, kinds]: seconds of a step, bytes at rest, kept, handed on, arriving, summed over each axis
             needs = [
                 columns.once,

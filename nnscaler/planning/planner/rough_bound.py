@@ -177,10 +177,10 @@ class Rough:
         for stage, (bounds, _) in limited(cut, stages, floors, memory, prices, part, shrinks).items():
             middle = counts - stage.first - stage.last
             # [layers]: bytes of gradients, and of those the most that are of parameters that may rest whole
-            pieces = (stage.first * 1, middle, stage.last * 1)
-            ends = (floors.head.summed, floors.layer.summed, floors.tail.summed)
-            summed = sum(count * size for count, size in zip(pieces, ends, strict=True))
-            whole = np.minimum(summed, sum(count * size for count, size in zip(pieces, uncut, strict=True)))
+            head, layer, tail = uncut
+            summed = middle * floors.layer.summed
+            summed = summed + stage.first * floors.head.summed + stage.last * floors.tail.summed
+            whole = np.minimum(summed, middle * layer + stage.first * head + stage.last * tail)
             # [layers]: seconds of a micro-batch that do not depend on states
             moved = rates.least / c.turns * whole + (rates.once / c.turns + rates.each) * (summed - whole)
             more = moved + each * np.maximum(middle, 0)

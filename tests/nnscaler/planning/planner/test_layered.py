@@ -13,14 +13,17 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.description import quantity
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.configurations import Configuration, configurations
+from nnscaler.planning.configurations import Configuration, configurations, uneven_ramps
 from nnscaler.planning.constraints import sizes
-from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
+from nnscaler.planning.planner import layer_chain
+from nnscaler.planning.planner.bounds import bound_within, coarse_bound, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import evaluate_chain, search
 from nnscaler.planning.planner.find_plan import find_plan
+from nnscaler.planning.planner.layer_chain import price
 from nnscaler.planning.planner.layered_graph import PlanningCache
+from nnscaler.planning.planner.lean_tables import WHOLE_PASS, of_conversions, seconds_of
 from nnscaler.planning.planner.result import partition_of, plan_of
-from nnscaler.planning.planner.stage_partition_dp import best_cut
+from nnscaler.planning.planner.stage_partition_dp import Together, best_cut
 from nnscaler.planning.solver import eliminate as elimination
 from nnscaler.scheduling.registry import DEFAULT
 from nnscaler.transform.apply import apply_plan
@@ -51,6 +54,47 @@ def test_cuts_are_the_best_of_all(seed: int) -> None:
     taken = [seconds[s, n, *ends] for s, (n, ends) in enumerate(zip(found.layers, found.states, strict=True))]
     assert sum(found.layers) == layers and found.value == pytest.approx(sum(taken) + weight * max(taken))
     assert all(a[1] == b[0] for a, b in zip(found.states, found.states[1:], strict=False))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_stages_take_and_add_together_bounds_every_cut(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    stages, most, layers = (int(random.integers(*r)) for r in ((2, 5), (2, 6), (4, 9)))
+    seconds = random.uniform(1.0, 2.0, (stages, most + 1, 1, 1)).cumsum(axis=1)
+    added = random.uniform(0.0, 1.0) * seconds
+    seconds[:, 0] = np.inf
+    weight = float(random.integers(1, 9)) * stages
+    both = Together(seconds + random.uniform(0.0, 1.5, seconds.shape), weight / stages)
+    values = []
+    for counts in product(range(1, most + 1), repeat=stages):
+        if sum(counts) == layers:
+            taken = [(seconds[s, n, 0, 0], added[s, n, 0, 0], both.seconds[s, n, 0, 0]) for s, n in enumerate(counts)]
+            largest = max(one for one, _, _ in taken)
+            more = [max(least, both.often * (one - largest)) for _, least, one in taken]
+            values.append(weight * largest + sum(more))
+    alone, found = best_cut(seconds, layers, weight, added), best_cut(seconds, layers, weight, added, both)
+    if not values:
+        assert found is None
+        return
+    assert alone is not None and found is not None
+    assert alone.value - 1e-9 <= found.value <= min(values) + 1e-9
+    assert found.value > alone.value + 1e-3 or min(values) == pytest.approx(alone.value)
+
+
+def test_no_strategy_goes_that_is_best_in_some_ramp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each form is eliminated by itself, on tables that keep all strategies."""
+    lean = subject_of(deep(9), 4).chain(2, 4)
+    monkeypatch.setattr(layer_chain, "WIDE", 10**6)
+    monkeypatch.setattr(layer_chain, "lean", lambda tables, fixed: (tables, ()))
+    whole = subject_of(deep(9), 4).chain(2, 4)
+    assert lean is not None and whole is not None and sum(lean.sizes) < sum(whole.sizes)
+    forms = (WHOLE_PASS, *uneven_ramps())
+    assert len(forms) > 3
+    for form in forms:
+        counted = whole.with_conversions(of_conversions(form))
+        costs = [seconds_of(own, form)[:, None] for own in whole.tables.columns]
+        alone = [price(counted, piece, dict(enumerate(costs))) for piece in (whole.head, whole.layer, whole.tail)]
+        assert lean.least(form) == pytest.approx([float(one.table.min()) for one in alone], rel=1e-12), form
 
 
 def test_what_is_a_chain() -> None:
@@ -84,7 +128,7 @@ def test_a_bound_is_one_for_every_plan_that_is_made_under_some_limit(cluster: st
             if made is None or not made.fits:
                 continue
             for limit in (made.memory, PLENTY):
-                for bound in (rough_bound, near_bound, bound_within):
+                for bound in (rough_bound, near_bound, coarse_bound, bound_within):
                     assert bound(subject, c, limit) <= made.seconds * (1 + 1e-9), (c, share, bound)
             if c.schedule is DEFAULT:  # of the others the ramp is bounded too, and by less
                 looked += 1
