@@ -6,8 +6,15 @@ the loss at once, and all devices hold as many activations. Figures below have F
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from nnscaler.instructions import Instruction
 from nnscaler.scheduling.phases import Phase, in_phases
 from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind
+from nnscaler.scheduling.search.bound import bound_of
+from nnscaler.scheduling.search.placements import equal_stages, pipeline_problem
+from nnscaler.scheduling.search.portfolio import Portfolio
+from nnscaler.scheduling.search.shop import orders_of, shop_of
 
 
 def v_shape(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
@@ -20,11 +27,14 @@ def zb_v(devices: int, chunks: int, micro_batches: int) -> Schedule:
     """No bubble on any device from its first pass to its last, in the memory of 1F1B's first device.
 
     Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 6; in Pipeline Parallelism with Controllable Memory (Qi
-    et al., 2024) it is V-ZB. For m >= 2 p - 1 micro-batches every device is busy from its first pass until its last,
-    and a step takes 6 m + p - 1, the shortest there is, since the last device starts at p - 1. For fewer, 2 (2 p - 1 -
-    m) are idle. Each device holds at most 2 p passes of half a device's layers each.
+    et al., 2024) it is V-ZB. For m >= p micro-batches a step takes 6 m + p - 1, the shortest there is, since the last
+    device starts at p - 1. Each device holds at most 2 p passes of half a device's layers each. For m >= 2 p - 1 every
+    device is busy from its first pass until its last; fewer never come to the phase that repeats, and list scheduling
+    finds their orders.
     """
-    full = max(micro_batches, 2 * devices - 1)  # fewer never come to the phase that repeats
+    places = v_shape(devices, chunks)
+    if micro_batches < 2 * devices - 1:
+        return Schedule("zb-v", places, micro_batches, _filled(places, micro_batches))
     orders = []
     for device in range(devices):
         below = devices - device
@@ -32,14 +42,24 @@ def zb_v(devices: int, chunks: int, micro_batches: int) -> Schedule:
             (2 * below - 1, "F0"),
             (device, "F1 F0"),
             (below, "F1 I1 W"),
-            (full - 2 * devices + 1 + device, "F0 I0 W F1 I1 W"),
+            (micro_batches - 2 * devices + 1 + device, "F0 I0 W F1 I1 W"),
             (below - 1, "I0 W F1 I1 W"),
             (device, "I0 I1"),
             (below, "I0 W"),
             (2 * device, "W"),
         )
         orders.append(in_phases((device, 2 * devices - 1 - device), phases, micro_batches))
-    return Schedule("zb-v", v_shape(devices, chunks), micro_batches, tuple(orders))
+    return Schedule("zb-v", places, micro_batches, tuple(orders))
+
+
+@lru_cache(maxsize=8)
+def _filled(places: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:
+    """Return the orders that rules find for equal passes, in the memory of ZB-V."""
+    shop = shop_of(pipeline_problem(equal_stages(places), micro_batches, float(len(places)), split=True))
+    found = Portfolio(shop, serial=False)
+    found.run(bound_of(shop).makespan, rounds=1)
+    assert found.best is not None, "one micro-batch at a time always fits"
+    return orders_of(shop, found.best.starts)
 
 
 def dualpipe_v(devices: int, chunks: int, micro_batches: int) -> Schedule:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from nnscaler.errors import NnscalerError
-from nnscaler.instructions import Instruction
 from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
 from nnscaler.scheduling.search.communicators import check_communicators, routes_of
 from nnscaler.scheduling.search.exact import search_states
@@ -19,7 +18,7 @@ from nnscaler.scheduling.search.portfolio import Portfolio, settled
 from nnscaler.scheduling.search.problem import ScheduleProblem
 from nnscaler.scheduling.search.repetend import SEED, search_repetend
 from nnscaler.scheduling.search.segments import longer_step
-from nnscaler.scheduling.search.shop import Shop, Starts, peaks_of, sequences, shop_of
+from nnscaler.scheduling.search.shop import Shop, Starts, orders_of, peaks_of, sequences, shop_of
 from nnscaler.scheduling.search.units import UnitShop, in_units
 
 COARSEST = 4  # units in the work of the busiest machine: with fewer, times say nothing
@@ -184,7 +183,7 @@ class _Search:
         if not self.serial:
             return True
         try:
-            check_communicators(self.shop.problem, _orders(self.shop, starts))
+            check_communicators(self.shop.problem, orders_of(self.shop, starts))
         except NnscalerError:
             return False
         return True
@@ -199,7 +198,7 @@ class _Search:
                 "every order that was tried comes to a halt on a communicator",
                 help="give each direction of a pair of devices a communicator of its own (`name_messages`)",
             )
-        orders = _orders(self.shop, best.starts)
+        orders = orders_of(self.shop, best.starts)
         wrong = violations(problem, best.starts, orders)
         assert not wrong, wrong
         if self.serial:
@@ -221,9 +220,3 @@ class _Search:
             seed=SEED,
         )
         return FoundSchedule(problem, best.starts, orders, certificate)
-
-
-def _orders(shop: Shop, starts: Starts) -> tuple[tuple[Instruction, ...], ...]:
-    blocks = shop.problem.blocks
-    each = sequences(shop, starts)[: shop.problem.devices]
-    return tuple(tuple(blocks[block].at(micro) for block, micro in order) for order in each)

@@ -13,6 +13,7 @@ from functools import cached_property
 from graphlib import TopologicalSorter
 from math import inf
 
+from nnscaler.instructions import Instruction
 from nnscaler.scheduling.search.problem import ScheduleProblem
 
 Starts = tuple[tuple[float, ...], ...]  # by block and micro-batch: when it starts
@@ -122,6 +123,13 @@ def shop_of(problem: ScheduleProblem) -> Shop:
         tuple(tuple(r.items()) for r in readers),
         order,
     )
+
+
+def orders_of(shop: Shop, starts: Starts) -> tuple[tuple[Instruction, ...], ...]:
+    """Return the order of each device."""
+    blocks = shop.problem.blocks
+    each = sequences(shop, starts)[: shop.problem.devices]
+    return tuple(tuple(blocks[block].at(micro) for block, micro in order) for order in each)
 
 
 def sequences(shop: Shop, starts: Starts) -> list[list[tuple[int, int]]]:

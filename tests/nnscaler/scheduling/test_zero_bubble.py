@@ -81,14 +81,23 @@ def test_zb_h2(devices: int, m: int) -> None:
 
 @pytest.mark.parametrize(("devices", "m"), SIZES)
 def test_zb_v(devices: int, m: int) -> None:
-    """No bubble for m >= 2 p - 1, in the memory of 1F1B's first device: 2 p passes of half of it each. A step is then
-    as short as one can be, for the last device starts at p - 1 and has 6 m to do."""
+    """A step is as short as one can be, for the last device starts at p - 1 and has 6 m to do, in the memory of 1F1B's
+    first device: 2 p passes of half of it each. No device is idle between its passes for m >= 2 p - 1."""
     found = simulate(made("zb-v", devices, m))
-    assert max(found.idle) == 2 * max(2 * devices - 1 - m, 0)
+    assert found.makespan == 6 * m + devices - 1
     if m >= 2 * devices - 1:
-        assert found.makespan == 6 * m + devices - 1
+        assert max(found.idle) == 0
         assert found.peak_live == (2 * devices,) * devices
     assert max(found.peak_live) <= 2 * devices
+
+
+@given(devices=st.integers(1, 10), m=st.integers(1, 30))
+@settings(max_examples=60, deadline=None)
+def test_zb_v_for_any_number_of_micro_batches(devices: int, m: int) -> None:
+    """For m < p the first micro-batch alone takes 2 p passes there and 2 p back, and the others come after it."""
+    found = simulate(made("zb-v", devices, m))
+    assert found.makespan == 6 * m + devices - 1 if m >= devices else found.makespan <= 4 * devices + 4 * m
+    assert max(found.peak_live) <= 2 * min(devices, m)
 
 
 def blocks(order: tuple[Instruction, ...], last: bool) -> Iterator[tuple[Instruction, ...]]:
