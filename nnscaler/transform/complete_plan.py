@@ -14,7 +14,7 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import even_or_balanced, explain_illegal_choice
-from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.ir.layout import MICRO, SLICE, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
@@ -97,15 +97,12 @@ def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, S
 def slice_states(graph: Graph, shares: Sequence[int]) -> dict[str, State]:
     """Return the inputs that carry tokens, sharded along dim 1 into slices of these shares.
 
-    Tokens are dim 1 of the first input that has a batch and another dim. Raises NnscalerError("plan_illegal") where
-    there is none, or the tokens do not divide.
+    Raises NnscalerError("plan_illegal") where there is none, or the tokens do not divide.
     """
-    batch = batch_of(graph)
-    carried = [t for t in graph.with_role("input") if len(t.shape) > 1 and t.shape[0] == batch]
+    carried, tokens = _carriers_of_tokens(graph), tokens_of(graph)
     if not carried:
         message = f"slices={slices_text(shares)}: no input of the model has tokens, dim 1 beside the batch"
         raise NnscalerError("plan_illegal", message, help="leave slices away, or use micro-batches (--micro-batches N)")
-    tokens = carried[0].shape[1]
     each, rest = divmod(tokens, sum(shares))
     if rest:
         counts = [n for n in range(2, tokens + 1) if tokens % n == 0]
@@ -118,6 +115,16 @@ def slice_states(graph: Graph, shares: Sequence[int]) -> dict[str, State]:
         )
     sizes = tuple(each * share for share in shares) if len(set(shares)) > 1 else ()
     return {t.name: Sharded(1, sizes=sizes) for t in carried if t.shape[1] == tokens}
+
+
+def tokens_of(graph: Graph) -> int:
+    """Return the tokens of a sample: dim 1 of the first input that has a batch and another dim; 0 if there is none."""
+    return next((t.shape[1] for t in _carriers_of_tokens(graph)), 0)
+
+
+def _carriers_of_tokens(graph: Graph) -> list[LogicalTensor]:
+    batch = batch_of(graph)
+    return [t for t in graph.with_role("input") if len(t.shape) > 1 and t.shape[0] == batch]
 
 
 def batch_of(graph: Graph) -> int:

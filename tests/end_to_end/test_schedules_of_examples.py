@@ -16,10 +16,12 @@ SHORT = ("gpt", "zb-v", "tp=2,pp=2", "simulator")  # of which the default tests 
 
 def rows() -> list[object]:
     every = [(m, s, p, "simulator") for m in ("gpt", "llama_hf", "moe", "t5_hf") for s in SCHEDULES for p in PLANS]
-    over = [
+    over = [  # each model, and each schedule that is published, in processes of its own
         ("gpt", "zb-h1", PLANS[0], "gloo"),
         ("gpt", "zb-v", PLANS[1], "gloo"),
+        ("llama_hf", "interleaved", PLANS[1], "gloo"),
         ("moe", "dualpipe-v", PLANS[0], "gloo"),
+        ("t5_hf", "zb-v", PLANS[0], "gloo"),
     ]
     return [pytest.param(*row, marks=[] if row == SHORT else [pytest.mark.long]) for row in (*every, *over)]
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,11 +26,12 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.policies import assign_steps, stages_of, step_of
+from nnscaler.scheduling.v_shaped import v_shape
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.candidates import Candidates, all_candidates
-from nnscaler.transform.complete_plan import follow_batch
+from nnscaler.transform.complete_plan import follow_batch, tokens_of
 from nnscaler.transform.plan import PP, AssignStep, Axes, ChunkStep, Plan, RestStep, Step
 from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared, matched_draws
@@ -69,40 +71,45 @@ def random_plan(
     assigned = {n: s.stages for s in steps if isinstance(s, AssignStep) for n in s.operations}
     steps += _random_choices(graph, signatures, plan, assigned, random)
     plan = replace(plan, steps=(*steps, *_rests(graph, plan, Random(f"at rest {seed}"))))
-    chance = Random(f"in pieces {seed}")
-    for number in range(regions):
-        plan = _with_region(graph, signatures, plan, f"pieces_{number}", chance)
-    return plan
+    return _with_regions(graph, signatures, plan, regions, Random(f"in pieces {seed}"))
 
 
-def random_shared_plan(graph: Graph, signatures: Mapping[str, Signature], mesh: Mesh, seed: int) -> Plan:
-    """Draw a plan of `mesh.shared` stages, each on as many of the pipeline devices as are drawn, with orders of its
-    own, and choices as `random_plan` draws them.
+def random_ordered_plan(graph: Graph, signatures: Mapping[str, Signature], mesh: Mesh, seed: int) -> Plan:
+    """Draw a plan with orders of its own: stages on as many of the pipeline devices as are drawn, or there and back
+    over them, and choices, and regions in pieces, as `random_plan` draws them.
 
-    The orders are one random order of all passes, as each device sees it: they cannot deadlock.
+    The orders are one random order of all passes, as each device sees it: they cannot deadlock. Every second backward
+    is run in halves.
     """
     random = Random(f"shared {seed}")
-    devices = dict(mesh.axes)[PP]
-    places: list[tuple[int, ...]] = []
-    while set(range(devices)) != {device for place in places for device in place}:
-        places = [
-            tuple(random.sample(range(devices), random.randint(1, devices))) for _ in range(mesh.shared)
-        ]  # in any order: it is that of the ranks along the shared axis
+    places = _random_places(dict(mesh.axes)[PP], mesh, random)
     orders = _random_orders(graph, places, mesh.micro_batches, random)
-    plan = Plan(
-        mesh.axes, (), mesh.micro_batches, "random", data_axes=(), stage_devices=tuple(places), orders=tuple(orders)
-    )
-    steps: list[Step] = list(assign_steps(graph, stages_of(graph, signatures, mesh.shared, mesh.shared)))
+    plan = Plan(mesh.axes, (), mesh.micro_batches, "random", data_axes=(), stage_devices=places, orders=tuple(orders))
+    steps: list[Step] = list(assign_steps(graph, stages_of(graph, signatures, len(places), len(places))))
     assigned = {n: s.stages for s in steps if isinstance(s, AssignStep) for n in s.operations}
     steps += _random_choices(graph, signatures, plan, assigned, random)
-    return replace(plan, steps=(*steps, *_rests(graph, plan, random)))
+    plan = replace(plan, steps=(*steps, *_rests(graph, plan, random)))
+    return _with_regions(graph, signatures, plan, mesh.regions, random)
+
+
+def _random_places(devices: int, mesh: Mesh, random: Random) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of each stage. Those of a shared one are in any order: it is that of the ranks along the
+    shared axis."""
+    if mesh.ways:
+        return v_shape(devices, mesh.ways)
+    places: list[tuple[int, ...]] = []
+    while set(range(devices)) != {device for place in places for device in place}:
+        places = [tuple(random.sample(range(devices), random.randint(1, devices))) for _ in range(mesh.shared)]
+    return tuple(places)
 
 
 def _random_orders(graph: Graph, places: Sequence[Sequence[int]], micro_batches: int, random: Random) -> list[str]:
     """Return the order of each device, where each stage may feed every later one."""
     every = range(len(places))
-    left = {Instruction(kind, stage, (m,)) for kind in ("F", "B") for stage in every for m in range(micro_batches)}
-    left = left if graph.loss else {i for i in left if i.kind == "F"}
+    passes = [(stage, m) for stage in every for m in range(micro_batches)]
+    left = {Instruction("F", stage, (m,)) for stage, m in passes}
+    if graph.loss:
+        left |= {Instruction(kind, stage, (m,)) for stage, m in passes for kind in random.choice((("B",), ("I", "W")))}
     everything = frozenset(left)
     orders: list[list[str]] = [[] for _ in range(1 + max(device for place in places for device in place))]
     while left:
@@ -142,6 +149,13 @@ def _random_choices(
 
 
 _TRIES = 40  # draws of a region, of which many are illegal
+
+
+def _with_regions(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, regions: int, random: Random) -> Plan:
+    """Return the plan with so many runs of operations that run in pieces, as far as legal ones are found."""
+    for number in range(regions):
+        plan = _with_region(graph, signatures, plan, f"pieces_{number}", random)
+    return plan
 
 
 def _with_region(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, axis: str, random: Random) -> Plan:
@@ -188,11 +202,13 @@ class Mesh:
     stage_axes: tuple[Axes, ...] = ()
     regions: int = 0  # that run in pieces
     shared: int = 0  # stages, each of them on several devices or one
-    slices: tuple[int, ...] = ()
+    ways: int = 0  # that the stages go over the devices, there and back: 2 is a V
+    slices: tuple[int, ...] = ()  # shares of the tokens
 
     def __str__(self) -> str:
         described = Plan(self.axes, (), self.micro_batches, stage_axes=self.stage_axes, slices=self.slices).describe()
         described += f", {self.shared} stages on any devices" if self.shared else ""
+        described += f", stages {self.ways} times over the devices, there and back" if self.ways else ""
         return described + (f", {self.regions} regions in pieces" if self.regions else "")
 
 
@@ -226,22 +242,46 @@ ON_ANY_DEVICES = (  # parameters that two stages share are illegal here, but whe
     Mesh((("pp", 2), ("a", 2)), 2, shared=4),
     Mesh((("pp", 2), ("tp", 2)), shared=3),
 )
+V_SHAPED = (
+    Mesh((("pp", 2),), 2, ways=2),
+    Mesh((("pp", 2), ("a", 2)), 3, ways=2),
+    Mesh((("pp", 3),), 2, ways=2, regions=2),
+    Mesh((("a", 2), ("pp", 2)), 2, ways=3, regions=1),
+)
 TIMEOUT = 120.0  # seconds for one program
 UNLIKE = (  # parameters that two stages share are illegal here
     Mesh((("pp", 2),), 2, ((("a", 2),), (("b", 3),))),
     Mesh((("pp", 2),), 1, ((("a", 2), ("b", 2)), (("c", 3),))),
     Mesh((("pp", 2),), 2, ((("a", 3),), (("b", 2), ("c", 2)))),
 )
+KINDS: Mapping[str, Callable[[Plan], bool]] = {
+    "pipeline": lambda plan: plan.devices > 1,
+    "unlike meshes": lambda plan: bool(plan.stage_axes),
+    "parameters at rest": lambda plan: any(isinstance(step, RestStep) for step in plan.steps),
+    "chunk axes": lambda plan: bool(plan.chunk_axes),
+    "shared stages": lambda plan: any(len(place) > 1 for place in plan.places),
+    "V shape": lambda plan: _there_and_back(plan.devices, plan.places),
+    "split backward": lambda plan: any("I" in order for order in plan.orders),
+    "slices": lambda plan: bool(plan.slices),
+}
+
+
+def _there_and_back(devices: int, places: tuple[tuple[int, ...], ...]) -> bool:
+    """Return whether the stages go over the devices and come back at least once."""
+    ways = len(places) // devices
+    return devices > 1 and ways > 1 and places == v_shape(devices, ways)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomPlanResult:
-    """`verdict` None: the plan was refused (`message` says why). `rows`: how often each comm function is called."""
+    """`verdict` None: the plan was refused (`message` says why). `rows`: how often each comm function is called.
+    `kinds`: see `kinds_of`."""
 
     mesh: Mesh
     seed: int
     verdict: Verdict | None
     message: str
+    kinds: tuple[str, ...]
     rows: Mapping[str, int]
     findings: tuple[Finding, ...] = ()
 
@@ -260,10 +300,11 @@ def random_plans(
     sample = flatten_inputs(model, sample_inputs)
     draws, unmatched = matched_draws(model, sample, traced.graph)
     reference = run_reference(model, sample, steps=2, settings=Settings(draws=draws))
+    tokens = tokens_of(traced.graph)
     for seed in seeds:
         mesh = meshes[seed % len(meshes)]
-        if mesh.shared:
-            plan = random_shared_plan(traced.graph, known, mesh, seed)
+        if mesh.shared or mesh.ways:
+            plan = random_ordered_plan(traced.graph, known, mesh, seed)
         else:
             plan = random_plan(
                 traced.graph,
@@ -273,12 +314,12 @@ def random_plans(
                 micro_batches=mesh.micro_batches,
                 stage_axes=mesh.stage_axes,
                 regions=mesh.regions,
-                slices=mesh.slices,
+                slices=_lengths(mesh.slices, tokens),
             )
         try:
             program = compile_traced(traced, WantedPlan(plan.ranks, plan), model={"name": type(model).__name__})
         except NnscalerError as error:
-            yield RandomPlanResult(mesh, seed, None, str(error), {})
+            yield RandomPlanResult(mesh, seed, None, str(error), kinds_of(plan), {})
             continue
         request = PlanRequest(ranks=plan.ranks, backend="simulator", timeout=TIMEOUT)
         with tempfile.TemporaryDirectory(prefix="nnscaler-random-") as folder:
@@ -289,7 +330,19 @@ def random_plans(
         findings = tuple(f for o in outcomes for f in o.findings)
         worst = merge(c.verdict for c in checks)
         message = findings[0].message if findings else ""
-        yield RandomPlanResult(mesh, seed, worst, message, rows_of(program), findings)
+        yield RandomPlanResult(mesh, seed, worst, message, kinds_of(plan), rows_of(program), findings)
+
+
+def kinds_of(plan: Plan) -> tuple[str, ...]:
+    """Return which of `KINDS` a plan is of."""
+    return tuple(kind for kind, holds in KINDS.items() if holds(plan))
+
+
+def _lengths(shares: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Return whole numbers of tokens, all of them together, that come as near to these shares as they can."""
+    whole = sum(shares)
+    ends = [round(tokens * end / whole) for end in accumulate(shares, initial=0)] if shares else []
+    return tuple(end - start for start, end in pairwise(ends))
 
 
 def rows_of(program: Program) -> dict[str, int]:

@@ -17,7 +17,7 @@ from nnscaler.planning.specification import parse_axes
 from nnscaler.tracing import Traced, trace
 from tests.traced_examples import loaded, traced
 from tests.verify.static.mutants import equivalent, mutants
-from verify.programs.random_plans import ON_ANY_DEVICES, random_shared_plan
+from verify.programs.random_plans import ON_ANY_DEVICES, random_ordered_plan
 from verify.programs.typing import check_program
 from verify.programs.typing.check import StaticResult
 
@@ -61,7 +61,7 @@ def test_right_programs_are_proved(spec: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_stages_on_any_devices_are_proved(seed: int) -> None:
     found, mesh = untied(), ON_ANY_DEVICES[seed % len(ON_ANY_DEVICES)]
-    plan = random_shared_plan(found.graph, signatures(found.graph), mesh, 100 + seed)
+    plan = random_ordered_plan(found.graph, signatures(found.graph), mesh, 100 + seed)
     made = compile_traced(found, WantedPlan(plan.ranks, plan), model={"name": "gpt"})
     result = check_program(made.sources, made.graph, "", made.manifest)
     assert result.proved, told(result)
