@@ -45,6 +45,7 @@ DRAWN: Mapping[str, tuple[Mesh, ...]] = {
 }
 OWN = ("on-any-devices", "unlike")  # where a parameter that two stages share is illegal, in most plans
 LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {  # by model, what is not drawn of it
+    "llama_hf": (("sliced",), "its attention has a mask that is a tensor"),
     "vit_hf": (("sliced",), "its attention looks at later patches"),
     "t5_hf": (("sliced", *OWN), "its encoder looks at later tokens, and shares its embedding with the decoder"),
 }
