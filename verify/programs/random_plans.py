@@ -137,15 +137,18 @@ def _random_choices(
         named = {axis for axes in own for axis in axes}
         if len(dict(named)) < len(named):
             continue
-        for mesh_axes in own:
+        drawn: dict[str, Choice] = {}  # an axis of several stages means the same in all of them
+        for mesh_axes in sorted(own, key=len, reverse=True):
             made, axes = over_micro_batches[op.name], micro_axes
             for axis in mesh_axes:
                 axes = (*axes, axis)
-                options = _options(op, signature, candidates[axis[1]])
-                random.shuffle(options)
-                legal = (c for c in options if not explain_illegal_choices(graph, op, signature, (*made, c), axes))
-                made = (*made, next(legal))
-                yield step_of((op.name,), axis[0], made[-1])
+                if axis[0] not in drawn:
+                    options = _options(op, signature, candidates[axis[1]])
+                    random.shuffle(options)
+                    legal = (c for c in options if not explain_illegal_choices(graph, op, signature, (*made, c), axes))
+                    drawn[axis[0]] = next(legal)
+                    yield step_of((op.name,), axis[0], drawn[axis[0]])
+                made = (*made, drawn[axis[0]])
 
 
 _TRIES = 40  # draws of a region, of which many are illegal
