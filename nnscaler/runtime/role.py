@@ -345,7 +345,8 @@ def is_trained(stage: Stage | type[Stage]) -> bool:
 
 def recompute(function: Callable[..., Any], *tensors: Any) -> Any:
     """Call `function(*tensors)`, whose activations are computed again in backward instead of being kept."""
-    found = recompute_in_halves(function, tensors)
+    # what is compiled has one backward, in which nothing is split
+    found = None if torch.compiler.is_compiling() else recompute_in_halves(function, tensors)
     return found[0] if found else checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 

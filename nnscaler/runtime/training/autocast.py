@@ -64,6 +64,12 @@ def precision_of_run(precision: str | None) -> Iterator[None]:
         _current_precision.reset(token)
 
 
+@torch.compiler.assume_constant_result
+def _dtype_of_run(name: str) -> torch.dtype:
+    """Return the dtype in the precision of the run. What is compiled is compiled in one precision."""
+    return dtype_named(name, _current_precision.get())
+
+
 class Dtypes:
     """`dtypes.<name>`: the torch dtype of that name in the precision of the run."""
 
@@ -71,7 +77,7 @@ class Dtypes:
         if name.startswith("__"):
             raise AttributeError(name)
         try:
-            return dtype_named(name, _current_precision.get())
+            return _dtype_of_run(name)
         except ProgramError as error:
             raise AttributeError(str(error)) from None
 
