@@ -111,23 +111,20 @@ def _causes(
     Raises NnscalerError where a call is not the plan's.
     """
     found: dict[int, tuple[Event, Ranks]] = {}
-    open_calls = [(entry, _planned(entry)) for entry in planned]
-    for number, call in enumerate(calls):
-        at = next((i for i, (_, told) in enumerate(open_calls) if told == _made(call)), None)
-        if call.hidden is not None:
-            if at is None:
-                raise _differ(number, rank, _made(call), "no such call")
-            found[id(call)] = open_calls.pop(at)[0]
-    in_order = [(number, call) for number, call in enumerate(calls) if call.hidden is None]
-    for (number, call), (entry, told) in zip(in_order, open_calls, strict=False):
-        if told != _made(call):
-            raise _differ(number, rank, _made(call), told)
-        found[id(call)] = entry
-    if len(in_order) > len(open_calls):
-        number, call = in_order[len(open_calls)]
-        raise _differ(number, rank, _made(call), "no call")
-    if len(open_calls) > len(in_order):
-        raise _differ(len(calls), rank, "no call", open_calls[len(in_order)][1])
+    left = [(entry, _planned(entry)) for entry in planned]
+    at = 0  # in `left`, after the last call that was waited for at once
+    for number, call in ((n, c) for n, c in enumerate(calls) if c.hidden is None):
+        here = next((i for i, (_, told) in enumerate(left[at:], at) if told == _made(call)), None)
+        if here is None:
+            raise _differ(number, rank, _made(call), left[at][1] if at < len(left) else "no call")
+        found[id(call)], at = left.pop(here)[0], here
+    for number, call in ((n, c) for n, c in enumerate(calls) if c.hidden is not None):
+        here = next((i for i, (_, told) in enumerate(left) if told == _made(call)), None)
+        if here is None:
+            raise _differ(number, rank, _made(call), left[0][1] if left else "no call")
+        found[id(call)] = left.pop(here)[0]
+    if left:
+        raise _differ(len(calls), rank, "no call", left[0][1])
     return found
 
 

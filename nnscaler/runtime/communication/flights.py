@@ -1,9 +1,9 @@
 """What a simulated rank has begun and not waited for, and when it reads and writes memory.
 
-By default it reads what it is given at once, and writes its results when it is waited for. Under random timings it
-reads at some moment between, writes at some later one, in any order, and leaves no number in between in the memory that
-it writes: a program that computes the same under all of them depends on none. Moments are the rank's own calls. While
-memory is under way, every operation that reads what is to be
+By default it reads what it is given at once, and writes its results when it is waited for; that what it was given has
+changed meanwhile is an error. Under random timings it reads at some moment between, writes at some later one, in any
+order, and leaves no number in between in the memory that it writes: a program that computes the same under all of them
+depends on none. Moments are the rank's own calls. While memory is under way, every operation that reads what is to be
 written, or writes at all, is an error that names it.
 """
 
@@ -35,8 +35,8 @@ class _Flight:
     into: list[Tensor] | None
     give: Give
     result: Result
-    read: tuple[Tensor, ...]  # what it was given, and its versions when it began
-    versions: tuple[int, ...]
+    read: tuple[Tensor, ...]  # what it was given
+    values: tuple[Tensor, ...] = ()  # of it when it began, where they are compared
 
 
 class Flights:
@@ -68,7 +68,7 @@ class Flights:
     ) -> _Flight:
         for tensor in given:
             self.check(tensor, "is given to", call, writes=False)
-        flight = _Flight(call, given, into, give, result, tuple(given), tuple(t._version for t in given))
+        flight = _Flight(call, given, into, give, result, tuple(given))
         self._flying.append(flight)
         if self._random is None or self._random.random() < 0.3:
             self.outside(lambda: self._read(flight))
@@ -110,29 +110,30 @@ class Flights:
 
     def _read(self, flight: _Flight) -> None:
         assert flight.given is not None and flight.into is not None
-        self._check_versions(flight)
         values, flight.given = [t.clone() for t in flight.given], None
-        if self._random is not None:
+        if self._random is None:
+            flight.values = tuple(values)
+        else:
             for place in flight.into:
                 place.fill_(torch.nan if place.is_floating_point() else 1)
-            flight.versions = tuple(t._version for t in flight.read)
         flight.give(values)
 
     def _write(self, flight: _Flight, wait: bool) -> None:
         found = flight.result(wait)
         if found is None:
             return
-        self._check_versions(flight)
+        for tensor, value in zip(flight.read, flight.values, strict=False):
+            if not torch.equal(_bits(tensor), _bits(value)):
+                message = "what it was given was written after it began, and before it was waited for"
+                raise CommunicationError(f"rank {self._rank}: {flight.call}: {message}")
         assert flight.into is not None
         for value, place in zip(found, flight.into, strict=True):
             place.copy_(value)
         flight.into = None
-        flight.versions = tuple(t._version for t in flight.read)
 
-    def _check_versions(self, flight: _Flight) -> None:
-        if tuple(t._version for t in flight.read) != flight.versions:
-            message = "what it was given was written after it began, and before it was waited for"
-            raise CommunicationError(f"rank {self._rank}: {flight.call}: {message}")
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _meet(tensor: Tensor, other: Tensor) -> bool:

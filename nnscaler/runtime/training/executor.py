@@ -7,9 +7,8 @@ float32 where the parameter is of half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nnscaler.instructions import Instruction
-from nnscaler.manifest import Returns
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
@@ -38,6 +36,7 @@ from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.batch import Batch, BatchCutter
 from nnscaler.runtime.training.build import Held, Key, StageBuilder, adopted, stages_of
 from nnscaler.runtime.training.clipping import clip_gradients, gradient_norm
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.gradients import Gradients
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.observe import observed_copy
@@ -45,37 +44,7 @@ from nnscaler.runtime.training.results import Kept, Results, check_outputs, tota
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 
-
-@dataclass(frozen=True, slots=True)
-class ExecutorSettings:
-    """How a role module is run.
-
-    precision   replaces every floating dtype of the program; None: as written
-    device      of this rank
-    dropout     False makes dropout the identity
-    seed        dropout draws from (seed, operation, number of the batch)
-    first_step  optimizer steps made before, as a checkpoint has them
-    first_pass  batches run before; None: one a step
-    loss_scale  backward starts from it instead of 1, and it is taken out of the summed gradients, so that small ones
-                survive half precision
-    shapes      input -> shape of the global batch that the program is for; another one is refused
-    tied        all names of each parameter or buffer that has several, for checkpoints
-    returns     what the model returns, as the manifest has it, for `predict`
-    cut_axes    axes over which batches are cut before they are given: each rank gets the rows of its data part; none:
-                each gets the global batch
-    """
-
-    precision: str | None = None
-    device: torch.device | str = "cpu"
-    dropout: bool = True
-    seed: int = 0
-    first_step: int = 0
-    first_pass: int | None = None
-    loss_scale: float = 1.0
-    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    tied: Sequence[Sequence[str]] = ()
-    returns: Returns = field(default_factory=Returns)
-    cut_axes: tuple[str, ...] = ()
+_AS_WRITTEN = ExecutorSettings()
 
 
 class RankExecutor:
@@ -98,7 +67,7 @@ class RankExecutor:
         rank: int,
         communicator: Communicator,
         state: Mapping[str, Tensor],
-        settings: ExecutorSettings = ExecutorSettings(),
+        settings: ExecutorSettings = _AS_WRITTEN,
         *,
         observe: Observe | None = None,
         share: RankExecutor | None = None,
