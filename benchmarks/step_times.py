@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.program.program_directory import read_program
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 
 AT_ONCE = 5  # steps of one program before the next one's turn
 

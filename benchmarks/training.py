@@ -23,7 +23,8 @@ import nnscaler
 from nnscaler.model_file import import_user_file
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.engine import Engine
 from nnscaler.training.running import EngineSettings
 from nnscaler.training.sizes import folder_of

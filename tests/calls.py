@@ -19,7 +19,8 @@ from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.tracing import Traced
 from nnscaler.transform.apply import apply_plan

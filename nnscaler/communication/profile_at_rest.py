@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, groupby
 from types import MappingProxyType
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
@@ -17,7 +17,7 @@ from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.layout import Layout, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
-from nnscaler.planning.cost.collectives import BUCKET_BYTES
+from nnscaler.planning.cost.collectives import BUCKET_BYTES, bucket_limit
 
 _DIRECTIONS = {"gather": "parameter", "B": "gradient", "gradient": "gradient"}
 _PARTS: Mapping[RestPhase, Part] = MappingProxyType({"gather": "gather", "B": "scatter", "gradient": "gradient"})
@@ -30,6 +30,7 @@ class _Piece:
     members  the groups
     wholes   by group, bytes of the whole: what buckets are filled with
     parts    by group, bytes of the part of each rank; one number where they are equal
+    late     of a sum: it begins after all backwards, for another stage adds to it, or it is divided before
     """
 
     fqn: str
@@ -40,6 +41,7 @@ class _Piece:
     wholes: tuple[int, ...]
     parts: tuple[tuple[int, ...], ...]
     where: str
+    late: bool = False
 
 
 def rest_calls(communicated: CommunicatedGraph) -> Iterator[CallSite]:
@@ -90,7 +92,8 @@ def _pieces(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[
         where = users[0][0].where if users else None
         line = f"{where.file.rpartition('/')[2]}:{where.line}" if where is not None else ""
         largest = tuple(max(sizes) for sizes in wholes)
-        yield _Piece(tensor.fqns[0], move, stage.index, axes, members, largest, parts, line)
+        late = move.kind == "all_reduce" and (len(stored.copies) > 1 or bool(stored.rest))
+        yield _Piece(tensor.fqns[0], move, stage.index, axes, members, largest, parts, line, late)
 
 
 def _divided_elsewhere(communicated: CommunicatedGraph, program: StageProgram, stored: Stored) -> bool:
@@ -130,7 +133,7 @@ def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
     """Return the pieces that may share buckets, in the order in which the runtime fills them.
 
     What is moved after each backward is of one stage; of the rest, a parameter that several stages of the device read
-    is moved once. Sums are made by name, other moves in the order of declaration.
+    is moved once. Values move in the order of declaration, gradients in the reverse of it, and late ones by name.
     """
     runs: dict[tuple[object, ...], dict[tuple[object, ...], _Piece]] = {}
     for piece in pieces:
@@ -138,10 +141,12 @@ def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
         key = (move.phase, move.kind, -1 if move.kind == "all_reduce" else move.depth)
         run = runs.setdefault((*key, piece.stage if move.phase == "B" else -1), {})
         run.setdefault((piece.fqn, piece.members), piece)
-    return [
-        sorted(run.values(), key=lambda p: p.fqn) if kind == "all_reduce" else list(run.values())
-        for (_, kind, *_), run in runs.items()
-    ]
+    return [_ordered(list(run.values()), phase == "gather") for (phase, *_), run in runs.items()]
+
+
+def _ordered(run: list[_Piece], values: bool) -> list[_Piece]:
+    late = sorted((piece for piece in run if piece.late), key=lambda piece: piece.fqn)
+    return run if values else [*(piece for piece in reversed(run) if not piece.late), *late]
 
 
 def _alike(pieces: Sequence[_Piece]) -> list[_Piece]:
@@ -163,18 +168,22 @@ def _alike(pieces: Sequence[_Piece]) -> list[_Piece]:
 
 
 def _buckets(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Pieces with one group and dtype, in their order, up to `BUCKET_BYTES` each."""
+    """Pieces with one group and dtype, in their order, up to `limit` each."""
     buckets: list[list[_Piece]] = []
-    size = 0
-    for piece in sorted(pieces, key=lambda p: (p.members, p.move.dtype)):
-        last = buckets[-1][0] if buckets else None
-        together = last is not None and (last.members, last.move.dtype) == (piece.members, piece.move.dtype)
-        if not together or size + piece.wholes[0] > BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(piece)
-        size += piece.wholes[0]
+    for _, run in groupby(sorted(pieces, key=_kind), key=_kind):
+        found, size = list(run), 0
+        limit = bucket_limit(piece.wholes[0] for piece in found) if found[0].move.phase != "gather" else BUCKET_BYTES
+        for number, piece in enumerate(found):
+            if not number or size + piece.wholes[0] > limit:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(piece)
+            size += piece.wholes[0]
     return buckets
+
+
+def _kind(piece: _Piece) -> tuple[tuple[Ranks, ...], str, bool]:
+    return piece.members, piece.move.dtype, piece.late
 
 
 def _call(bucket: Sequence[_Piece]) -> CallClass:

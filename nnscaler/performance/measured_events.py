@@ -79,11 +79,7 @@ def _of_rank(
     numbers: dict[tuple[int | None, Ranks, int], int],
 ) -> Iterator[Event]:
     """Yield the events of a rank. `numbers`: of messages; it gets those that are new."""
-    planned = rank_calls(placed, rank)
-    calls = [record for record in made if record.kind != "run"]
-    for number in range(max(len(planned), len(calls))):
-        _check_same(rank, number, planned, calls)
-    causes = iter(planned)
+    causes = _causes(rank, rank_calls(placed, rank), [record for record in made if record.kind != "run"])
     seen: Counter[tuple[str, int | None, Ranks]] = Counter()
     for record in sorted(made, key=lambda r: (r.start, -r.end)):
         start, end = record.start - began, record.end - began
@@ -94,7 +90,7 @@ def _of_rank(
             stage = instruction.stage if instruction else int(name.rpartition(" ")[2]) if kind == "prepare" else -1
             yield Event("compute", kind, device, (rank,), start, end, name, stage)
             continue
-        cause, group = next(causes)
+        cause, group = causes[id(record)]
         message = None
         if cause.message is not None:
             seen[record.kind, cause.message, group] += 1
@@ -106,19 +102,46 @@ def _of_rank(
         )  # fmt: skip
 
 
-def _check_same(rank: int, number: int, planned: Sequence[tuple[Event, Ranks]], calls: Sequence[RecordedEvent]) -> None:
-    right = wrong = "no call"
-    if number < len(planned):
-        event, group = planned[number]
-        right = _told(event.kind, group, event.bytes, event.dtype, event.instruction)
-    if number < len(calls):
-        call = calls[number]
-        name = _NAMES.get(call.instruction, call.instruction)
-        wrong = _told(call.kind, call.ranks, call.bytes, call.dtype, name)
-    if right != wrong:
-        message = f"call {number} of rank {rank} is {wrong}, and the plan has {right} there"
-        help = "records are of another plan or model; without --records this is a bug of nnScaler: please report it"
-        raise NnscalerError("calls_differ", message, help=help)
+def _causes(
+    rank: int, planned: Sequence[tuple[Event, Ranks]], calls: Sequence[RecordedEvent]
+) -> dict[int, tuple[Event, Ranks]]:
+    """Return what each call of a rank is in the plan, by identity.
+
+    What a rank begins and waits for later may come at any place of its instruction; all else comes in the plan's order.
+    Raises NnscalerError where a call is not the plan's.
+    """
+    found: dict[int, tuple[Event, Ranks]] = {}
+    left = [(entry, _planned(entry)) for entry in planned]
+    at = 0  # in `left`, after the last call that was waited for at once
+    for number, call in ((n, c) for n, c in enumerate(calls) if c.hidden is None):
+        here = next((i for i, (_, told) in enumerate(left[at:], at) if told == _made(call)), None)
+        if here is None:
+            raise _differ(number, rank, _made(call), left[at][1] if at < len(left) else "no call")
+        found[id(call)], at = left.pop(here)[0], here
+    for number, call in ((n, c) for n, c in enumerate(calls) if c.hidden is not None):
+        here = next((i for i, (_, told) in enumerate(left) if told == _made(call)), None)
+        if here is None:
+            raise _differ(number, rank, _made(call), left[0][1] if left else "no call")
+        found[id(call)] = left.pop(here)[0]
+    if left:
+        raise _differ(len(calls), rank, "no call", left[0][1])
+    return found
+
+
+def _differ(number: int, rank: int, made: str, planned: str) -> NnscalerError:
+    message = f"call {number} of rank {rank} is {made}, and the plan has {planned} there"
+    help = "records are of another plan or model; without --records this is a bug of nnScaler: please report it"
+    return NnscalerError("calls_differ", message, help=help)
+
+
+def _planned(entry: tuple[Event, Ranks]) -> str:
+    event, group = entry
+    return _told(event.kind, group, event.bytes, event.dtype, event.instruction)
+
+
+def _made(call: RecordedEvent) -> str:
+    name = _NAMES.get(call.instruction, call.instruction)
+    return _told(call.kind, call.ranks, call.bytes, call.dtype, name)
 
 
 def _told(kind: str, group: Ranks, size: int, dtype: str, instruction: str) -> str:

@@ -20,7 +20,8 @@ from nnscaler.runtime.role import (
     recompute,
 )
 from nnscaler.runtime.training.autocast import dtypes
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 
 __all__ = [
     "Buffer",

@@ -40,7 +40,8 @@ from nnscaler.runtime.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 
 COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 

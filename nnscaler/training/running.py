@@ -15,7 +15,8 @@ from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.training.autocast import dtype_named
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.stream import executor_of
 from nnscaler.training.sizes import SentProgram, Vouch, folder_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import verify
-from nnscaler.runtime.training import boxes, checkpoint, executor, gradients
+from nnscaler.runtime.training import boxes, checkpoint, clipping, executor, gradients
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
 from verify.programs.checks.context import LOCALISED
@@ -29,29 +29,29 @@ def failed(report: verify.Report) -> set[str]:
 
 
 def test_copies_that_count_once_for_each_rank(monkeypatch: Patch, sharded: Original) -> None:
-    monkeypatch.setattr(gradients, "holds_first_copy", lambda *_: True)
+    monkeypatch.setattr(clipping, "holds_first_copy", lambda *_: True)
     report = sharded.verify(sharded.folder)
     assert codes(report) >= {"gradient_norm_differs"}
     assert failed(report) >= {"gradient norm, clipped", "parameters after 2 steps"}
 
 
 def test_shards_that_do_not_count(monkeypatch: Patch, small_sharded: Original) -> None:
-    first = gradients.holds_first_copy
-    monkeypatch.setattr(gradients, "holds_first_copy", lambda s, d: first(s, d) and not any(s.coordinates().values()))
+    first = clipping.holds_first_copy
+    monkeypatch.setattr(clipping, "holds_first_copy", lambda s, d: first(s, d) and not any(s.coordinates().values()))
     assert "gradient_norm_differs" in codes(small_sharded.verify(small_sharded.folder))
 
 
 def test_a_norm_without_the_copies_of_other_stages(monkeypatch: Patch, staged: Original) -> None:
     """A tied parameter counts in each stage that holds it."""
     monkeypatch.setattr(
-        gradients, "holds_first_copy", lambda stage, _: not any(stage.coordinates()[axis] for axis in stage.axes)
+        clipping, "holds_first_copy", lambda stage, _: not any(stage.coordinates()[axis] for axis in stage.axes)
     )
     assert "gradient_norm_differs" in codes(staged.verify(staged.folder))
 
 
 def test_each_rank_clips_by_its_own_norm(monkeypatch: Patch, sharded: Original) -> None:
     def own(stages: Any, communicator: Any, norm_type: float = 2.0) -> Tensor:
-        grads = [p.grad for stage in stages for p in gradients._trained(stage) if p.grad is not None]
+        grads = [p.grad for stage in stages for p in clipping._trained(stage) if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]), norm_type).double()
 
     monkeypatch.setattr("nnscaler.runtime.training.executor.gradient_norm", own)

@@ -17,7 +17,7 @@ from nnscaler.communication import materialise, regions
 from nnscaler.ir import conversion
 from nnscaler.ir.conversion import ConversionRow
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
-from nnscaler.runtime.training import backward, executor, gradients
+from nnscaler.runtime.training import backward, buckets, executor, gradients
 from nnscaler.transform.plan import AssignStep, Plan, SplitStep
 from tests.broken import models
 from tests.broken.planting import Original, assert_refuted
@@ -83,12 +83,13 @@ def test_no_gradient_is_summed_over_ranks(monkeypatch: Patch) -> None:
 
 def test_gradients_are_averaged(monkeypatch: Patch, sharded: Original) -> None:
     """As data-parallel training does whose loss is a mean over the rank's own samples."""
-    summed = gradients._reduce_together
+    wait = buckets.SumBucket.wait
 
-    def averaged(values: Any, group: tuple[int, ...], communicator: Any) -> Any:
-        return [value / len(group) for value in summed(values, group, communicator)]
+    def averaged(self: buckets.SumBucket) -> None:
+        wait(self)
+        self.place(0)._base.div_(len(self.group))  # type: ignore[union-attr]
 
-    monkeypatch.setattr(gradients, "_reduce_together", averaged)
+    monkeypatch.setattr(buckets.SumBucket, "wait", averaged)
     finding = assert_refuted(sharded.verify(sharded.folder), PARAMETER, "words.weight")
     assert "1/2 of the model's (the size of dp or tp): averaged where it should be summed" in str(finding.cause)
 

@@ -105,6 +105,13 @@ def _exchange(size: float, members: int, levels: Spanned) -> float:
 # The cost of adding up the gradients of a step, which the runtime does in buckets.
 
 BUCKET_BYTES = 25 * 2**20
+LEAST_BYTES = 2**20
+BUCKETS = 8  # of the gradients over one group: one of them is left to send when backward ends
+
+
+def bucket_limit(gradients: Iterable[int]) -> int:
+    """Return the bytes up to which gradients of so many bytes share a bucket."""
+    return min(BUCKET_BYTES, max(LEAST_BYTES, sum(gradients) // BUCKETS))
 
 
 def seconds_per_byte(cost: CostModel, ranks: AxisPlace, kind: Collective = "all_reduce") -> float:

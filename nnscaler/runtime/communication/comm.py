@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
 from nnscaler.runtime.communication.kept_rows import KeptRows
+from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read
 from nnscaler.runtime.cut import Cut, cut_of
 from nnscaler.runtime.layout import Partial, Sharded, State
 
@@ -37,6 +38,7 @@ class AxisGroup:
     ranks          in the order of the coordinate
     communicator   None on an axis in time
     kept           on the axis of slices, what the slices of a micro-batch keep for each other
+    reads          gathers parameters before they are read
     """
 
     name: str
@@ -45,6 +47,7 @@ class AxisGroup:
     ranks: tuple[int, ...] = ()
     communicator: Communicator | None = None
     kept: KeptRows | None = None
+    reads: ParameterReads | None = None
 
     def connected(self) -> Communicator:
         """Return the communicator. Raises ProgramError on an axis in time, over which nothing can be sent."""
@@ -72,6 +75,20 @@ class Conversion(torch.autograd.Function):
             return ctx.adjoint(gradients[0], axis), None, None, None
         with axis.communicator.at(ctx.place):
             return ctx.adjoint(gradients[0], axis), None, None, None
+
+
+class _ParameterRead(torch.autograd.Function):
+    """Gathers a parameter, and gives the gradient of the whole away: autograd sees none, it comes later."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, reads: ParameterReads, read: Read) -> Tensor:
+        ctx.reads, ctx.read = reads, read
+        return reads.whole(read)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None]:
+        ctx.reads.give(ctx.read, gradients[0])
+        return None, None, None
 
 
 def _convert(tensor: Tensor, axis: AxisGroup, kernel: Kernel, adjoint: Kernel) -> Tensor:
@@ -164,6 +181,9 @@ def all_gather_replicated(
 ) -> Tensor:
     """Sharded -> Replicated: all_gather / reduce_scatter."""
     cut = Cut(dim, outer, sections, sizes)
+    if axis.reads is not None and axis.reads.knows(x):
+        read = Read(cast(torch.nn.Parameter, x), axis.ranks, axis.index, cut, program_place())
+        return cast(Tensor, _ParameterRead.apply(x, axis.reads, read))
     return _convert(x, axis, _gather(cut), _sum_scatter(cut))
 
 

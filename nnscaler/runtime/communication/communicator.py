@@ -6,6 +6,8 @@ them apart. Semantics, for both:
 * `ranks` is the group in axis order; every rank of the group makes the same calls on it in the same order. Results of
   collectives with several tensors are in the order of `ranks`, and sums are equal bitwise on all ranks of the group.
 * arguments are never changed, and results never share memory with arguments.
+* what is begun (`start_...`) meets what other ranks of the group begin, in the order in which each begins them. It
+  writes into the tensors that it is given, which are contiguous or views of one rank's part.
 * `send` does not wait for its receiver; messages are matched by (source, destination, key).
 * a rank that waits for ever is an error (`CommunicationError`) where the implementation can see it.
 """
@@ -21,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+SUMMED = "the gradient sum of "  # the context of a call, before the names of parameters
 Key = tuple[object, ...]
 Shape = tuple[int, ...]
 
@@ -55,6 +58,7 @@ class CommunicationCall:
     key: Key = ()
     place: str | None = None  # file:line of the rank program
     context: str = ""  # the instruction that runs, "F0.1"
+    begun: bool = False  # it is waited for later: it meets those that are begun, in their order
 
     def arriving(self, rank: int) -> list[tuple[int, ...]]:
         """Return the shapes that each rank of the group gives to `rank` in an all_gather, reduce_scatter or
@@ -83,6 +87,26 @@ class CommunicationCall:
         return (f" in {self.context}" if self.context else "") + (f" at {self.place}" if self.place else "")
 
 
+class Pending:
+    """A communication that was begun. Memory that it writes is neither read nor written before `wait`, and memory that
+    it reads is not written.
+
+    call  as it was recorded
+    """
+
+    __slots__ = ("_begun", "_finish", "call")
+
+    def __init__(self, call: CommunicationCall, finish: Callable[[], None], begun: dict[int, Pending]) -> None:
+        """`begun`: those of the rank that are to be waited for, by identity."""
+        self.call, self._finish, self._begun = call, finish, begun
+        begun[id(self)] = self
+
+    def wait(self) -> None:
+        """Return when the results lie where they were to be written. Called once."""
+        del self._begun[id(self)]
+        self._finish()
+
+
 class Communicator(Protocol):
     """The protocol. `context` is what the executor runs; `at` says the place where the stack has no program frame."""
 
@@ -105,6 +129,12 @@ class Communicator(Protocol):
     def barrier(self, ranks: Sequence[int]) -> None: ...
     def send(self, tensor: Tensor, destination: int, key: Key) -> None: ...
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor: ...
+    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Pending: ...
+    def start_all_gather(
+        self, tensor: Tensor, into: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Shape] | None = None
+    ) -> Pending: ...
+    def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending: ...
+    def start_recv(self, into: Tensor, source: int, key: Key) -> Pending: ...
     def finish(self) -> None: ...
     def at(self, place: str | None) -> AbstractContextManager[None]: ...
 
@@ -128,6 +158,12 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(t.shape) for t in tensors)
 
 
+def _copy(found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    for value, place in zip(found, into, strict=True):
+        if value.data_ptr() != place.data_ptr():
+            place.copy_(value)
+
+
 class CommunicatorBase:
     """Records and checks calls, answers groups of one rank itself, and leaves the rest to `_all_reduce` and so on.
 
@@ -142,6 +178,7 @@ class CommunicatorBase:
         self.current: CommunicationCall | None = None
         self.listener: Callable[[CommunicationCall], None] | None = None
         self._place: str | None = None
+        self._begun: dict[int, Pending] = {}
 
     @contextmanager
     def at(self, place: str | None) -> Iterator[None]:
@@ -230,8 +267,52 @@ class CommunicatorBase:
         call = self._record(CommunicationCall("recv", (source, self.rank), (tuple(shape),), dtype, key=key))
         return self._recv(call)
 
+    # -- what is begun, and waited for later ----------------------------------------------------------------------
+
+    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Pending:
+        """Begin to sum a contiguous tensor over ranks, in place."""
+        made = CommunicationCall("all_reduce", tuple(ranks), _shapes([tensor]), tensor.dtype, "sum", begun=True)
+        return self._start(self._record(made), [tensor.detach()], [tensor.detach()])
+
+    def start_all_gather(
+        self, tensor: Tensor, into: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Shape] | None = None
+    ) -> Pending:
+        """Begin to gather the tensors of all ranks into those of `into`. `shapes`: as in `all_gather`."""
+        given = _shapes([tensor]) if shapes is None else tuple(map(tuple, shapes))
+        call = self._record(CommunicationCall("all_gather", tuple(ranks), given, tensor.dtype, begun=True))
+        self._check_count(into, call)
+        if shapes is not None:
+            self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
+        return self._start(call, [tensor.detach().contiguous()], list(into))
+
+    def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending:
+        """Begin to sum piece i of every rank for the i-th rank of the group, into `into`."""
+        dtype = pieces[0].dtype if pieces else None
+        made = CommunicationCall("reduce_scatter", tuple(ranks), _shapes(pieces), dtype, "sum", begun=True)
+        call = self._record(made)
+        self._check_count(pieces, call)
+        return self._start(call, [p.detach().contiguous() for p in pieces], [into])
+
+    def start_recv(self, into: Tensor, source: int, key: Key) -> Pending:
+        """Begin to receive a message into a contiguous tensor."""
+        made = CommunicationCall("recv", (source, self.rank), _shapes([into]), into.dtype, key=key)
+        return self._start(self._record(made), [], [into])
+
+    def _start(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Pending:
+        if call.kind != "recv" and len(call.ranks) == 1:
+            _copy(given, into)
+            return Pending(call, lambda: None, self._begun)
+        return Pending(call, self._begin(call, given, into), self._begun)
+
     def finish(self) -> None:
-        """Wait until the messages sent from here no longer need their memory. The executor calls it after a step."""
+        """Wait until the messages sent from here no longer need their memory. The executor calls it after a step.
+
+        Raises CommunicationError where something that was begun was not waited for.
+        """
+        if self._begun:
+            first = next(iter(self._begun.values())).call
+            self._begun.clear()
+            raise CommunicationError(f"rank {self.rank}: {first}: it was begun, and nothing waited for it")
 
     # -- for implementations --------------------------------------------------------------------------------------
 
@@ -258,6 +339,19 @@ class CommunicatorBase:
         if [tuple(t.shape) for t in given] != [tuple(shape) for shape in told]:
             found = [list(t.shape) for t in given]
             raise CommunicationError(f"rank {self.rank}: {call}: gives {found}, and says {[list(s) for s in told]}")
+
+    def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
+        """Begin a call, and return what waits for it. An implementation that knows no better makes it at once."""
+        if call.kind == "all_gather":
+            found = self._all_gather(given[0], call)
+        elif call.kind == "recv":
+            found = [self._recv(call)]
+        else:
+            found = [
+                self._all_reduce(given[0], call) if call.kind == "all_reduce" else self._reduce_scatter(given, call)
+            ]
+        _copy(found, into)
+        return lambda: None
 
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         raise AssertionError("implementations define this")

@@ -58,3 +58,13 @@ def reduce_in_order(tensors: Sequence[Tensor], reduction: str) -> Tensor:
     for tensor in tensors[1:]:
         total = torch.maximum(total, tensor) if reduction == "max" else total.add_(tensor)
     return total
+
+
+def add_in_order(tensors: Sequence[Tensor], own: Tensor) -> None:
+    """Add the tensors up in their order, into `own`, which is one of them; the others are lost."""
+    first, second, *rest = tensors
+    total = second.add_(first) if second is own else first.add_(second)  # of two, the order makes no difference
+    for tensor in rest:
+        total.add_(tensor)
+    if total is not own:
+        own.copy_(total)

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
-from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator, reduce_in_order
+from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator, add_in_order, reduce_in_order
+from nnscaler.runtime.communication.lanes import Lane
 
 _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one round of messages instead of two
 
@@ -39,6 +40,8 @@ class GlooCommunicator(TorchCommunicator):
         self._names: dict[tuple[int, int], str] = {}  # (peer, tag) -> what the tag was made from
         self._sent: dict[tuple[int, Key], deque[tuple[CommunicationCall, torch.distributed.Work, Tensor]]] = {}
         self._own: dict[tuple[Key, str], deque[Tensor]] = {}  # messages of this rank to itself
+        self._lanes: dict[tuple[int, ...], Lane] = {}  # by group, of what is begun
+        self._scratch: dict[tuple[int, ...], Tensor] = {}  # by lane, for what arrives and is added up
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -78,12 +81,95 @@ class GlooCommunicator(TorchCommunicator):
             waiting.popleft()[1].wait()
 
     def finish(self) -> None:
+        super().finish()
         for (destination, _), waiting in self._sent.items():
             while waiting:
                 with self._inside(f"waits until rank {destination} takes: {waiting[0][0]}"):
                     waiting[0][1].wait()
                 waiting.popleft()
         self._sent.clear()
+
+    def close(self) -> None:
+        super().close()
+        for lane in self._lanes.values():
+            lane.close()
+
+    # -- what is begun --------------------------------------------------------------------------------------------
+
+    def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
+        if any(tensor.device.type != "cpu" for tensor in (*given, *into)):
+            return super()._begin(call, given, into)
+        self._tag(call)  # while other lanes do not look for names
+        if call.kind == "recv":
+            return self._begin_recv(call, into[0])
+        group = tuple(sorted(call.ranks))
+        if group not in self._lanes:
+            self._lanes[group] = Lane(f"collectives of ranks {group}")
+        make = {"all_reduce": self._sum_in_place, "all_gather": self._gather_into, "reduce_scatter": self._sum_into}
+        work = self._lanes[group].run(lambda: make[call.kind](call, given, into))
+
+        def wait() -> None:
+            with self._inside(call):
+                work.wait()
+
+        return wait
+
+    def _begin_recv(self, call: CommunicationCall, into: Tensor) -> Callable[[], None]:
+        source = call.ranks[0]
+        if source == self.rank:
+            return super()._begin(call, [], [into])
+        with self._inside(call):
+            work = self._start_recv(into, source, self._tag(call))
+
+        def wait() -> None:
+            with self._inside(call):
+                if work is not None:
+                    work.wait()
+            self._settle(source, _forward_of(call.key))
+            self._settle(source, _gradient_of(call.key))
+
+        return wait
+
+    def _sum_in_place(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> None:
+        """Sum as `_all_reduce` does, to the same bits; each rank adds up a part of what is large."""
+        (own,), count = into, len(call.ranks)
+        if own.numel() * own.element_size() <= _SMALL or own.numel() < count:
+            parts = self._others(own, call)
+            self._exchange(dict.fromkeys(call.ranks, own), dict(zip(call.ranks, parts, strict=True)), call)
+            add_in_order(parts, own)
+            return
+        pieces = dict(zip(call.ranks, own.view(-1).tensor_split(count), strict=True))
+        mine = pieces[self.rank]
+        parts = self._others(mine, call)
+        self._exchange(pieces, dict(zip(call.ranks, parts, strict=True)), call)
+        add_in_order(parts, mine)
+        self._exchange(dict.fromkeys(call.ranks, mine), pieces, call)
+
+    def _sum_into(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> None:
+        (result,) = into
+        parts = self._others(given[call.ranks.index(self.rank)], call)
+        self._exchange(dict(zip(call.ranks, given, strict=True)), dict(zip(call.ranks, parts, strict=True)), call)
+        torch.add(parts[0], parts[1], out=result)
+        for part in parts[2:]:
+            result.add_(part)
+
+    def _others(self, own: Tensor, call: CommunicationCall) -> list[Tensor]:
+        """Return `own` at this rank's place in the group, and memory of its lane for what arrives from the others."""
+        group, count = tuple(sorted(call.ranks)), own.numel()
+        needed = count * own.element_size() * (len(call.ranks) - 1)
+        if group not in self._scratch or self._scratch[group].numel() < needed:
+            self._scratch[group] = torch.empty(needed, dtype=torch.uint8)
+        places = iter(self._scratch[group][:needed].view(own.dtype).view(len(call.ranks) - 1, *own.shape))
+        return [own if rank == self.rank else next(places) for rank in call.ranks]
+
+    def _gather_into(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> None:
+        places = dict(zip(call.ranks, into, strict=True))
+        places[self.rank].copy_(given[0])
+        incoming = {rank: t if t.is_contiguous() else torch.empty_like(t).contiguous() for rank, t in places.items()}
+        self._exchange(dict.fromkeys(call.ranks, given[0]), incoming, call)
+        for rank, place in places.items():
+            if rank != self.rank and incoming[rank] is not place:
+                place.copy_(incoming[rank])
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -203,7 +289,8 @@ def neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:
 def _agreement(call: CommunicationCall) -> str:
     """Return the part of a call that sender and receiver, or all ranks of a collective, have in common."""
     kind = "message" if call.kind in ("send", "recv") else call.kind
-    return repr((kind, call.ranks, call.shapes, str(call.dtype), call.reduction, call.source, call.key))
+    agreed = (kind, call.ranks, call.shapes, str(call.dtype), call.reduction, call.source, call.key)
+    return repr((*agreed, "begun") if call.begun else agreed)
 
 
 def _forward_of(key: Key) -> Key | None:

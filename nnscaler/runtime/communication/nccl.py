@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed
@@ -78,6 +78,43 @@ class NcclCommunicator(GlooCommunicator):
 
     def _native(self, call: CommunicationCall) -> ProcessGroup | None:
         return self._groups.get(tuple(sorted(call.ranks)))
+
+    # -- what is begun: NCCL has a stream of its own for each group ------------------------------------------------
+
+    def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
+        if call.kind == "recv":  # a receiver takes the messages before it as well: in the order of waiting
+
+            def take() -> None:
+                into[0].copy_(self._recv(call))
+
+            return take
+        group = self._native(call)
+        if group is None:
+            return super()._begin(call, given, into)
+        with self._inside(call):
+            torch_made = torch.distributed
+            if call.kind == "all_reduce":
+                work = torch_made.all_reduce(into[0], ReduceOp.SUM, group, async_op=True)
+                return self._finisher(call, work, [], [])
+            if call.kind == "reduce_scatter":
+                pieces = _in_group_order(given, call.ranks)
+                work = torch_made.reduce_scatter(into[0], pieces, ReduceOp.SUM, group, async_op=True)
+                return self._finisher(call, work, [], [])
+            arriving = [t if t.is_contiguous() else t.new_empty(t.shape) for t in into]
+            work = torch_made.all_gather(_in_group_order(arriving, call.ranks), given[0], group, async_op=True)
+            return self._finisher(call, work, arriving, into)
+
+    def _finisher(
+        self, call: CommunicationCall, work: torch.distributed.Work, arriving: list[Tensor], into: list[Tensor]
+    ) -> Callable[[], None]:
+        def wait() -> None:
+            with self._inside(call):
+                work.wait()
+            for found, place in zip(arriving, into, strict=True):
+                if found is not place:
+                    place.copy_(found)
+
+        return wait
 
     # -- collectives ----------------------------------------------------------------------------------------------
 

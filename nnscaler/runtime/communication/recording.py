@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from nnscaler.records import decode, encode
-from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, Key, ProgramError, Shape
+from nnscaler.runtime.communication.communicator import (
+    CommunicationCall,
+    Communicator,
+    Key,
+    Pending,
+    ProgramError,
+    Shape,
+)
 
 T = TypeVar("T")
 
@@ -35,6 +42,8 @@ class RecordedEvent:
     bytes        that this rank hands to the call, or receives as a message; where the call lists the shapes of the
                  whole group, those of the rank that hands over most
     dtype        of what travels
+    hidden       of what was begun, and waited for later: the seconds in which the rank did something else; None: it
+                 waited at once
     """
 
     kind: str
@@ -44,6 +53,7 @@ class RecordedEvent:
     ranks: tuple[int, ...] = ()
     bytes: int = 0
     dtype: str = ""
+    hidden: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +176,20 @@ class RecordingCommunicator:
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor:
         return self._timed(lambda: self._made.recv(shape, dtype, source, key))
 
+    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Pending:
+        return self._started(lambda: self._made.start_all_reduce(tensor, ranks))
+
+    def start_all_gather(
+        self, tensor: Tensor, into: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Shape] | None = None
+    ) -> Pending:
+        return self._started(lambda: self._made.start_all_gather(tensor, into, ranks, shapes))
+
+    def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending:
+        return self._started(lambda: self._made.start_reduce_scatter(pieces, into, ranks))
+
+    def start_recv(self, into: Tensor, source: int, key: Key) -> Pending:
+        return self._started(lambda: self._made.start_recv(into, source, key))
+
     def finish(self) -> None:
         self._made.finish()
 
@@ -178,8 +202,24 @@ class RecordingCommunicator:
         end = time.monotonic()
         made = self._made.current
         assert made is not None, "every call is recorded"
+        self._note(made, start, end)
+        return found
+
+    def _started(self, call: Callable[[], Pending]) -> Pending:
+        """Begin a call, which is noted when it has been waited for: under what waits, from its begin to its end."""
+        start = time.monotonic()
+        pending = call()
+
+        def finish() -> None:
+            waits = time.monotonic()
+            pending.wait()
+            end = time.monotonic()
+            self._note(pending.call, start, end, hidden=waits - start)
+
+        return Pending(pending.call, finish, {})
+
+    def _note(self, made: CommunicationCall, start: float, end: float, hidden: float | None = None) -> None:
         size = 0 if made.dtype is None else handed_over(made) * made.dtype.itemsize
         name = made.context if self._since is None else self._since[0]
         dtype = str(made.dtype).removeprefix("torch.") if made.dtype is not None else ""
-        self.events.append(RecordedEvent(made.kind, start, end, name, made.ranks, size, dtype))
-        return found
+        self.events.append(RecordedEvent(made.kind, start, end, name, made.ranks, size, dtype, hidden))

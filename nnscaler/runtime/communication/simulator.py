@@ -10,12 +10,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, CommunicatorBase
+from nnscaler.runtime.communication.communicator import (
+    SUMMED,
+    CommunicationCall,
+    CommunicationError,
+    CommunicatorBase,
+)
+from nnscaler.runtime.communication.flights import Flights
 
 T = TypeVar("T")
 Contribution = Sequence[Tensor]
@@ -25,10 +32,13 @@ Group = tuple[int, ...]
 class Simulator:
     """`world_size` ranks. Communicators live as long as the simulator: what `run` builds may be used by a later run."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timings: int | None = None) -> None:
+        """`timings`: the seed of the moments at which what ranks begin reads and writes memory, as on a machine whose
+        links are fast or slow at random; every use of memory under way is then an error. None: it reads at once, and
+        writes when it is waited for."""
         self.world_size = world_size
         self._exchange = _Exchange(world_size)
-        self.communicators = [SimulatedCommunicator(rank, self._exchange) for rank in range(world_size)]
+        self.communicators = [SimulatedCommunicator(rank, self._exchange, timings) for rank in range(world_size)]
 
     def run(self, function: Callable[[SimulatedCommunicator], T]) -> list[T]:
         """Call `function(communicator)` on every rank at once, and return the results by rank.
@@ -45,7 +55,11 @@ class Simulator:
             torch.set_num_threads(1)
             try:
                 # one thread per rank also in backward; and a new thread would not inherit these modes
-                with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                with (
+                    torch.enable_grad(),
+                    torch.autograd.set_multithreading_enabled(False),
+                    self.communicators[rank].watching(),
+                ):
                     results[rank] = function(self.communicators[rank])
             except BaseException as error:  # noqa: BLE001 - given to the caller below
                 exchange.fail(rank, error)
@@ -92,10 +106,11 @@ class _Exchange:
 
     def reset(self) -> None:
         with self.lock:
-            self.meetings: dict[tuple[Group, int], _Meeting] = {}
-            self.counts: dict[tuple[Group, int], int] = {}  # (group, rank) -> collectives it began
+            self.meetings: dict[tuple[Group, bool, int], _Meeting] = {}
+            self.counts: dict[tuple[Group, bool, int], int] = {}  # (group, begun, rank) -> its collectives
             self.mailbox: dict[tuple[Group, tuple[object, ...]], deque[tuple[CommunicationCall, Tensor]]] = {}
             self.waiting: dict[int, CommunicationCall] = {}
+            self.awaited: dict[int, _Meeting] = {}
             self.finished: set[int] = set()
             self.failure: BaseException | None = None
             self.failed_rank = -1
@@ -104,30 +119,53 @@ class _Exchange:
 
     def meet(self, rank: int, call: CommunicationCall, given: Contribution) -> list[Tensor]:
         """Wait until all ranks of the group made this call, and return this rank's part of the result."""
+        meeting = self.join(rank, call)
+        self.give(rank, meeting, given)
+        return self.result(rank, call, meeting)
+
+    def join(self, rank: int, call: CommunicationCall) -> _Meeting:
+        """Come to the meeting that this call is in, and compare it with those of ranks that came before."""
         group = tuple(sorted(call.ranks))
         with self.lock:
             self._check_alive(rank, call)
-            number = self.counts.get((group, rank), 0)
-            self.counts[group, rank] = number + 1
-            meeting = self.meetings.setdefault((group, number), _Meeting())
+            number = self.counts.get((group, call.begun, rank), 0)
+            self.counts[group, call.begun, rank] = number + 1
+            place = (group, call.begun, number)
+            meeting = self.meetings.setdefault(place, _Meeting())
             for other, other_call in meeting.calls.items():
                 if reason := disagreement(call, other_call):
                     error = CommunicationError(f"{reason}:\n  rank {other}: {other_call}\n  rank {rank}: {call}")
                     self._fail(rank, error)
                     raise error
-            meeting.calls[rank], meeting.given[rank] = call, given
-            if len(meeting.calls) < len(group):
-                self._wait(rank, call, lambda: meeting.results is not None)
-                assert meeting.results is not None
-                return meeting.results[rank]
-            del self.meetings[group, number]
+            meeting.calls[rank] = call
+            if len(meeting.calls) == len(group):
+                del self.meetings[place]
+            return meeting
+
+    def give(self, rank: int, meeting: _Meeting, given: Contribution) -> None:
+        """Give this rank's part, once; the rank that gives last makes the results of all."""
+        call = meeting.calls[rank]
+        with self.lock:
+            meeting.given[rank] = given
+            if len(meeting.given) < len(call.ranks):
+                return
         results = _answer(call, meeting.given)  # outside the lock: other groups go on meanwhile
         with self.lock:
             meeting.results = results
-            for other in group:
-                if self.waiting.pop(other, None) is not None:
+            for other in call.ranks:
+                if self.awaited.get(other) is meeting:
+                    self.waiting.pop(other, None)
                     self.wake[other].notify()
-        return results[rank]
+
+    def result(self, rank: int, call: CommunicationCall, meeting: _Meeting) -> list[Tensor]:
+        """Wait until all ranks of the group gave their parts, and return this rank's result."""
+        with self.lock:
+            if meeting.results is None:
+                self.awaited[rank] = meeting
+                self._wait(rank, call, lambda: meeting.results is not None)
+                del self.awaited[rank]
+            assert meeting.results is not None
+            return meeting.results[rank]
 
     def send(self, rank: int, call: CommunicationCall, tensor: Tensor) -> None:
         with self.lock:
@@ -226,6 +264,8 @@ def disagreement(call: CommunicationCall, other: CommunicationCall) -> str | Non
         return "ranks of one group give different dtypes"
     if call.shapes != other.shapes:
         return "ranks of one group give different shapes"
+    if call.begun and call.context != other.context and SUMMED in call.context:
+        return "ranks of one group sum gradients of different parameters"
     return None
 
 
@@ -260,9 +300,37 @@ def _answer(call: CommunicationCall, given: dict[int, Contribution]) -> dict[int
 class SimulatedCommunicator(CommunicatorBase):
     """One rank of a `Simulator`."""
 
-    def __init__(self, rank: int, exchange: _Exchange) -> None:
+    def __init__(self, rank: int, exchange: _Exchange, timings: int | None) -> None:
         super().__init__(rank, exchange.world_size)
         self._exchange = exchange
+        self._flights = Flights(rank, timings)
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Return what a rank runs inside of."""
+        self._begun.clear()
+        return self._flights.watching()
+
+    def _record(self, made: CommunicationCall) -> CommunicationCall:
+        self._flights.pass_time(blocking=not made.begun and made.kind != "send")
+        return super()._record(made)
+
+    def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
+        if call.kind == "recv":
+
+            def take() -> None:
+                self._flights.pass_time(blocking=True)
+                into[0].copy_(self._exchange.receive(self.rank, call))
+
+            return take
+        meeting = self._exchange.join(self.rank, call)
+        flight = self._flights.start(
+            call,
+            given,
+            into,
+            lambda values: self._exchange.give(self.rank, meeting, values),
+            lambda wait: self._exchange.result(self.rank, call, meeting) if wait or meeting.results else None,
+        )
+        return lambda: self._flights.land(flight)
 
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         return self._exchange.meet(self.rank, call, [tensor])[0]

@@ -6,7 +6,8 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.recording import RecordedEvent, RecordingCommunicator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
 from nnscaler.runtime.role import LOSS
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 
 WARM_UP = 2  # steps: the first ones allocate, and make connections
 

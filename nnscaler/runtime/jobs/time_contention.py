@@ -10,7 +10,8 @@ from statistics import fmean, median
 
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.program.program_directory import read_program
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 
 ROUNDS = 7  # in which everything takes a turn, so that what disturbs the machine for a while disturbs all alike
 

@@ -3,7 +3,7 @@
 A parameter has a tensor at rest, which the optimizer and checkpoints see, and a leaf, which the program's text reads.
 Where they differ, the leaf is made from the tensor at rest before the first forward: a cast, then the row `Sharded ->
 Replicated` or `Sharded -> Invariant` of the conversion table for each axis of `rest`. The leaf's gradient goes back the
-other way (reduce_scatter or slice), after the last backward or after each one. Both work in buckets.
+other way (`buckets`, `gradients`). Both work in buckets.
 """
 
 from __future__ import annotations
@@ -127,34 +127,6 @@ def gather(resting: Sequence[AtRest], communicator: Communicator) -> None:
     with torch.no_grad():
         for entry, value in zip(resting, values, strict=True):
             entry.leaf.copy_(value)
-
-
-def scatter(
-    gradients: Mapping[int, Tensor], resting: Sequence[AtRest], communicator: Communicator
-) -> dict[int, Tensor]:
-    """Divide gradients of leaves as the tensors at rest are divided: summed over an axis where they are partial sums.
-
-    `gradients`: by position in `resting`. Every rank calls it, for the same parameters.
-    """
-    values = dict(gradients)
-    for depth in range(max((len(resting[i].divisions) for i in values), default=0)):
-        chosen = [i for i in sorted(values) if len(resting[i].divisions) > depth]
-        summed = [i for i in chosen if resting[i].divisions[depth].sums]
-        for i in set(chosen).difference(summed):
-            division = resting[i].divisions[depth]
-            values[i] = division.part(values[i], division.index).clone()
-        for bucket in _buckets(summed, {i: resting[i].divisions[depth] for i in summed}, values):
-            divisions = [resting[i].divisions[depth] for i in bucket]
-            pieces = [
-                torch.cat([d.part(values[i], rank).reshape(-1) for i, d in zip(bucket, divisions, strict=True)])
-                for rank in range(len(divisions[0].group))
-            ]
-            flat = communicator.reduce_scatter(pieces, divisions[0].group)
-            here = divisions[0].index
-            parts = flat.split([_count(d.shapes[here]) for d in divisions])
-            for i, division, part in zip(bucket, divisions, parts, strict=True):
-                values[i] = part.view(division.shapes[here]).clone()
-    return values
 
 
 def _buckets(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
+from nnscaler.runtime.communication.parameter_reads import ParameterReads
 from nnscaler.runtime.role import Stage, number_of, place_of
 from nnscaler.runtime.split_backward import SplitBackward
 from nnscaler.runtime.training.gradients import Gradients
@@ -26,17 +27,22 @@ class _InFlight:
 
 
 class BackwardPasses:
-    """Runs B, I and W. `schedule`: says which backwards are run in halves."""
+    """Runs B, I and W. `schedule`: says which backwards are run in halves; `last`: those of a step with which all
+    gradients of their stage are complete."""
 
     def __init__(
         self,
         schedule: Collection[Instruction],
+        last: Collection[Instruction],
         communicator: Communicator,
         mail: Mail,
         gradients: Gradients,
+        reads: ParameterReads,
     ) -> None:
+        self._reads = reads
         self._communicator, self._mail, self._gradients = communicator, mail, gradients
         self._in_halves = {i.of("F") for i in schedule if i.kind == "W"}
+        self._last = frozenset(last)
         self._split: dict[Instruction, SplitBackward] = {}  # by forward, until W
         self._in_flight: dict[Instruction, _InFlight] = {}  # by forward, until B or I
 
@@ -61,20 +67,26 @@ class BackwardPasses:
         """Run a backward. B and I receive the gradients of sent tensors, and return those of received tensors; W has
         all that it needs. `loss_scale`: the gradient of the loss."""
         forward = instruction.of("F")
+        self._gradients.enter(stage.index, divides=instruction.kind != "I", last=instruction in self._last)
         if instruction.kind == "W":
-            self._split.pop(forward).weights()
+            with self._reads.passing((stage.index, "W")):
+                self._split.pop(forward).weights()
+                self._reads.settle()
             self._gradients.collect(stage.index)
             return
         flight = self._in_flight.pop(forward)
         number = number_of(stage, instruction.at)
         roots = self._roots(stage, flight, number, loss_scale)
         received = {name: flight.received[name] for name, receive in stage.receives.items() if receive.needs_grad}
+        with self._reads.passing((stage.index, instruction.kind)):
+            if instruction.kind == "I":
+                self._split[forward].inputs(roots, list(received.values()))
+            elif roots:
+                torch.autograd.backward([v for v, _ in roots], [g for _, g in roots])
+            self._reads.settle()
         if instruction.kind == "I":
-            self._split[forward].inputs(roots, list(received.values()))
             self._gradients.widen()
         else:
-            if roots:
-                torch.autograd.backward([v for v, _ in roots], [g for _, g in roots])
             self._gradients.collect(stage.index)
         for name, leaf in received.items():
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
+from nnscaler.runtime.communication.parameter_reads import ParameterReads
 from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Observer, Parameter, RunContext, Stage
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
 from nnscaler.runtime.training.at_rest import AtRest, divisions_of
@@ -34,7 +35,8 @@ class Held:
 class StageBuilder:
     """Builds the stages of one rank; a tensor that two stages hold at the same position is one tensor.
 
-    `given`: parameters of another program for the same model, whose tensors at rest become those of this one.
+    `given`: parameters of another program for the same model, whose tensors at rest become those of this one. `reads`:
+    gathers parameters before the text reads them.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class StageBuilder:
         device: torch.device,
         run: RunContext,
         given: Mapping[Key, Held] = MappingProxyType({}),
+        reads: ParameterReads | None = None,
     ) -> None:
-        self._communicator = communicator
+        self._communicator, self._reads = communicator, reads
         self._state = state
         self._precision = precision
         self._device = device
@@ -73,6 +76,8 @@ class StageBuilder:
                 held = self._parameter(stage, description, trained)
                 setattr(stage, name, held.leaf)
                 stage.at_rest[name] = held.rest
+                if self._reads is not None:
+                    self._reads.know([held.leaf])
         for name, stored in (*stage.buffers.items(), *stage.constants.items()):
             setattr(stage, name, self._cut(stage, stored))
         return stage
@@ -81,7 +86,8 @@ class StageBuilder:
         here = unravel(stage.ranks.index(stage.rank), stage.axes)
         for axis, size in stage.axes.items():
             ranks = tuple(stage.ranks[ravel({**here, axis: i}, stage.axes)] for i in range(size))
-            setattr(stage, axis, AxisGroup(axis, size, here[axis], ranks, self._communicator))
+            group = AxisGroup(axis, size, here[axis], ranks, self._communicator, reads=self._reads)
+            setattr(stage, axis, group)
 
     def _parameter(self, stage: Stage, description: Parameter, trained: bool) -> Held:
         key = (description.fqn, stage.ranks.index(stage.rank))

@@ -7,63 +7,44 @@ float32 where the parameter is of half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nnscaler.instructions import Instruction
-from nnscaler.manifest import Returns
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.communication.kept_rows import KeptRows
-from nnscaler.runtime.role import Input, RunContext, Stage, enter, number_of, parse_schedule, place_of, times_of
+from nnscaler.runtime.communication.parameter_reads import ParameterReads
+from nnscaler.runtime.role import (
+    Input,
+    RunContext,
+    Stage,
+    enter,
+    last_place,
+    number_of,
+    parse_schedule,
+    place_of,
+    times_of,
+)
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.batch import Batch, BatchCutter
 from nnscaler.runtime.training.build import Held, Key, StageBuilder, adopted, stages_of
-from nnscaler.runtime.training.gradients import Gradients, clip_gradients, gradient_norm
+from nnscaler.runtime.training.clipping import clip_gradients, gradient_norm
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
+from nnscaler.runtime.training.gradients import Gradients
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.observe import observed_copy
 from nnscaler.runtime.training.results import Kept, Results, check_outputs, total_loss
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 
-
-@dataclass(frozen=True, slots=True)
-class ExecutorSettings:
-    """How a role module is run.
-
-    precision   replaces every floating dtype of the program; None: as written
-    device      of this rank
-    dropout     False makes dropout the identity
-    seed        dropout draws from (seed, operation, number of the batch)
-    first_step  optimizer steps made before, as a checkpoint has them
-    first_pass  batches run before; None: one a step
-    loss_scale  backward starts from it instead of 1, and it is taken out of the summed gradients, so that small ones
-                survive half precision
-    shapes      input -> shape of the global batch that the program is for; another one is refused
-    tied        all names of each parameter or buffer that has several, for checkpoints
-    returns     what the model returns, as the manifest has it, for `predict`
-    cut_axes    axes over which batches are cut before they are given: each rank gets the rows of its data part; none:
-                each gets the global batch
-    """
-
-    precision: str | None = None
-    device: torch.device | str = "cpu"
-    dropout: bool = True
-    seed: int = 0
-    first_step: int = 0
-    first_pass: int | None = None
-    loss_scale: float = 1.0
-    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    tied: Sequence[Sequence[str]] = ()
-    returns: Returns = field(default_factory=Returns)
-    cut_axes: tuple[str, ...] = ()
+_AS_WRITTEN = ExecutorSettings()
 
 
 class RankExecutor:
@@ -86,7 +67,7 @@ class RankExecutor:
         rank: int,
         communicator: Communicator,
         state: Mapping[str, Tensor],
-        settings: ExecutorSettings = ExecutorSettings(),
+        settings: ExecutorSettings = _AS_WRITTEN,
         *,
         observe: Observe | None = None,
         share: RankExecutor | None = None,
@@ -110,7 +91,8 @@ class RankExecutor:
         self._step = tuple(i for i in self.schedule if not self._updates or (i.micro == 0 and i.kind != "U"))
         self._trained = {i.stage for i in self.schedule if i.kind != "F"}  # the stages that run backward
         given = {} if share is None else share.held
-        builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given)
+        reads = self._reads = ParameterReads(communicator)
+        builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given, reads)
         with precision_of_run(self.precision):
             self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
         self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
@@ -120,10 +102,11 @@ class RankExecutor:
         self._resting = tuple(builder.resting)
         if share is not None:
             share._resting += adopted(share.stages.values(), share.held, self.held)
-        self._gradients = Gradients(self.stages, self._resting, communicator, self.precision)
+        self._gradients = Gradients(self.stages, self._resting, communicator, self.precision, reads)
         self._results = Results(self.stages, communicator, settings.returns, self.precision)
         self._mail = Mail(communicator, self.device)
-        self._backward = BackwardPasses(self.schedule, communicator, self._mail, self._gradients)
+        last = {} if self._updates else {i.stage: i for i in self._step if i.kind in "BW"}
+        self._backward = BackwardPasses(self.schedule, last.values(), communicator, self._mail, self._gradients, reads)
         self._kept: dict[tuple[int, int], KeptRows] = {}  # by stage and micro-batch, while slices of it are to come
         self._updated: dict[int, dict[str, Tensor]] = {}  # what forward has of new buffers, by stage
 
@@ -324,6 +307,7 @@ class RankExecutor:
             with (
                 torch.set_grad_enabled(torch.is_grad_enabled() and trained),
                 self._backward.recording(stage, instruction),
+                self._reads.passing((stage.index, "F")),
             ):
                 outputs = stage.forward(**arguments, **shared)
             check_outputs(stage, {**prepared, **outputs})
@@ -380,18 +364,9 @@ class RankExecutor:
         except CommunicationError:  # says all that itself
             raise
         except Exception as error:
-            place = self._last_place(error.__traceback__) or (place_of(stage) if stage is not None else "")
+            place = last_place(self.module, error.__traceback__) or (place_of(stage) if stage is not None else "")
             at = f" at {place}" if place else ""
             kind = "" if isinstance(error, ProgramError) else f"{type(error).__name__}: "
             raise ProgramError(f"rank {self.rank}, {what}{at}: {kind}{error}") from error
         finally:
             self.communicator.context = ""
-
-    def _last_place(self, traceback: TracebackType | None) -> str | None:
-        place = None
-        while traceback is not None:
-            frame = traceback.tb_frame
-            if frame.f_globals is self.module.__dict__:
-                place = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
-            traceback = traceback.tb_next
-        return place

@@ -1,114 +1,25 @@
-"""The gradients of one step on one rank: accumulated over micro-batches, then summed over ranks."""
+"""The gradients of one step on one rank: added up over micro-batches, and summed over ranks while backward goes on.
+
+A bucket leaves with the last backward that adds to it. Buckets of one group leave in the order of the plan, whichever
+is complete first, and no group waits for another: so the ranks of a group meet in the same order, whatever other groups
+they are in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter as Leaf
+from torch.utils.hooks import RemovableHandle
 
-from nnscaler.runtime.communication.communicator import Communicator, ProgramError
-from nnscaler.runtime.layout import Sharded
-from nnscaler.runtime.role import Buffer, Parameter, Stage
-from nnscaler.runtime.shards import unravel
-from nnscaler.runtime.training.at_rest import BUCKET_BYTES, AtRest, scatter
-from nnscaler.runtime.training.autocast import dtype_named
-
-# Sum the gradients that different ranks hold parts of, once per step, in buckets.
-# A gradient is summed over the ranks that differ from this one only on the parameter's `reduce` axes, in every
-# stage that holds a copy of it. Parameters with the same group and dtype share buckets. Every rank works through
-# its groups in one global order (by their ranks), so two ranks that share several groups meet in the same order.
-
-_NAMED = 3  # parameters of a bucket that an error names
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One local tensor of a parameter: which one, and the ranks (in order) whose gradients add up to its gradient."""
-
-    fqn: str
-    group: tuple[int, ...]
-
-
-def holding(stage: Stage, description: Parameter) -> Holding:
-    """Return where the gradient of this stage's shard of a parameter at rest is summed."""
-    here = unravel(stage.ranks.index(stage.rank), stage.axes)
-    kept = [axis for axis in stage.axes if axis not in description.summed]
-    positions = [
-        position
-        for position in range(len(stage.ranks))
-        if all(unravel(position, stage.axes)[axis] == here[axis] for axis in kept)
-    ]
-    copies = description.copies or (tuple(stage.ranks),)
-    return Holding(description.fqn, tuple(sorted({copy[position] for copy in copies for position in positions})))
-
-
-def reduce_gradients(
-    gradients: Sequence[tuple[Holding, Tensor]], communicator: Communicator, bucket_bytes: int = BUCKET_BYTES
-) -> list[Tensor]:
-    """Sum the gradients, and return them in the order given.
-
-    Gradients with equal holdings are several local copies of one shard: they are added first, and all get the sum.
-    """
-    local: dict[tuple[tuple[int, ...], str, Holding], Tensor] = {}
-    for held, gradient in gradients:
-        key = (held.group, str(gradient.dtype), held)
-        local[key] = local[key] + gradient if key in local else gradient
-    order = sorted(local, key=lambda key: (key[0], key[1], key[2].fqn))
-    summed: dict[tuple[tuple[int, ...], str, Holding], Tensor] = {}
-    for bucket in _buckets(order, local, bucket_bytes):
-        group = bucket[0][0]
-        values = [local[key] for key in bucket]
-        if len(group) > 1:
-            with _told(communicator, bucket):
-                values = _reduce_together(values, group, communicator)
-        summed.update(zip(bucket, values, strict=True))
-    return [summed[held.group, str(gradient.dtype), held] for held, gradient in gradients]
-
-
-@contextmanager
-def _told(communicator: Communicator, bucket: Sequence[tuple[tuple[int, ...], str, Holding]]) -> Iterator[None]:
-    """Calls inside are recorded with the parameters whose gradients they sum."""
-    named, more = [f"`{key[2].fqn}`" for key in bucket[:_NAMED]], len(bucket) - _NAMED
-    before = communicator.context
-    communicator.context = f"the gradient sum of {', '.join(named)}" + (f" and {more} more" if more > 0 else "")
-    try:
-        yield
-    finally:
-        communicator.context = before
-
-
-def _buckets(
-    order: Sequence[tuple[tuple[int, ...], str, Holding]],
-    values: dict[tuple[tuple[int, ...], str, Holding], Tensor],
-    bucket_bytes: int,
-) -> list[list[tuple[tuple[int, ...], str, Holding]]]:
-    """Consecutive keys with one group and dtype, up to `bucket_bytes` each (a larger tensor is a bucket of its own)."""
-    buckets: list[list[tuple[tuple[int, ...], str, Holding]]] = []
-    size = 0
-    for key in order:
-        weight = values[key].numel() * values[key].element_size()
-        fits = bool(buckets) and buckets[-1][0][:2] == key[:2] and size + weight <= bucket_bytes
-        if not fits:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(key)
-        size += weight
-    return buckets
-
-
-def _reduce_together(values: Sequence[Tensor], group: tuple[int, ...], communicator: Communicator) -> list[Tensor]:
-    if len(values) == 1:
-        return [communicator.all_reduce(values[0], group)]
-    flat = communicator.all_reduce(torch.cat([v.reshape(-1) for v in values]), group)
-    pieces = flat.split([v.numel() for v in values])
-    return [piece.view(value.shape).clone() for piece, value in zip(pieces, values, strict=True)]
-
-
-_HALF = (torch.float16, torch.bfloat16)
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.parameter_reads import ParameterReads
+from nnscaler.runtime.role import Stage
+from nnscaler.runtime.training.at_rest import AtRest
+from nnscaler.runtime.training.buckets import Departures, DivisionBucket, SumBucket
+from nnscaler.runtime.training.gradient_plan import HALF, Slot, Wanted, divisions_of_leaves, sums_of, wanted, widened
 
 
 class Gradients:
@@ -124,141 +35,252 @@ class Gradients:
         resting: Sequence[AtRest],
         communicator: Communicator,
         precision: str | None = None,
+        reads: ParameterReads | None = None,
     ) -> None:
-        self._communicator = communicator
-        self._resting = list(resting)
-        self._position = {entry.leaf: i for i, entry in enumerate(resting)}
-        self._holdings: dict[torch.nn.Parameter, Holding] = {}  # by leaf, in order
-        self._rest: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        self._used: dict[torch.nn.Parameter, bool] = {}
-        self._summed_in: dict[torch.nn.Parameter, torch.dtype] = {}
-        self._at_once: dict[int, list[torch.nn.Parameter]] = {}  # stage -> leaves that are divided after each backward
-        for stage in stages.values():
-            for name, description in stage.parameters.items():
-                leaf = getattr(stage, name)
-                self._rest[leaf] = stage.at_rest[name]
-                self._holdings[leaf] = holding(stage, description)
-                self._used[leaf] = self._used.get(leaf, False) or description.used
-                if description.sums:
-                    self._summed_in[leaf] = dtype_named(description.sums, precision)
-                if description.rest and description.scatter == "micro_batch":
-                    self._at_once.setdefault(stage.index, []).append(leaf)
-        self._before: dict[torch.nn.Parameter, Tensor] = {}
-        self._sums: dict[torch.nn.Parameter, Tensor] = {}  # of a leaf over micro-batches, where not in its `.grad`
-        self._divided: dict[torch.nn.Parameter, Tensor] = {}  # the same, divided as the tensor at rest
+        """`reads`: adds to gradients at the end of a backward."""
+        self._communicator, self._reads = communicator, reads
+        self._rest = {getattr(s, name): s.at_rest[name] for s in stages.values() for name in s.parameters}
+        self._wanted = wanted(stages, resting, precision)
+        every = list(self._wanted.values())
+        self._sums = sums_of(every)
+        self._divisions = divisions_of_leaves([one for one in every if not one.at_once], 0)
+        self._at_once = {index: [o for o in every if o.at_once and index in o.stages] for index in stages}
+        self._of_stage = {index: [o for o in every if index in o.stages] for index in stages}
+        self._before: dict[Leaf, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._departures = Departures(self._communicator)
+        self._running: tuple[int, bool, bool] | None = None  # a backward: of which stage, and what it completes
+        self._ended: set[int] = set()  # stages whose last backward has run
+        self._added: set[Leaf] = set()  # leaves whose gradient lies in its place
+        self._apart: dict[Leaf, Tensor] = {}  # gradients of half precision that have no place yet, added up
+        self._divided: dict[Leaf, Tensor] = {}  # parts of gradients
+        self._complete: set[Leaf] = set()
+        self._sum_buckets = [(_sum_bucket(slots), slots) for slots in self._sums]
+        self._division_buckets = [(_division_bucket(o, 0, named=True), o) for o in self._divisions]
+        self._passing: list[tuple[DivisionBucket, list[Wanted]]] = []  # of the backward that runs
+        self._departures.expect([bucket for bucket, _ in (*self._division_buckets, *self._sum_buckets)])
+        self._place: dict[Leaf, tuple[SumBucket, int]] = {}  # where gradients may lie from the first micro-batch on
+        self._where: dict[Leaf, tuple[DivisionBucket, int]] = {}
+        for sums, slots in self._sum_buckets:
+            for position, slot in enumerate(slots):
+                if not slot[0].late and len(slot) == 1:
+                    self._place[slot[0].leaf] = (sums, position)
+        for division, ones in self._division_buckets:
+            self._where.update((one.leaf, (division, position)) for position, one in enumerate(ones))
+
+    # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
+        """Begin a step: gradients that backward makes from now on are those of this step."""
+        self._clear()
         self._before = {leaf: rest.grad for leaf, rest in self._rest.items() if rest.grad is not None}
-        self._sums, self._divided = {}, {}
         for leaf, rest in self._rest.items():
             leaf.grad = rest.grad = None
+        self._release()
+        self._handles = [leaf.register_post_accumulate_grad_hook(self._made) for leaf in self._wanted]
+
+    def enter(self, stage: int, *, divides: bool, last: bool) -> None:
+        """A backward of this stage begins. `divides`: those gradients that are divided at once are complete with it;
+        `last`: all of the stage are."""
+        self._running = (stage, divides, last)
+        if divides and self._at_once[stage]:
+            self._passing = [
+                (_division_bucket(ones, 0, named=False), ones) for ones in divisions_of_leaves(self._at_once[stage], 0)
+            ]
+            self._departures.expect([bucket for bucket, _ in self._passing], first=True)
+            for bucket, ones in self._passing:
+                self._where.update((one.leaf, (bucket, position)) for position, one in enumerate(ones))
 
     def widen(self) -> None:
-        """After any backward, move gradients of half precision into float32."""
-        for leaf in self._holdings:
-            if leaf.dtype in _HALF and leaf.grad is not None:
-                wide = leaf.grad.float()
-                self._sums[leaf] = self._sums[leaf] + wide if leaf in self._sums else wide
-                leaf.grad = None
+        """After any backward, add its gradients up where those of other micro-batches are."""
+        for leaf in self._wanted:
+            self._add(leaf)
 
     def collect(self, stage: int) -> None:
-        """After a backward that completes the gradients of this stage, B or W, widen them, and divide those of ZeRO-2.
+        """After a backward that completes the gradients of this stage, B or W, add them up, and divide those of ZeRO-2.
 
         Every rank of the stage calls it after the same backward.
         """
         self.widen()
-        leaves = [leaf for leaf in self._at_once.get(stage, ()) if self._used[leaf]]
-        found = {self._position[leaf]: self._local(leaf) for leaf in leaves}
-        for i, gradient in scatter(found, self._resting, self._communicator).items():
-            leaf = self._resting[i].leaf
-            wide = gradient.float() if gradient.dtype in _HALF else gradient
-            self._divided[leaf] = self._divided[leaf] + wide if leaf in self._divided else wide
-            self._sums.pop(leaf, None)
-            leaf.grad = None
+        _, divides, last = self._running or (stage, False, False)
+        self._running = None
+        if divides and self._at_once[stage]:
+            self._divide_at_once(stage)
+        if last:
+            self._ended.add(stage)
+            for one in self._of_stage[stage]:
+                if one.stages <= self._ended:
+                    self._completed(one)
 
     def finish(self, loss_scale: float = 1.0) -> None:
-        """Sums over ranks, takes the scale of the loss out, and leaves the result, plus what was there before the
-        step, in `.grad` of the tensors at rest."""
-        used = [leaf for leaf in self._holdings if self._used[leaf]]
-        local = {leaf: self._divided[leaf] if leaf in self._divided else self._local(leaf) for leaf in used}
-        waiting = [leaf for leaf in used if leaf in self._position and leaf not in self._divided]
-        divided = scatter({self._position[leaf]: local[leaf] for leaf in waiting}, self._resting, self._communicator)
-        local.update((self._resting[i].leaf, gradient) for i, gradient in divided.items())
-        summed = reduce_gradients([(self._holdings[leaf], local[leaf]) for leaf in used], self._communicator)
-        for leaf, scaled in zip(used, summed, strict=True):
-            rest, before = self._rest[leaf], self._before.get(leaf)
-            wide = scaled.float() if scaled.dtype in _HALF else scaled  # summed in half precision
-            gradient = wide if loss_scale == 1.0 else wide / loss_scale
-            total = gradient if before is None else before.to(gradient.dtype) + gradient
-            if leaf is not rest:
+        """Wait for the sums over ranks, take the scale of the loss out, and leave the result, plus what was there
+        before the step, in `.grad` of the tensors at rest."""
+        self.widen()
+        self._release()
+        for one in self._wanted.values():
+            self._completed(one)
+        values = self._divide_rest()
+        self._sum_late(values)
+        for bucket, slots in self._sum_buckets:
+            bucket.wait()
+            for position, slot in enumerate(slots):
+                for number, one in enumerate(slot):
+                    place = bucket.place(position)
+                    values[one.leaf] = place.clone() if number else place
+        for leaf, one in self._wanted.items():
+            gradient = values[leaf].to(widened(values[leaf].dtype))
+            if loss_scale != 1.0:
+                gradient = gradient.div_(loss_scale)
+            if leaf in self._before:
+                gradient = gradient.add_(self._before[leaf].to(gradient.dtype))
+            if leaf is not one.rest:
                 leaf.grad = None
-            rest.grad = total.to(rest.dtype)
+            one.rest.grad = gradient.to(one.rest.dtype)
         for leaf, rest in self._rest.items():
-            if not self._used[leaf]:
+            if leaf not in self._wanted:
                 rest.grad = self._before.get(leaf)
-        self._before, self._sums, self._divided = {}, {}, {}
+        self._before = {}
+        self._clear()
 
-    def _local(self, leaf: torch.nn.Parameter) -> Tensor:
-        """Return this rank's gradient of a leaf, in the dtype in which it is summed."""
-        found = self._sums.get(leaf) if leaf.dtype in _HALF else leaf.grad
+    # -- a gradient -----------------------------------------------------------------------------------------------
+
+    def _made(self, leaf: Tensor) -> None:
+        """Autograd has added to the gradient of a leaf: all that this backward has for it."""
+        assert isinstance(leaf, Leaf)
+        if self._reads is not None and self._reads.awaits(leaf):
+            return
+        self._add(leaf)
+        if self._running is None or (leaf.grad is None and leaf not in self._added and leaf not in self._apart):
+            return
+        (stage, divides, last), one = self._running, self._wanted[leaf]
+        if stage not in one.stages:
+            return
+        if one.at_once and divides:
+            self._take(one)
+        elif last and not one.at_once and one.stages <= {*self._ended, stage}:
+            self._completed(one)
+
+    def _add(self, leaf: Leaf) -> None:
+        """Bring what lies in `.grad` of a leaf to where it is added up."""
+        gradient, at = leaf.grad, self._place.get(leaf)
+        if gradient is None:
+            return
+        wide = widened(leaf.dtype)
+        if at is None or self._wanted[leaf].dtype != wide:
+            if leaf.dtype in HALF:
+                self._apart[leaf] = self._apart[leaf].add_(gradient) if leaf in self._apart else gradient.to(wide)
+                leaf.grad = None
+            return
+        place = at[0].place(at[1])
+        if leaf not in self._added:
+            place.copy_(gradient)
+            self._added.add(leaf)
+        elif gradient.data_ptr() != place.data_ptr():
+            place.add_(gradient)
+        leaf.grad = place if leaf.dtype == wide else None
+
+    def _local(self, one: Wanted) -> Tensor:
+        """Return this rank's gradient of a leaf without a place, in the dtype in which it is summed."""
+        found = self._apart.pop(one.leaf, None) if one.leaf.dtype in HALF else one.leaf.grad
+        one.leaf.grad = None
         if found is None:
-            found = torch.zeros_like(leaf, dtype=torch.float32 if leaf.dtype in _HALF else leaf.dtype)
-        return found.to(self._summed_in.get(leaf, found.dtype))
+            found = torch.zeros_like(one.leaf, dtype=widened(one.leaf.dtype))
+        return found.to(one.dtype)
+
+    def _completed(self, one: Wanted) -> None:
+        """Let a gradient travel, to which nothing is added any more."""
+        leaf = one.leaf
+        if leaf in self._complete:
+            return
+        self._complete.add(leaf)
+        if one.travels and not one.at_once:
+            self._take(one)
+        elif leaf in self._place:
+            bucket, position = self._place[leaf]
+            if leaf not in self._added:
+                bucket.place(position).copy_(self._local(one))
+            leaf.grad = None
+            self._departures.filled(bucket)
+
+    # -- division -------------------------------------------------------------------------------------------------
+
+    def _take(self, one: Wanted) -> None:
+        """Put the gradient of a leaf into the bucket in which it is divided."""
+        bucket, position = self._where.pop(one.leaf)
+        bucket.take(position, self._local(one))
+        self._departures.filled(bucket)
+
+    def _divide_at_once(self, stage: int) -> None:
+        for one in self._at_once[stage]:
+            if one.travels and one.leaf in self._where:
+                self._take(one)
+        buckets, self._passing = self._passing, []
+        for leaf, part in self._divide(self._at_once[stage], buckets).items():
+            wide = part.to(widened(part.dtype))
+            self._divided[leaf] = self._divided[leaf].add_(wide) if leaf in self._divided else wide
+
+    def _divide_rest(self) -> dict[Leaf, Tensor]:
+        """Return the parts of gradients that are divided, and those that nothing is done with."""
+        apart = [one for one in self._wanted.values() if one.leaf not in self._place]
+        values = {one.leaf: self._divided[one.leaf] for one in apart if one.leaf in self._divided}
+        values.update(self._divide([one for one in apart if one.leaf not in values], self._division_buckets))
+        return values
+
+    def _divide(
+        self, ones: Sequence[Wanted], buckets: Iterable[tuple[DivisionBucket, list[Wanted]]]
+    ) -> dict[Leaf, Tensor]:
+        """Return this rank's parts of gradients. `buckets`: those of the first axis, which have left."""
+        values = {one.leaf: self._local(one) for one in ones if not one.travels}
+        for bucket, taken in buckets:
+            bucket.wait()
+            values.update(zip((one.leaf for one in taken), bucket.parts(), strict=True))
+        for depth in range(max((len(one.divisions) for one in ones), default=0)):
+            for one in ones:
+                if len(one.divisions) > depth and not one.divisions[depth].sums:
+                    division = one.divisions[depth]
+                    values[one.leaf] = division.part(values[one.leaf], division.index).clone()
+            if depth:
+                self._divide_further(ones, values, depth)
+        return values
+
+    def _divide_further(self, ones: Sequence[Wanted], values: dict[Leaf, Tensor], depth: int) -> None:
+        taken = [(_division_bucket(o, depth, named=not o[0].at_once), o) for o in divisions_of_leaves(ones, depth)]
+        self._departures.expect([bucket for bucket, _ in taken], first=True)
+        for bucket, members in taken:
+            for position, one in enumerate(members):
+                bucket.take(position, values[one.leaf])
+                self._departures.filled(bucket)
+        for bucket, members in taken:
+            bucket.wait()
+            values.update(zip((one.leaf for one in members), bucket.parts(), strict=True))
+
+    def _sum_late(self, values: Mapping[Leaf, Tensor]) -> None:
+        """Begin the sums of what other stages, or divisions, had to be waited for."""
+        for bucket, slots in self._sum_buckets:
+            for position, slot in enumerate(slots):
+                if slot[0].leaf not in self._place:
+                    place = bucket.place(position)
+                    place.copy_(values[slot[0].leaf])
+                    for one in slot[1:]:
+                        place.add_(values[one.leaf])
+                    self._departures.filled(bucket)
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
-# The norm of all gradients of a program, and gradients clipped to it.
-# Each logical element counts once: a shard on its rank, a copy on the first rank that holds it, a tied parameter in
-# the first stage that holds it. So the norm is that of the whole model, whatever the plan.
-
-EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
-
-
-def holds_first_copy(stage: Stage, description: Parameter | Buffer) -> bool:
-    """Return whether no rank before this one, and no stage before, holds the same elements."""
-    coordinates = stage.coordinates()
-    states = description.at_rest
-    if any(coordinates[axis] for axis in stage.axes if not isinstance(states.get(axis), Sharded)):
-        return False
-    copies = description.copies if isinstance(description, Parameter) else ()
-    return not copies or tuple(copies[0]) == tuple(stage.ranks)
+def _sum_bucket(slots: Sequence[Slot]) -> SumBucket:
+    first = slots[0][0]
+    names = tuple(slot[0].held.fqn for slot in slots)
+    shapes = [tuple(slot[0].rest.shape) for slot in slots]
+    return SumBucket(first.held.group, names, shapes, first.sum_dtype, first.leaf.device)
 
 
-def gradient_norm(stages: Sequence[Stage], communicator: Communicator, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients, in float64, the same bits on every rank.
-
-    Every rank of the program must call it.
-
-    Raises ProgramError for a norm that is not positive.
-    """
-    if not norm_type > 0:
-        raise ProgramError(f"a norm of type {norm_type} does not exist: it must be positive")
-    own = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in _counted(stages)]
-    device = stages[0].device if stages else torch.device("cpu")
-    everyone = tuple(range(communicator.world_size))
-    if norm_type == inf:
-        local = torch.stack(own).max() if own else torch.zeros((), dtype=torch.float64, device=device)
-        return communicator.all_reduce(local, everyone, "max")
-    local = torch.stack(own).pow(norm_type).sum() if own else torch.zeros((), dtype=torch.float64, device=device)
-    return communicator.all_reduce(local, everyone).pow(1.0 / norm_type)
-
-
-def clip_gradients(stages: Sequence[Stage], norm: Tensor, max_norm: float) -> None:
-    """Scale every gradient by max_norm / norm where that is below 1."""
-    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
-    for parameter in {id(p): p for stage in stages for p in _trained(stage)}.values():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad * factor.to(parameter.grad.dtype)
-
-
-def _counted(stages: Sequence[Stage]) -> Iterator[Tensor]:
-    seen: set[int] = set()
-    for stage in stages:
-        for name, description in stage.parameters.items():
-            parameter = stage.at_rest[name]
-            if id(parameter) not in seen and parameter.grad is not None and holds_first_copy(stage, description):
-                seen.add(id(parameter))
-                yield parameter.grad
-
-
-def _trained(stage: Stage) -> Iterator[torch.nn.Parameter]:
-    return (stage.at_rest[name] for name in stage.parameters)
+def _division_bucket(ones: Sequence[Wanted], depth: int, *, named: bool) -> DivisionBucket:
+    names = tuple(one.held.fqn for one in ones) if named else ()
+    return DivisionBucket(names, [one.divisions[depth] for one in ones], ones[0].dtype, ones[0].leaf.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nnscaler.runtime.layout import States
 from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
-from nnscaler.runtime.training.gradients import holds_first_copy
+from nnscaler.runtime.training.clipping import holds_first_copy
 
 
 @dataclass(frozen=True, slots=True)

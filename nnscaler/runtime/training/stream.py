@@ -117,6 +117,7 @@ class StreamExecutor(RankExecutor):
     def _apply(self, batch: int, update: Callable[[], object], versions: Versions) -> None:
         """Sum the gradients of a batch over ranks, and make the update."""
         self._gradients.begin()
+        self._gradients.enter(self._stage.index, divides=True, last=True)
         versions.gradients(batch)
         self._gradients.collect(self._stage.index)
         self._gradients.finish(self.loss_scale)

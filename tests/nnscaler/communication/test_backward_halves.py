@@ -25,7 +25,8 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.training.backward import BackwardPasses
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.timeline import peak_of_stage
 from nnscaler.tracing import Traced, trace

@@ -20,7 +20,8 @@ from nnscaler.ir.signature import signatures
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import ChunkStep, Plan, RecomputeStep
 from tests.traced_examples import traced

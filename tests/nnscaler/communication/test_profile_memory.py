@@ -17,7 +17,8 @@ from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing import Traced, trace
 from tests import traced_examples
 
@@ -76,8 +77,12 @@ def held(program: Program, folder: Path) -> dict[int, Held]:
             added.append((in_gradients(), arrived))
 
         def in_gradients() -> int:
-            own = [leaf.grad for leaf in gradients._holdings if leaf.grad is not None]
-            return sum(t.nbytes for t in (*own, *gradients._sums.values(), *gradients._divided.values()))
+            own = [leaf.grad for leaf in gradients._wanted if leaf.grad is not None]
+            kept = [*own, *gradients._apart.values(), *gradients._divided.values()]
+            kept += [bucket.place(i) for leaf, (bucket, i) in gradients._place.items() if leaf in gradients._added]
+            for bucket, _ in (*gradients._passing, *gradients._division_buckets):
+                kept += bucket._pieces
+            return sum({t.data_ptr(): t.nbytes for t in kept if t.numel()}.values())
 
         gradients.collect = collected  # type: ignore[method-assign]
         with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):

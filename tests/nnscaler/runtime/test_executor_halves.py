@@ -112,7 +112,7 @@ def test_gradients_of_half_precision_are_added_up_in_float32(
 
     def watched(self: BackwardPasses, stage: Stage, instruction: Instruction, scale: float) -> None:
         right(self, stage, instruction, scale)
-        assert all(leaf.grad is None for leaf in self._gradients._holdings)
+        assert all(leaf.grad is None for leaf in self._gradients._wanted)
         seen.append(instruction.kind)
 
     found = []

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 
 
 class Model(nn.Module):

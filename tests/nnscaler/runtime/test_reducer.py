@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from nnscaler.runtime import Parameter, Sharded, Simulator, Stage
+from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 from nnscaler.runtime.role import RunContext
-from nnscaler.runtime.training.gradients import Holding, holding, reduce_gradients
+from nnscaler.runtime.training.buckets import Departures, SumBucket, filled
+from nnscaler.runtime.training.gradient_plan import holding, sums_of, wanted
+from nnscaler.runtime.training.gradients import Gradients
 
 
 class Meshed(Stage):
@@ -29,36 +31,87 @@ def test_a_group_varies_on_the_reduced_axes_in_every_stage_that_holds_a_copy() -
     assert group(4, Parameter("w", (4,), "float32", reduce=("dp",), copies=copies)) == (0, 2, 4, 5, 6, 8)
 
 
-def test_buckets_and_order() -> None:
-    """Two groups overlap on every rank, gradients come in another order on each, and buckets hold two tensors."""
-    holdings = [Holding(f"p{i}", (0, 1, 2)) for i in range(3)]
+def test_buckets_are_filled_up_to_an_eighth_and_no_tensor_is_divided() -> None:
+    mib = 2**20
+    assert filled([]) == [] and filled([5 * mib]) == [[0]]
+    assert filled([mib // 4] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # at least 1 MiB
+    assert filled([4 * mib, 10 * mib, 2 * mib, mib, mib, 14 * mib]) == [[0], [1], [2, 3, 4], [5]]
+    assert filled([24 * mib] * 16)[:2] == [[0], [1]]  # at most 25 MiB
 
-    def run(communicator) -> tuple[list[Tensor], list[str]]:
+
+class Small(Stage):
+    ranks = (0, 1, 2)
+    axes = {"dp": 3}
+    parameters = {f"p{i}": Parameter(f"p{i}", (2, 5), "float32", reduce=("dp",)) for i in range(3)}
+
+
+class Tied(Stage):
+    index = 1
+    ranks = (0, 1, 2)
+    axes = {"dp": 3}
+    parameters = {
+        "b": Parameter("b", (2,), "float32", reduce=("dp",), copies=((0, 1, 2), (1, 2, 0))),
+        "a": Parameter("a", (2,), "float32", reduce=("dp",), copies=((0, 1, 2), (1, 2, 0))),
+    }
+
+
+def built(kind: type[Stage], rank: int) -> Stage:
+    stage = kind(rank, RunContext())
+    for name, described in kind.parameters.items():
+        stage.at_rest[name] = torch.nn.Parameter(torch.zeros(described.shape))
+        setattr(stage, name, stage.at_rest[name])
+    return stage
+
+
+def test_the_last_parameters_come_first_and_those_of_several_stages_by_name() -> None:
+    stages = {0: built(Small, 1), 1: built(Tied, 1)}
+    plan = sums_of(wanted(stages, (), None).values())
+    assert [[slot[0].held.fqn for slot in bucket] for bucket in plan] == [["p2", "p1", "p0"], ["a", "b"]]
+    assert sums_of(wanted({1: stages[1], 0: stages[0]}, (), None).values())[1][0][0].held.fqn == "a"
+
+
+def test_buckets_of_a_group_leave_in_one_order_and_no_group_waits_for_another() -> None:
+    """Ranks complete their buckets in different orders, and are in two groups each."""
+
+    def run(communicator: SimulatedCommunicator) -> tuple[list[float], list[str]]:
         calls: list[str] = []
-        communicator.listener = lambda call: calls.append(f"{call.shapes[0]} {call.ranks}")
+        communicator.listener = lambda call: calls.append(call.context.split()[-1])
         rank = communicator.rank
-        gradients = [(h, torch.full((2, 5), 10.0**rank * (i + 1))) for i, h in enumerate(holdings)]
-        pairs = {0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 2)], 2: [(0, 2), (1, 2)]}[rank]
-        gradients += [(Holding("q", pair), torch.full((3,), rank + 1.0)) for pair in reversed(pairs)]
-        gradients.append((Holding("alone", (rank,)), torch.tensor(7.0)))
-        turned = gradients[rank:] + gradients[:rank]
-        summed = reduce_gradients(turned, communicator, bucket_bytes=80)
-        return summed[len(summed) - rank :] + summed[: len(summed) - rank], calls
+        groups = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1), "d": (1, 2), "e": (0, 2)}
+        groups = {name: group for name, group in groups.items() if rank in group}
+        found = {n: SumBucket(g, (n,), [(3,)], torch.float32, torch.device("cpu")) for n, g in groups.items()}
+        departures = Departures(communicator)
+        departures.expect(found.values())
+        for name in ("acbe", "dcba", "bead")[rank]:
+            found[name].place(0).fill_(10.0**rank)
+            departures.filled(found[name])
+        for name in sorted(groups, reverse=True):
+            found[name].wait()
+        return [found[name].place(0)[0].item() for name in "ab"], calls
 
-    results = Simulator(3).run(run)
-    for rank, (summed, calls) in enumerate(results):
-        assert [s.unique().tolist() for s in summed[:3]] == [[111.0], [222.0], [333.0]]
-        assert summed[5].item() == 7.0 and all(s.shape == (2, 5) for s in summed[:3])
-        pairs = [pair for pair in ((0, 1), (0, 2), (1, 2)) if rank in pair]
-        assert [s.tolist() for s in summed[3:5]] == [[a + b + 2.0] * 3 for a, b in reversed(pairs)]
-        groups = sorted([*pairs, (0, 1, 2), (0, 1, 2)])
-        shapes = {(0, 1, 2): ["(20,)", "(2, 5)"]}
-        assert calls == [f"{shapes[g].pop(0) if g in shapes else '(3,)'} {g}" for g in groups]
+    for (a, b), calls in Simulator(3).run(run):
+        assert a == b == 111.0
+        assert calls.index("`a`") < calls.index("`b`") and len(calls) == 4
 
 
 def test_local_copies_are_added_before_the_sum_and_both_get_it() -> None:
-    def run(communicator) -> list[Tensor]:
-        held = Holding("tied", (0, 1))
-        return reduce_gradients([(held, torch.tensor([1.0])), (held, torch.tensor([10.0]))], communicator)
+    def run(communicator: SimulatedCommunicator) -> list[float]:
+        stages = {}
+        for index, (ranks, own) in enumerate((((0, 1), 1.0), ((1, 0), 10.0))):
 
-    assert [[t.item() for t in r] for r in Simulator(2).run(run)] == [[22.0, 22.0]] * 2
+            class Copy(Stage):
+                parameters = {"w": Parameter("tied", (1,), "float32", reduce=("dp",), copies=((0, 1), (1, 0)))}
+
+            Copy.index, Copy.ranks, Copy.axes = index, ranks, {"dp": 2}
+            stages[index] = built(Copy, communicator.rank)
+            stages[index].own = own
+        gradients = Gradients(stages, (), communicator)
+        gradients.begin()
+        for stage in stages.values():
+            stage.w.grad = torch.tensor([stage.own])
+        gradients.finish()
+        first, second = (stage.w.grad for stage in stages.values())
+        assert first.data_ptr() != second.data_ptr()
+        return [first.item(), second.item()]
+
+    assert Simulator(2).run(run) == [[22.0, 22.0]] * 2

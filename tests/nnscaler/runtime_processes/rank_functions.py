@@ -73,6 +73,43 @@ def collectives(communicator: Communicator, ranks: tuple[int, ...], generator: t
     return results
 
 
+def begun(communicator: Communicator) -> list[Tensor]:
+    """Collectives and messages that are begun and waited for later in another order, beside others of the same shapes;
+    what came back."""
+    world, rank = communicator.world_size, communicator.rank
+    generator = torch.Generator().manual_seed(rank)
+    results: list[Tensor] = []
+    for ranks in (tuple(range(world)), tuple(range(world))[::-1], tuple(range(world))[-2:]):
+        if rank not in ranks:
+            continue
+        count, here = len(ranks), ranks.index(rank)
+        sums = [torch.randn(size, generator=generator) for size in (5, 40000, 1, 3, 40001)]
+        pieces = [torch.randn(6, generator=generator) for _ in ranks]
+        part = torch.empty(6)
+        wholes = [torch.empty(3, 4), torch.empty(3, 2 * count)]
+        shards = [torch.randn(3, 4, generator=generator) for _ in wholes]
+        gathered = [torch.empty(3, 4) for _ in ranks]
+        rows = [wholes[1].narrow(1, 2 * i, 2) for i in range(count)]
+        waiting = [communicator.start_all_reduce(tensor, ranks) for tensor in sums]
+        waiting.append(communicator.start_reduce_scatter(pieces, part, ranks))
+        waiting.append(communicator.start_all_gather(shards[0], gathered, ranks))
+        waiting.append(communicator.start_all_gather(shards[1][:, :2], rows, ranks))
+        results.append(communicator.all_reduce(torch.full((5,), 1.0 + here), ranks))
+        for pending in reversed(waiting):
+            pending.wait()
+        results += [*sums, part, *gathered, wholes[1]]
+    right, left = (rank + 1) % world, (rank - 1) % world
+    arriving = [torch.empty(3), torch.empty(3)]
+    coming = [communicator.start_recv(t, left, ("h", 0, 1, i, "F")) for i, t in enumerate(arriving)]
+    for i in (1, 0):
+        communicator.send(torch.randn(3, generator=generator), right, ("h", 0, 1, i, "F"))
+    coming[1].wait()
+    coming[0].wait()
+    communicator.finish()
+    communicator.barrier(tuple(range(world)))
+    return results + arriving
+
+
 def unequal(communicator: Communicator) -> list[Tensor]:
     """Collectives in which ranks give and get tensors of unequal sizes, in two orders of the group."""
     results = []

@@ -22,6 +22,16 @@ def test_gloo_gives_the_bits_of_the_simulator(server: ForkServer, rank_functions
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_what_is_begun_gives_the_bits_of_the_simulator(server: ForkServer, rank_functions: str, world: int) -> None:
+    function = load_user_module(rank_functions).begun
+    expected = Simulator(world).run(function)
+    outcome = launch(JobSpecification(f"{rank_functions}:begun", world), timeout=60, server=server)
+    for others in (outcome.results(), *(Simulator(world, timings=seed).run(function) for seed in range(20))):
+        for found, wanted in zip(others, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_unequal_tensors_give_the_bits_of_the_simulator(server: ForkServer, rank_functions: str) -> None:
     expected = Simulator(3).run(load_user_module(rank_functions).unequal)
     assert len({tuple(t.shape) for t in expected[0]}) > 6

@@ -18,7 +18,8 @@ from nnscaler.runtime.jobs.fair_clock import join_within
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import same_bits, shard
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from verify.programs.execution.rank_program import Task
 from verify.programs.execution.variable_recording import variables_of
 from verify.programs.localise.logical import Logical, interpret, next_state

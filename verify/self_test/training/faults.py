@@ -6,7 +6,7 @@ act on one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.training import executor, gradients
+from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.at_rest import AtRest, Division
+from nnscaler.runtime.training.buckets import DivisionBucket
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.gradients import Gradients, Holding
+from nnscaler.runtime.training.gradients import Gradients
+from verify.self_test.programs.mutants.runtime_faults import Summed, summing
 
 Fault = Callable[[], AbstractContextManager[None]]
 Change = Callable[..., Any]
@@ -41,17 +43,9 @@ def changed(owner: Any, name: str, change: Callable[[Any], Any]) -> Fault:
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def summed(change: Callable[[Holding, Tensor, Tensor, Communicator], Tensor]) -> Fault:
+def summed(change: Summed) -> Fault:
     """What comes of the sum over ranks: `change(holding, own, sum, communicator)`."""
-
-    def wrong(right: Change) -> Change:
-        def reduce(pairs: Sequence[tuple[Holding, Tensor]], communicator: Communicator, *more: Any) -> list[Tensor]:
-            found = right(pairs, communicator, *more)
-            return [change(h, own, total, communicator) for (h, own), total in zip(pairs, found, strict=True)]
-
-        return reduce
-
-    return changed(gradients, "reduce_gradients", wrong)
+    return lambda: summing(change)
 
 
 def finished(change: Callable[[str, Tensor, int], Tensor | None]) -> Fault:
@@ -61,8 +55,8 @@ def finished(change: Callable[[str, Tensor, int], Tensor | None]) -> Fault:
         def finish(self: Gradients, *more: Any) -> None:
             right(self, *more)
             for leaf, rest in self._rest.items():
-                if rest.grad is not None:
-                    rest.grad = change(self._holdings[leaf].fqn, rest.grad, self._communicator.rank)
+                if rest.grad is not None and leaf in self._wanted:
+                    rest.grad = change(self._wanted[leaf].held.fqn, rest.grad, self._communicator.rank)
 
         return finish
 
@@ -76,30 +70,37 @@ def stale_gradient(parameter: str) -> Fault:
     def change(name: str, gradient: Tensor, rank: int) -> Tensor:
         if name != parameter:
             return gradient
-        found, last[rank] = last.get(rank, gradient), gradient
+        found, last[rank] = last.get(rank, gradient), gradient.clone()
         return found if found.shape == gradient.shape else gradient
 
     return finished(change)
 
 
-def scattered(change: Callable[[Sequence[Tensor], Communicator, Division], Tensor | None]) -> Fault:
-    """What a rank gets of a gradient that is divided: `change(pieces, communicator, division)`; None: the right one."""
+def scattered(change: Callable[[Sequence[Tensor], Division], Tensor]) -> Fault:
+    """What a rank gets of a gradient that is divided: `change(own pieces for each rank, division)`."""
 
-    def wrong(right: Change) -> Change:
-        def scatter(found: Mapping[int, Tensor], resting: Sequence[AtRest], communicator: Communicator) -> Any:
-            before = dict(found)
-            result = right(found, resting, communicator)
-            for i, gradient in before.items():
-                division = resting[i].divisions[0]
-                parts = [division.part(gradient, rank) for rank in range(len(division.group))]
-                other = change(parts, communicator, division)
-                if other is not None:
-                    result[i] = other.clone()
-            return result
+    def taking(right: Change) -> Change:
+        def take(self: DivisionBucket, position: int, gradient: Tensor) -> None:
+            division = self._divisions[position]
+            pieces = [division.part(gradient, rank).clone() for rank in range(len(division.group))]
+            self.__dict__.setdefault("_taken", {})[position] = pieces
+            right(self, position, gradient)
 
-        return scatter
+        return take
 
-    return changed(gradients, "scatter", wrong)
+    def parting(right: Change) -> Change:
+        def parts(self: DivisionBucket) -> list[Tensor]:
+            taken = self.__dict__["_taken"]
+            return [change(taken[i], self._divisions[i]) for i, _ in enumerate(right(self))]
+
+        return parts
+
+    @contextmanager
+    def fault() -> Iterator[None]:
+        with changed(DivisionBucket, "take", taking)(), changed(DivisionBucket, "parts", parting)():
+            yield
+
+    return fault
 
 
 def last_micro_batch_alone() -> Fault:

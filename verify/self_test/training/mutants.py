@@ -94,9 +94,9 @@ SUMS = (
 
 ZERO = (
     _row("ZeRO", "zero1", "reduce-scatter skipped", "gradient; sum over ranks is missing",
-         faults.scattered(lambda pieces, c, d: pieces[d.index])),
+         faults.scattered(lambda pieces, d: pieces[d.index])),
     _row("ZeRO", "zero2", "reduce-scatter skipped, stage 2", "gradient; sum over ranks is missing",
-         faults.scattered(lambda pieces, c, d: pieces[d.index])),
+         faults.scattered(lambda pieces, d: pieces[d.index])),
     _row("ZeRO", "zero1", "reduce-scatter averages", "gradient; averaged",
          faults.finished(lambda n, g, r: g / 2)),
     _row("ZeRO", "zero2 micro", "the last micro-batch alone is kept", "gradient; micro-batch 1 alone",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Stage
-from nnscaler.runtime.training import executor, gradients
+from nnscaler.runtime.training import clipping, executor
 from verify.programs.typing import check_program
 from verify.results.finding import Finding
 from verify.self_test.programs.corpus import BASES, build
@@ -26,12 +26,12 @@ Patch = Callable[[], AbstractContextManager[None]]
 
 
 def _own_norm(stages: Sequence[Stage], _: Communicator, norm_type: float = 2.0) -> Tensor:
-    own = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients._counted(stages)]
+    own = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in clipping._counted(stages)]
     return torch.stack(own).norm() if own else torch.zeros((), dtype=torch.float64)
 
 
 def _half_clipped(stages: Sequence[Stage], norm: Tensor, max_norm: float) -> None:
-    gradients.clip_gradients(stages, norm * 2, max_norm)
+    clipping.clip_gradients(stages, norm * 2, max_norm)
 
 
 def _unclipped(*_: object) -> None: ...

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Parameter, Stage
-from nnscaler.runtime.training import checkpoint, gradients
+from nnscaler.runtime.training import checkpoint, gradient_plan
+from nnscaler.runtime.training.buckets import SumBucket
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.gradients import Gradients, Holding, reduce_gradients
+from nnscaler.runtime.training.gradient_plan import Holding, Wanted
+from nnscaler.runtime.training.gradients import Gradients
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
 from nnscaler.runtime.training.stream import StreamExecutor
 from nnscaler.runtime.training.versions import Versions
 
 Fault = Callable[[], AbstractContextManager[None]]
-Pairs = Sequence[tuple[Holding, Tensor]]
+Summed = Callable[[Holding, Tensor, Tensor, Communicator], Tensor]  # of the own gradient, and the sum
 
 
 @contextmanager
@@ -34,27 +36,30 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def early_reducer(parameter: str) -> Fault:
-    """The sum of one parameter's gradient over ranks starts before the last micro-batch has added its part."""
+    """The sum of one parameter's gradient over ranks has what was there before the last micro-batch added its part."""
 
-    def collect(self: Gradients, *more: Any) -> None:
-        _collect(self, *more)
-        history: list[dict[torch.nn.Parameter, Tensor]] = self.__dict__.setdefault("_history", [])
-        history.append(
-            {p: p.grad.clone() for p, h in self._holdings.items() if p.grad is not None and h.fqn == parameter}
-        )
+    def place_of(self: Gradients) -> Tensor | None:
+        found = [at for leaf, at in self._place.items() if self._wanted[leaf].held.fqn == parameter]
+        return found[0][0].place(found[0][1]) if found else None
 
-    def finish(self: Gradients, *more: Any) -> None:
-        history = self.__dict__.pop("_history", [])
-        if len(history) > 1:
-            for held, gradient in history[-2].items():
-                held.grad = gradient
-        _finish(self, *more)
+    def enter(self: Gradients, *given: Any, **named: Any) -> None:
+        place = place_of(self)
+        if place is not None and any(self._wanted[leaf].held.fqn == parameter for leaf in self._added):
+            self.__dict__["_early"] = place.clone()
+        _enter(self, *given, **named)
 
-    _collect, _finish = Gradients.collect, Gradients.finish
+    def completed(self: Gradients, one: Wanted) -> None:
+        place = place_of(self)
+        early = self.__dict__.pop("_early", None) if one.held.fqn == parameter else None
+        if early is not None and place is not None:
+            place.copy_(early)
+        _completed(self, one)
+
+    _enter, _completed = Gradients.enter, Gradients._completed
 
     @contextmanager
     def fault() -> Iterator[None]:
-        with _replaced(Gradients, "collect", collect), _replaced(Gradients, "finish", finish):
+        with _replaced(Gradients, "enter", enter), _replaced(Gradients, "_completed", completed):
             yield
 
     return fault
@@ -65,20 +70,28 @@ def kept_gradients() -> AbstractContextManager[None]:
     return _replaced(RankExecutor, "zero_grad", lambda self: None)
 
 
-def _reducing(change: Callable[[Pairs, list[Tensor], Communicator], list[Tensor]]) -> AbstractContextManager[None]:
-    def wrong(pairs: Pairs, communicator: Communicator, *more: Any) -> list[Tensor]:
-        return change(pairs, reduce_gradients(pairs, communicator, *more), communicator)
+@contextmanager
+def summing(change: Summed) -> Iterator[None]:
+    """What comes of the sum over ranks: `change(holding, own gradient, sum, communicator)`."""
 
-    return _replaced(gradients, "reduce_gradients", wrong)
+    def start(self: SumBucket, communicator: Communicator) -> None:
+        self.__dict__["_given"] = communicator, [self.place(i).clone() for i in range(len(self.names))]
+        _start(self, communicator)
+
+    def wait(self: SumBucket) -> None:
+        _wait(self)
+        communicator, own = self.__dict__.pop("_given")
+        for i, name in enumerate(self.names):
+            self.place(i).copy_(change(Holding(name, self.group), own[i], self.place(i).clone(), communicator))
+
+    _start, _wait = SumBucket.start, SumBucket.wait
+    with _replaced(SumBucket, "start", start), _replaced(SumBucket, "wait", wait):
+        yield
 
 
 def dummy_reduced(part: str) -> Fault:
     """A fused kernel has put the gradient elsewhere: what is summed over ranks is a dummy, and nobody reads it."""
-
-    def change(pairs: Pairs, summed: list[Tensor], _: Communicator) -> list[Tensor]:
-        return [own if part in held.fqn else total for (held, own), total in zip(pairs, summed, strict=True)]
-
-    return lambda: _reducing(change)
+    return lambda: summing(lambda held, own, total, _: own if part in held.fqn else total)
 
 
 def drifting_copy(parameter: str) -> Fault:
@@ -86,18 +99,16 @@ def drifting_copy(parameter: str) -> Fault:
     before."""
     last: dict[int, Tensor] = {}
 
-    def change(pairs: Pairs, summed: list[Tensor], communicator: Communicator) -> list[Tensor]:
-        found = list(summed)
-        for i, (held, _) in enumerate(pairs):
-            if held.fqn == parameter and communicator.rank >= communicator.world_size // 2:
-                found[i] = last.get(communicator.rank, summed[i])
-                last[communicator.rank] = summed[i]
+    def change(held: Holding, _: Tensor, total: Tensor, communicator: Communicator) -> Tensor:
+        if held.fqn != parameter or communicator.rank < communicator.world_size // 2:
+            return total
+        found, last[communicator.rank] = last.get(communicator.rank, total), total
         return found
 
     @contextmanager
     def fault() -> Iterator[None]:
         last.clear()
-        with _reducing(change):
+        with summing(change):
             yield
 
     return fault
@@ -127,7 +138,7 @@ def stale_parameter(parameter: str) -> Fault:
 def mixed_shards(parameter: str) -> Fault:
     """The sum over the copies of a tied parameter pairs the ranks of one stage with others of the next than those
     that hold the same shard."""
-    right = gradients.holding
+    right = gradient_plan.holding
 
     def wrong(stage: Stage, description: Parameter) -> Holding:
         held = right(stage, description)
@@ -136,7 +147,7 @@ def mixed_shards(parameter: str) -> Fault:
         ranks = sorted(r for copy in description.copies for r in copy)
         return Holding(held.fqn, tuple(sorted((stage.rank, ranks[-1 - ranks.index(stage.rank)]))))
 
-    return lambda: _replaced(gradients, "holding", wrong)
+    return lambda: _replaced(gradient_plan, "holding", wrong)
 
 
 def names_of_stages() -> AbstractContextManager[None]:
@@ -191,4 +202,4 @@ def repeated_update(times: int) -> Fault:
 
 def update_before_the_sum() -> AbstractContextManager[None]:
     """An update takes the gradient of this rank's rows, before the sum over data parts."""
-    return _reducing(lambda pairs, summed, _: [own for _, own in pairs])
+    return summing(lambda held, own, total, _: own)

@@ -1,0 +1,61 @@
+"""The order in which a rank makes the collectives of one group that it begins and waits for later.
+
+A lane is a thread, in which each begins when the one before it has ended. Groups have lanes of their own and do not
+wait for each other: two ranks may begin collectives of different groups in any order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+
+class Work:
+    """A function that a lane runs."""
+
+    __slots__ = ("_done", "_error", "_function")
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        function, self._function = self._function, None
+        assert function is not None
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+        del function
+        self._done.set()
+
+    def wait(self) -> None:
+        """Return when the function has ended; raise what it raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Lane:
+    """Runs functions one after another, in a thread that ends with the process."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def run(self, function: Callable[[], None]) -> Work:
+        """Run the function after those before it."""
+        work = Work(function)
+        self._queue.put(work)
+        return work
+
+    def close(self) -> None:
+        """End the thread after what it was given."""
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.run()
+            del work  # and the tensors that it holds

@@ -1,0 +1,168 @@
+"""Parameters that lie in shards and are gathered where the text reads them (ZeRO-3): begun before, waited for there.
+
+The text reads the same parameters in the same order in each pass. The first pass of a kind finds this order; from then
+on the gathers of what comes next are under way while the present one is used. A gradient is summed and scattered while
+backward goes on, and added to `.grad` at its end. So all ranks that run a text begin the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from nnscaler.runtime.communication.communicator import Communicator, Pending
+from nnscaler.runtime.cut import Cut
+
+AHEAD_BYTES = 16 * 2**20  # of wholes that are under way, and of gradients that are: one of each at least
+
+Pass = tuple[int, str]  # stage, and kind of instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A place where the text gathers a parameter.
+
+    ranks, index  of the axis, and of this rank on it
+    cut           how the axis cuts the whole
+    place         file:line
+    """
+
+    parameter: Parameter
+    ranks: tuple[int, ...]
+    index: int
+    cut: Cut
+    place: str | None
+
+    def alike(self, other: Read) -> bool:
+        return self.parameter is other.parameter and (self.ranks, self.cut) == (other.ranks, other.cut)
+
+
+@dataclass(slots=True)
+class _Whole:
+    """A whole that is under way. `made`: puts it together when all parts are there."""
+
+    read: Read
+    pending: Pending
+    made: Callable[[], Tensor]
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Part:
+    """A gradient that is under way."""
+
+    parameter: Parameter
+    part: Tensor
+    pending: Pending
+    nbytes: int
+
+
+@dataclass(eq=False)
+class ParameterReads:
+    """The gathers of one rank's parameters, and the way back of their gradients."""
+
+    communicator: Communicator
+    _known: set[Parameter] = field(default_factory=set)
+    _orders: dict[Pass, list[Read]] = field(default_factory=dict)
+    _order: list[Read] | None = None  # of the pass that runs, if it is known
+    _seen: list[Read] = field(default_factory=list)
+    _begun: int = 0  # reads of the order that were begun
+    _ahead: deque[_Whole] = field(default_factory=deque)
+    _going_back: deque[_Part] = field(default_factory=deque)
+    _totals: dict[Parameter, Tensor] = field(default_factory=dict)
+
+    def know(self, parameters: Iterable[Parameter]) -> None:
+        """Take part in the reads of these parameters from now on."""
+        self._known.update(parameters)
+
+    def knows(self, tensor: Tensor) -> bool:
+        return tensor in self._known if isinstance(tensor, Parameter) else False
+
+    @contextmanager
+    def passing(self, which: Pass) -> Iterator[None]:
+        """Run a pass of the text inside, forward or backward."""
+        self._order, self._seen, self._begun = self._orders.get(which), [], 0
+        self._ahead.clear()
+        self._going_back.clear()
+        self._totals.clear()
+        self._go_ahead()
+        yield
+        self._forget()
+        self._orders[which] = self._seen
+        self._order = None
+
+    def whole(self, read: Read) -> Tensor:
+        """Return a parameter whole."""
+        self._seen.append(read)
+        if self._order is not None and not (self._ahead and self._ahead[0].read.alike(read)):
+            self._forget()  # this pass reads in another order than the one before
+            self._order = None
+        found = self._ahead.popleft() if self._order is not None else self._begin(read)
+        self._go_ahead()
+        found.pending.wait()
+        return found.made()
+
+    def give(self, read: Read, gradient: Tensor) -> None:
+        """Begin to sum the gradient of a whole over the ranks that read it. `settle` adds this rank's part."""
+        parameter, count = read.parameter, len(read.ranks)
+        part = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+        with self.communicator.at(read.place):
+            pending = self.communicator.start_reduce_scatter(read.cut.pieces(gradient, count), part, read.ranks)
+        self._going_back.append(_Part(parameter, part, pending, gradient.nbytes))
+        while len(self._going_back) > 1 and sum(p.nbytes for p in self._going_back) > AHEAD_BYTES:
+            self._arrive()
+
+    def settle(self) -> None:
+        """At the end of a backward, add the gradients to those of other micro-batches."""
+        while self._going_back:
+            self._arrive()
+        for parameter, total in self._totals.items():
+            if parameter.grad is None:
+                parameter.grad = total
+            else:
+                parameter.grad.add_(total)
+        self._totals.clear()
+
+    def awaits(self, parameter: Tensor) -> bool:
+        """Return whether `settle` will add to the gradient of a parameter."""
+        return parameter in self._totals or any(p.parameter is parameter for p in self._going_back)
+
+    def _arrive(self) -> None:
+        back = self._going_back.popleft()
+        back.pending.wait()
+        known = self._totals.get(back.parameter)
+        self._totals[back.parameter] = back.part if known is None else known.add_(back.part)
+
+    def _go_ahead(self) -> None:
+        if self._order is None:
+            return
+        flying = sum(whole.nbytes for whole in self._ahead)
+        while self._begun < len(self._order) and (not self._ahead or flying < AHEAD_BYTES):
+            self._ahead.append(self._begin(self._order[self._begun]))
+            self._begun += 1
+            flying += self._ahead[-1].nbytes
+
+    def _forget(self) -> None:
+        """Wait for what was begun and is not read."""
+        while self._ahead:
+            self._ahead.popleft().pending.wait()
+
+    def _begin(self, read: Read) -> _Whole:
+        own, cut, count = read.parameter.detach(), read.cut, len(read.ranks)
+        shapes = [cut.shape_at(own.shape, i) for i in range(count)]
+        if cut.outer == 1 and not cut.sections:
+            sizes = [shape[cut.dim] for shape in shapes]
+            whole = own.new_empty((*own.shape[: cut.dim], sum(sizes), *own.shape[cut.dim + 1 :]))
+            parts, made = list(whole.split(sizes, cut.dim)), lambda: whole
+        else:
+            parts = [own.new_empty(shape) for shape in shapes]
+            made = lambda: cut.join(parts)  # noqa: E731
+        with self.communicator.at(read.place):
+            pending = self.communicator.start_all_gather(own, parts, read.ranks, shapes if cut.sizes else None)
+        return _Whole(read, pending, made, sum(part.nbytes for part in parts))

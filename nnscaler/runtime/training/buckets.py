@@ -1,0 +1,177 @@
+"""Flat memory in which the gradients of several parameters travel together.
+
+Gradients are copied into their places in it as backward makes them, or lie there from the first micro-batch on. A
+bucket leaves when all of its gradients are complete, and comes back when it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communication.communicator import SUMMED, Communicator, Pending
+from nnscaler.runtime.training.at_rest import BUCKET_BYTES, Division
+
+LEAST_BYTES = 2**20
+PARTS = 8  # of what travels over one group: what is left to send when backward ends is one of them
+
+_NAMED = 3  # parameters of a bucket that an error names
+Group = tuple[int, ...]
+
+
+def filled(weights: Sequence[int]) -> list[list[int]]:
+    """Put consecutive gradients of so many bytes into buckets, by their positions. A larger one has its own."""
+    limit = min(BUCKET_BYTES, max(LEAST_BYTES, sum(weights) // PARTS))
+    buckets: list[list[int]] = []
+    size = 0
+    for position, weight in enumerate(weights):
+        if not buckets or size + weight > limit:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(position)
+        size += weight
+    return buckets
+
+
+class Bucket:
+    """Gradients that travel together over one group.
+
+    names  of the parameters, which the call is said to sum; empty: it is one of the instruction that runs
+    """
+
+    def __init__(self, group: Group, names: tuple[str, ...], count: int) -> None:
+        self.group, self.names = group, names
+        self._missing = count
+        self._pending: Pending | None = None
+
+    @property
+    def complete(self) -> bool:
+        return not self._missing
+
+    def filled(self) -> None:
+        """Note that one more gradient lies in its place."""
+        self._missing -= 1
+
+    def start(self, communicator: Communicator) -> None:
+        """Begin the sum of what lies in the places."""
+        with _told(communicator, self.names):
+            self._pending = self._begin(communicator)
+
+    def wait(self) -> None:
+        """Return when the sums are there."""
+        pending, self._pending = self._pending, None
+        assert pending is not None, "it was started"
+        pending.wait()
+
+    def _begin(self, communicator: Communicator) -> Pending:
+        raise AssertionError("a kind of bucket defines this")
+
+
+class SumBucket(Bucket):
+    """Gradients that are summed in place."""
+
+    def __init__(
+        self,
+        group: Group,
+        names: tuple[str, ...],
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, names, len(shapes))
+        self._shapes = [tuple(shape) for shape in shapes]
+        self._dtype, self._device = dtype, device
+        self._flat: Tensor | None = None
+        self._places: list[Tensor] = []
+
+    def place(self, position: int) -> Tensor:
+        """Return where a gradient lies: a view of the flat memory."""
+        if self._flat is None:
+            sizes = [prod(shape) for shape in self._shapes]
+            self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+            self._places = [p.view(s) for p, s in zip(self._flat.split(sizes), self._shapes, strict=True)]
+        return self._places[position]
+
+    def _begin(self, communicator: Communicator) -> Pending:
+        assert self._flat is not None, "gradients lie in it"
+        return communicator.start_all_reduce(self._flat, self.group)
+
+
+class DivisionBucket(Bucket):
+    """Gradients of leaves that are summed, each rank getting its part of each."""
+
+    def __init__(
+        self, names: tuple[str, ...], divisions: Sequence[Division], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(divisions[0].group, names, len(divisions))
+        self._divisions, self._dtype, self._device = list(divisions), dtype, device
+        sizes = [[prod(d.shapes[rank]) for d in divisions] for rank in range(len(self.group))]
+        self._starts = [list(accumulate(row, initial=0)) for row in sizes]
+        self._pieces: list[Tensor] = []  # for each rank
+        self._part: Tensor | None = None
+
+    def take(self, position: int, gradient: Tensor) -> None:
+        """Copy the gradient of a leaf to where the parts of each rank lie."""
+        if not self._pieces:
+            lengths = [starts[-1] for starts in self._starts]
+            self._pieces = list(torch.empty(sum(lengths), dtype=self._dtype, device=self._device).split(lengths))
+        division = self._divisions[position]
+        for rank, (piece, starts) in enumerate(zip(self._pieces, self._starts, strict=True)):
+            place = piece[starts[position] : starts[position + 1]].view(division.shapes[rank])
+            place.copy_(division.part(gradient, rank))
+
+    def parts(self) -> list[Tensor]:
+        """Return this rank's part of the sum of each gradient, after `wait`."""
+        assert self._part is not None, "it was started"
+        here, self._pieces = self._divisions[0].index, []
+        starts = self._starts[here]
+        return [
+            self._part[starts[i] : starts[i + 1]].view(division.shapes[here])
+            for i, division in enumerate(self._divisions)
+        ]
+
+    def _begin(self, communicator: Communicator) -> Pending:
+        self._part = torch.empty_like(self._pieces[self._divisions[0].index])
+        return communicator.start_reduce_scatter(self._pieces, self._part, self.group)
+
+
+class Departures:
+    """Buckets that leave when they are complete, those of one group in one order."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._waiting: dict[Group, list[Bucket]] = {}
+
+    def expect(self, buckets: Iterable[Bucket], *, first: bool = False) -> None:
+        """Let buckets leave after those that are expected, or before all that have not left."""
+        new: dict[Group, list[Bucket]] = {}
+        for bucket in buckets:
+            new.setdefault(tuple(sorted(bucket.group)), []).append(bucket)
+        for group, found in new.items():
+            before = self._waiting.get(group, [])
+            self._waiting[group] = [*found, *before] if first else [*before, *found]
+
+    def filled(self, bucket: Bucket) -> None:
+        """Note that one more gradient lies in the bucket, and let leave what may."""
+        bucket.filled()
+        waiting = self._waiting[tuple(sorted(bucket.group))]
+        while waiting and waiting[0].complete:
+            waiting.pop(0).start(self._communicator)
+
+
+@contextmanager
+def _told(communicator: Communicator, names: Sequence[str]) -> Iterator[None]:
+    """Calls inside are recorded with the parameters whose gradients they sum."""
+    before = communicator.context
+    if names:
+        named, more = [f"`{name}`" for name in names[:_NAMED]], len(names) - _NAMED
+        communicator.context = SUMMED + ", ".join(named) + (f" and {more} more" if more > 0 else "")
+    try:
+        yield
+    finally:
+        communicator.context = before

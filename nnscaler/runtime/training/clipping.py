@@ -1,0 +1,70 @@
+"""The norm of all gradients of a program, and gradients clipped to it.
+
+Each logical element counts once: a shard on its rank, a copy on the first rank that holds it, a tied parameter in the
+first stage that holds it. So the norm is that of the whole model, whatever the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communication.communicator import Communicator, ProgramError
+from nnscaler.runtime.layout import Sharded
+from nnscaler.runtime.role import Buffer, Parameter, Stage
+
+EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+def holds_first_copy(stage: Stage, description: Parameter | Buffer) -> bool:
+    """Return whether no rank before this one, and no stage before, holds the same elements."""
+    coordinates = stage.coordinates()
+    states = description.at_rest
+    if any(coordinates[axis] for axis in stage.axes if not isinstance(states.get(axis), Sharded)):
+        return False
+    copies = description.copies if isinstance(description, Parameter) else ()
+    return not copies or tuple(copies[0]) == tuple(stage.ranks)
+
+
+def gradient_norm(stages: Sequence[Stage], communicator: Communicator, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients, in float64, the same bits on every rank.
+
+    Every rank of the program must call it.
+
+    Raises ProgramError for a norm that is not positive.
+    """
+    if not norm_type > 0:
+        raise ProgramError(f"a norm of type {norm_type} does not exist: it must be positive")
+    own = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in _counted(stages)]
+    device = stages[0].device if stages else torch.device("cpu")
+    everyone = tuple(range(communicator.world_size))
+    if norm_type == inf:
+        local = torch.stack(own).max() if own else torch.zeros((), dtype=torch.float64, device=device)
+        return communicator.all_reduce(local, everyone, "max")
+    local = torch.stack(own).pow(norm_type).sum() if own else torch.zeros((), dtype=torch.float64, device=device)
+    return communicator.all_reduce(local, everyone).pow(1.0 / norm_type)
+
+
+def clip_gradients(stages: Sequence[Stage], norm: Tensor, max_norm: float) -> None:
+    """Scale every gradient by max_norm / norm where that is below 1."""
+    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    for parameter in {id(p): p for stage in stages for p in _trained(stage)}.values():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+
+def _counted(stages: Sequence[Stage]) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    for stage in stages:
+        for name, description in stage.parameters.items():
+            parameter = stage.at_rest[name]
+            if id(parameter) not in seen and parameter.grad is not None and holds_first_copy(stage, description):
+                seen.add(id(parameter))
+                yield parameter.grad
+
+
+def _trained(stage: Stage) -> Iterator[torch.nn.Parameter]:
+    return (stage.at_rest[name] for name in stage.parameters)
