@@ -136,7 +136,8 @@ def unawaited_whole() -> Fault:
     """A parameter is read while it is still gathered."""
 
     def whole(_right: Change, self: ParameterReads, read: Any) -> Tensor:
-        return self._begin(read).made().zero_()
+        found: Tensor = self._begin(read).made()
+        return found.zero_()
 
     return changed(ParameterReads, "whole", lambda right: lambda self, read: whole(right, self, read))
 
