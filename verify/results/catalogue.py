@@ -90,6 +90,9 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
         "training_dtype_differs": Code("Part of training is done in another dtype than that of the parameter at rest."),
         # verify-plan: behaviour
         "communication_mismatch": Code("Ranks call collectives that do not match: kind, order, shape, dtype or group."),
+        "memory_under_way": Code(
+            "Memory is used while a communication that was begun reads or writes it, or nothing waits for that."
+        ),
         "deadlock": Code("Every rank that still runs waits for another one."),
         "rank_raises": Code("A rank of the program raises an error where the model does not."),
         "rank_died": Code("A rank's process ended without a result.", unfinished=True),

@@ -45,6 +45,10 @@ class CommunicationError(ProgramError):
         self.waiting = waiting or {}
 
 
+class UnderWayError(CommunicationError):
+    """Memory is used while something that was begun reads or writes it, or nothing waits for what was begun."""
+
+
 @dataclass(frozen=True, slots=True)
 class CommunicationCall:
     """One call of a communicator: enough to compare it with the calls of the group's other ranks, and to print it."""
@@ -307,12 +311,12 @@ class CommunicatorBase:
     def finish(self) -> None:
         """Wait until the messages sent from here no longer need their memory. The executor calls it after a step.
 
-        Raises CommunicationError where something that was begun was not waited for.
+        Raises UnderWayError where something that was begun was not waited for.
         """
         if self._begun:
             first = next(iter(self._begun.values())).call
             self._begun.clear()
-            raise CommunicationError(f"rank {self.rank}: {first}: it was begun, and nothing waited for it")
+            raise UnderWayError(f"rank {self.rank}: {first}: it was begun, and nothing waited for it")
 
     # -- for implementations --------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
+from nnscaler.runtime.communication.communicator import CommunicationCall, UnderWayError
 
 Give = Callable[[Sequence[Tensor]], None]
 Result = Callable[[bool], list[Tensor] | None]  # whether to wait; None: not all ranks have given theirs
@@ -86,7 +86,7 @@ class Flights:
                 self.outside(lambda flight=flight: self._write(flight, wait=False))  # type: ignore[misc]
 
     def land(self, flight: _Flight) -> None:
-        """Wait for a call. Raises CommunicationError where its memory was written meanwhile."""
+        """Wait for a call. Raises UnderWayError where its memory was written meanwhile."""
         self.pass_time(blocking=True)
 
         def arrive() -> None:
@@ -99,12 +99,12 @@ class Flights:
         self._flying.remove(flight)
 
     def check(self, tensor: Tensor, how: str, by: object, *, writes: bool) -> None:
-        """Raise CommunicationError where a tensor lies in memory that is under way."""
+        """Raise UnderWayError where a tensor lies in memory that is under way."""
         for flight in self._flying:
             if any(_meet(tensor, place) for place in flight.into or ()) or (
                 writes and any(_meet(tensor, place) for place in flight.read)
             ):
-                raise CommunicationError(
+                raise UnderWayError(
                     f"rank {self._rank}: memory of {flight.call} {how} {by} before the call was waited for"
                 )
 
@@ -125,7 +125,7 @@ class Flights:
         for tensor, value in zip(flight.read, flight.values, strict=False):
             if not torch.equal(_bits(tensor), _bits(value)):
                 message = "what it was given was written after it began, and before it was waited for"
-                raise CommunicationError(f"rank {self._rank}: {flight.call}: {message}")
+                raise UnderWayError(f"rank {self._rank}: {flight.call}: {message}")
         assert flight.into is not None
         for value, place in zip(found, flight.into, strict=True):
             place.copy_(value)

@@ -262,10 +262,10 @@ def disagreement(call: CommunicationCall, other: CommunicationCall) -> str | Non
         return "ranks of one group broadcast from different ranks"
     if call.dtype != other.dtype:
         return "ranks of one group give different dtypes"
-    if call.shapes != other.shapes:
-        return "ranks of one group give different shapes"
     if call.begun and call.context != other.context and SUMMED in call.context:
         return "ranks of one group sum gradients of different parameters"
+    if call.shapes != other.shapes:
+        return "ranks of one group give different shapes"
     return None
 
 

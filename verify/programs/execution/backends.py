@@ -16,7 +16,7 @@ import torch
 from op_registry.spec import SourceLocation
 
 from nnscaler.files import NO_ROOM, no_room
-from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
+from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError, UnderWayError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.fair_clock import join_within
 from nnscaler.runtime.jobs.job import JobOutcome, JobSpecification
@@ -33,7 +33,7 @@ from verify.results.verdict import Verdict
 # The reference ran on the same batch before, so a program that cannot is refuted. Only a time-out with ranks that
 # were still computing decides nothing.
 
-Kind = Literal["communication_mismatch", "deadlock", "rank_raises", "rank_died", "timed_out"]
+Kind = Literal["communication_mismatch", "memory_under_way", "deadlock", "rank_raises", "rank_died", "timed_out"]
 _KEY = re.compile(r"key \((?P<tensor>[^\s@)]+)")
 _SUMMED = re.compile(r"the gradient sum of (?P<names>`[^`]+`(?:, `[^`]+`)*)")
 _PLACE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+)")
@@ -100,6 +100,8 @@ def _message(failure: Failure, first: str, tensor: str) -> str:
             return f"the program hangs{tensor}: every rank that still runs waits for another one"
         case "communication_mismatch":
             return f"ranks disagree on a communication{tensor}: {first.rstrip(':')}"
+        case "memory_under_way":
+            return f"memory is used while communication reads or writes it{tensor}: {first}"
         case "rank_raises":
             return f"the program raises{tensor}, the model does not: {first}"
         case "rank_died":
@@ -110,6 +112,7 @@ def _message(failure: Failure, first: str, tensor: str) -> str:
 _HELP: Mapping[str, str | None] = {
     "deadlock": "the ranks of a group must make the same calls in the same order, and every send needs its recv",
     "communication_mismatch": "the ranks of a group must make the same calls in the same order",
+    "memory_under_way": "until a call that was begun is waited for, what it reads is not written, and what it writes not used",
     "rank_raises": None,
     "rank_died": "a kernel may crash of unchecked sizes; a process that is killed for memory leaves no other trace",
     "timed_out": "give it more time: --timeout SECONDS",
@@ -200,7 +203,8 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, CommunicationError):
         if error.waiting:
             return Failure("deadlock", message.splitlines()[0], waiting=dict(error.waiting))
-        return Failure("communication_mismatch", message, _rank_in(message))
+        kind: Kind = "memory_under_way" if isinstance(error, UnderWayError) else "communication_mismatch"
+        return Failure(kind, message, _rank_in(message))
     if isinstance(error, ProgramError):
         return Failure("rank_raises", message, _rank_in(message))
     return Failure("rank_raises", f"{type(error).__name__}: {message}", _rank_in(message))
@@ -272,6 +276,8 @@ def failure_of_job(outcome: JobOutcome) -> Failure:
     if failed.status == "died":
         return Failure("rank_died", f"rank {failed.rank}: {error}", failed.rank, from_outside="SIGKILL" in error)
     name, _, message = error.partition(": ")
+    if name == "UnderWayError":
+        return Failure("memory_under_way", message, failed.rank, waiting)
     if name == "CommunicationError":
         return Failure("communication_mismatch", message, failed.rank, waiting)
     return Failure("rank_raises", message if name == "ProgramError" else error, failed.rank)

@@ -46,6 +46,9 @@ def of_gradient(trained: Trained, found: Compared) -> Alternatives:
     yield "its sign is turned", -right
     yield from _of_rows(trained, found)
     yield from _shifted(right)
+    for other, gradient in eager.steps[step].gradients.items():
+        if other != name and gradient is not None and gradient.shape == right.shape:
+            yield f"it is the gradient of `{other}`: read from the place of another parameter", gradient
 
 
 def _of_batches(trained: Trained, found: Compared) -> Alternatives:
@@ -73,11 +76,18 @@ def _of_rows(trained: Trained, found: Compared) -> Alternatives:
         pieces = [course.rows(rows, micro, trained.micro_batches) for rows in parts]
         whole = {n: torch.cat([p[n] for p in pieces]) if n in course.carried else t for n, t in batch.items()}
         chosen.append((f"of micro-batch {micro} alone: the others are not in it", whole))
+    twice: Tensor | None = None
     for sentence, rows in chosen:
         mean, share = _gradient_of(trained, found, rows)
         if mean is not None:
             yield f"it is that {sentence}", mean * share
             yield f"it is the mean {sentence}", mean
+            twice = mean * share if twice is None else twice * trained.parts + mean * share
+    if twice is not None and trained.parts > 1:
+        yield (
+            "it is summed over ranks after each micro-batch, and what is summed already once more with the next",
+            twice,
+        )
     own = [_gradient_of(trained, found, rows) for rows in parts] if trained.parts > 1 else []
     if own and all(mean is not None for mean, _ in own):
         text = "it is that of the rank's own data part alone: the sum over ranks is missing"

@@ -14,6 +14,7 @@ from verify.programs.training import ranks
 from verify.programs.training.ranks import Loop
 from verify.self_test.training import faults
 from verify.self_test.training import loop_faults as loops
+from verify.self_test.training import overlap_faults as overlap
 from verify.self_test.training.faults import Fault
 
 UP, DOWN, BIAS, TIED = "layers.0.up.weight", "layers.1.down.weight", "layers.0.up.bias", "words.weight"
@@ -121,6 +122,28 @@ ZERO = (
         "update", loops.at(2, loops.state(loops.exchanged_state)))),
     _row("ZeRO", "zero1", "states kept whole on every rank", "its shard is",
          faults.changed(ranks, "states_of", _whole_states)),
+)  # fmt: skip
+
+
+OVERLAP = (
+    _row("overlap", "dp", "sum begins before a gradient is complete", f"{DOWN}; written after it began",
+         overlap.early_start(DOWN)),
+    _row("overlap", "dp", "sum read before it is waited for", "sum over ranks is missing", overlap.early_read()),
+    _row("overlap", "dp", "nothing waits for a sum", f"{DOWN}; nothing waited for it", overlap.no_wait()),
+    _row("overlap", "dp", "two views of a bucket exchanged",
+         f"{UP}; the gradient of `layers.1.up.weight`; place of another",
+         overlap.wrong_view(UP, "layers.1.up.weight")),
+    _row("overlap", "dp", "buckets in another order on one rank", "sum gradients of different parameters",
+         overlap.other_order(1)),
+    _row("overlap", "dp", "a bucket that never leaves", f"{DOWN}; sum over ranks is missing",
+         overlap.forgotten(DOWN)),
+    _row("overlap", "staged dp", "gradient summed after each micro-batch",
+         f"{UP}; summed over ranks after each micro-batch",
+         overlap.summed_each_time(UP)),
+    _row("overlap", "zero3", "whole read before it is gathered", "nothing waited for it", overlap.unawaited_whole()),
+    _row("overlap", "zero3", "part of a gradient added before its sum", "zero", overlap.early_part()),
+    _row("overlap", "zero3", "parameters gathered before the update", "stale",
+         overlap.gathered_before_the_update),
 )  # fmt: skip
 
 
@@ -295,6 +318,7 @@ ROWS: tuple[TrainingMutant, ...] = (
     *PRECISION,
     *SUMS,
     *ZERO,
+    *OVERLAP,
     *CLIPPING,
     *UPDATES,
     *RATES,
