@@ -31,7 +31,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import nnscaler
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.sizes import folder_of
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16, SXM
@@ -130,12 +131,9 @@ def program(device: torch.device, size: Size, samples: int, compiled: bool) -> I
     state = {name: held[name].detach() if name in held else tensor for name, tensor in made.state.items()}
     assert not any(t.is_meta for t in state.values()), [name for name, t in state.items() if t.is_meta]
     role = load_role(folder_of(made.sources, None) / made.manifest.role_of(0).file)
-    settings = ExecutorSettings(device=device, shapes=made.manifest.shapes)
+    settings = ExecutorSettings(device=device, shapes=made.manifest.shapes, compiled=compiled)
     executor = RankExecutor(role, 0, Simulator(1).communicators[0], state, settings)
     del model, held, state
-    if compiled:
-        for stage in executor.stages.values():
-            stage.forward = torch.compile(stage.forward)  # type: ignore[method-assign]
     optimizer = torch.optim.AdamW(list(executor.parameters.values()), lr=1e-4, fused=True)
     batch = batch_on(device, size, samples)
 

@@ -27,16 +27,18 @@ NO_LOSS = -1
 class EngineSettings:
     """How an engine runs its program.
 
-    dtype    replaces every floating dtype of the program ("float64"); None: as written
-    device   of this rank: "auto", "cpu" or "cuda"
-    seed     of dropout
-    cache    folder of the texts that are run; None: a temporary one
-    vouch    called on rank 0 with each program for another size, before it runs; raises where it is not the model's
+    dtype     replaces every floating dtype of the program ("float64"); None: as written
+    device    of this rank: "auto", "cpu" or "cuda"
+    seed      of dropout
+    compiled  compile the forward of each stage with torch.compile
+    cache     folder of the texts that are run; None: a temporary one
+    vouch     called on rank 0 with each program for another size, before it runs; raises where it is not the model's
     """
 
     dtype: str | None = None
     device: str = "auto"
     seed: int = 0
+    compiled: bool = False
     cache: Path | None = None
     vouch: Vouch | None = None
 
@@ -82,6 +84,7 @@ def run_program(
         shapes=program.manifest.shapes,
         tied=program.manifest.tied,
         returns=program.manifest.returns,
+        compiled=settings.compiled,
         cut_axes=program.data_axes,
     )
     if share is not None:  # buffers of the other program are handed over before each run

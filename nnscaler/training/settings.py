@@ -191,6 +191,7 @@ class TrainSettings:
     epochs         over the training data, where steps is 0
     seed           of the parameters, the order of the data and dropout
     device         auto, cpu or cuda
+    compile        compile the forward of each stage with torch.compile
     check_replicas_every  steps between two checks that copies of a tensor are equal on all ranks, bit for bit; 0: never
     data, optimizer, schedule, precision, search, validation, checkpoints, loggers, profiler, hooks  tables
     """
@@ -209,6 +210,7 @@ class TrainSettings:
     epochs: int = 1
     seed: int = 0
     device: str = "auto"
+    compile: bool = False
     check_replicas_every: int = 0
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

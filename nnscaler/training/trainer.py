@@ -162,7 +162,14 @@ class Trainer:
 
         program = make_program(settings, self._parts, place.world_size, told, self._vouch)
         dtype = settings.precision.dtype or None
-        self.engine = start(program, dtype=dtype, device=settings.device, seed=settings.seed, vouch=self._vouch)
+        self.engine = start(
+            program,
+            dtype=dtype,
+            device=settings.device,
+            seed=settings.seed,
+            compiled=settings.compile,
+            vouch=self._vouch,
+        )
         self.optimizer = make_optimizer(settings.optimizer, self.engine)
         self._scaler = LossScaler(self.engine) if settings.precision.scale_loss else None
         self.loader = self._loader(self._parts.training, settings.data.batch_size, training=True)

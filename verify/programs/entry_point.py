@@ -60,6 +60,9 @@ def check_usage(request: PlanRequest) -> None:
     if request.level == "static" and not request.exact:
         message = f"--dtype {request.dtype} is the dtype of a run, and --level static runs nothing"
         raise NnscalerError("usage", message, help="--level run, or all")
+    if request.level == "static" and request.compiled:
+        message = "--compile says how a program is run, and --level static runs nothing"
+        raise NnscalerError("usage", message, help="--level run, or all")
     if request.own_weights and request.program is None:
         message = "--own-weights is about the weights in a program's folder, and none is given"
         raise NnscalerError("usage", message, help="name the folder: --program DIR")

@@ -79,6 +79,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         default="float64",
         help="float64 (default) compares up to float64 rounding; the others up to the model's own rounding noise",
     )
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="run the forward of each stage compiled with torch.compile, as `nnscaler train --compile=true` does",
+    )
     group.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help=TIMEOUT_HELP)
     group.add_argument(
         "--program", type=Path, metavar="DIR", help="verify this program, written by `nnscaler compile`, as it is"
@@ -161,6 +166,7 @@ def plan_request(options: argparse.Namespace) -> PlanRequest:
         backend=options.backend,
         steps=options.steps,
         dtype=options.dtype,
+        compiled=options.compile,
         timeout=options.timeout,
         depth="quick" if options.quick else "deep" if options.deep else "default",
         level=options.level,

@@ -19,6 +19,7 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
 from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read
+from nnscaler.runtime.compiled import apart
 from nnscaler.runtime.cut import Cut, cut_of
 from nnscaler.runtime.layout import Partial, Sharded, State
 
@@ -92,7 +93,7 @@ class _ParameterRead(torch.autograd.Function):
 
 
 def _convert(tensor: Tensor, axis: AxisGroup, kernel: Kernel, adjoint: Kernel) -> Tensor:
-    return cast(Tensor, Conversion.apply(tensor, axis, kernel, adjoint))
+    return cast(Tensor, apart(Conversion.apply, tensor, axis, kernel, adjoint))
 
 
 # -- kernels: what one direction of a row does ------------------------------------------------------------------------
@@ -181,10 +182,14 @@ def all_gather_replicated(
 ) -> Tensor:
     """Sharded -> Replicated: all_gather / reduce_scatter."""
     cut = Cut(dim, outer, sections, sizes)
-    if axis.reads is not None and axis.reads.knows(x):
-        read = Read(cast(torch.nn.Parameter, x), axis.ranks, axis.index, cut, program_place())
-        return cast(Tensor, _ParameterRead.apply(x, axis.reads, read))
-    return _convert(x, axis, _gather(cut), _sum_scatter(cut))
+    return cast(Tensor, apart(_read_or_gather, x, axis, cut))
+
+
+def _read_or_gather(x: Tensor, axis: AxisGroup, cut: Cut) -> Tensor:
+    if axis.reads is None or not axis.reads.knows(x):
+        return cast(Tensor, Conversion.apply(x, axis, _gather(cut), _sum_scatter(cut)))
+    read = Read(cast(torch.nn.Parameter, x), axis.ranks, axis.index, cut, program_place())
+    return cast(Tensor, _ParameterRead.apply(x, axis.reads, read))
 
 
 def place(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
@@ -284,7 +289,7 @@ def append(x: Tensor, axis: AxisGroup, name: str, dim: int, sizes: Sizes = ()) -
         raise ProgramError(f"axis {axis.name!r} has no slices that keep rows for each other")
     if sizes and x.shape[dim] != sizes[axis.index]:
         raise ProgramError(f"slice {axis.index} has {x.shape[dim]} rows of {name}, and not {sizes[axis.index]}")
-    return cast(Tensor, _Append.apply(x, axis.kept, axis.index, name, dim))
+    return cast(Tensor, apart(_Append.apply, x, axis.kept, axis.index, name, dim))
 
 
 # -- the end of a region that runs in pieces --------------------------------------------------------------------------

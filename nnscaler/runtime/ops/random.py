@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.compiled import apart
 from nnscaler.runtime.layout import State
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import logical_coordinates
@@ -42,7 +43,7 @@ def dropout(
         return x.view_as(x)
     if p >= 1.0:
         return x * 0.0
-    kept = _noise(stage, name, states, logical_shape, x.device, dims) >= p
+    kept = apart(_noise, stage, name, states, logical_shape, x.device, dims) >= p
     return torch.where(kept, x / (1.0 - p), 0.0)
 
 
@@ -72,7 +73,7 @@ def alpha_dropout(
         return x.view_as(x)
     if p >= 1.0:
         return x * 0.0
-    kept = _noise(stage, name, states, logical_shape, x.device, dims) >= p
+    kept = apart(_noise, stage, name, states, logical_shape, x.device, dims) >= p
     scale = ((1.0 - p) * (1.0 + p * _SELU_LIMIT**2)) ** -0.5
     return torch.where(kept, x, _SELU_LIMIT) * scale - scale * p * _SELU_LIMIT
 
@@ -104,7 +105,7 @@ def random_uniform(
     """
     shape = tuple(size if logical_shape is None else logical_shape)
     where: torch.device | str = device or (stage.device if stage is not None else "cpu")
-    return (_noise(stage, name, states, shape, where) + 2.0**-54).to(dtype)
+    return (apart(_noise, stage, name, states, shape, where) + 2.0**-54).to(dtype)
 
 
 def random_normal(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import program_place
+from nnscaler.runtime.compiled import apart
 from nnscaler.runtime.cut import Cut
 
 NEVER = float("-inf")  # the score of a key that a query does not see
@@ -57,9 +58,13 @@ def ring_attention(
             mask = mask.unflatten(-3, (-1, groups)) if mask.shape[-3] == heads else mask.unsqueeze(-3)
     length = query.shape[-1] ** -0.5 if scale is None else scale
     ring = Ring(over, query.shape[-2], key.shape[-2], causal, length, outer, sizes, mask_of_keys)
-    with torch.autocast(device, enabled=False):
-        result = cast(Tensor, RingAttention.apply(query, key, value, mask, ring))
+    result: Tensor = apart(_around, query, key, value, mask, ring)
     return result.flatten(-4, -3) if enable_gqa else result
+
+
+def _around(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
+    with torch.autocast(query.device.type, enabled=False):
+        return cast(Tensor, RingAttention.apply(query, key, value, mask, ring))
 
 
 @dataclass(frozen=True, eq=False)

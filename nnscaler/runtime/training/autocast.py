@@ -64,8 +64,7 @@ def precision_of_run(precision: str | None) -> Iterator[None]:
         _current_precision.reset(token)
 
 
-@torch.compiler.assume_constant_result
-def _dtype_of_run(name: str) -> torch.dtype:
+def dtype_of_run(name: str) -> torch.dtype:
     """Return the dtype in the precision of the run. What is compiled is compiled in one precision."""
     return dtype_named(name, _current_precision.get())
 
@@ -77,7 +76,7 @@ class Dtypes:
         if name.startswith("__"):
             raise AttributeError(name)
         try:
-            return _dtype_of_run(name)
+            return dtype_of_run(name)
         except ProgramError as error:
             raise AttributeError(str(error)) from None
 

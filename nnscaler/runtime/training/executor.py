@@ -19,6 +19,7 @@ from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
+from nnscaler.runtime.compiled import compiled
 from nnscaler.runtime.role import (
     Input,
     RunContext,
@@ -31,7 +32,7 @@ from nnscaler.runtime.role import (
     times_of,
 )
 from nnscaler.runtime.training.at_rest import gather
-from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
+from nnscaler.runtime.training.autocast import autocast_on, dtype_named, dtype_of_run, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.batch import Batch, BatchCutter
 from nnscaler.runtime.training.build import Held, Key, StageBuilder, adopted, stages_of
@@ -95,6 +96,9 @@ class RankExecutor:
         builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given, reads)
         with precision_of_run(self.precision):
             self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
+        if settings.compiled and observe is None:
+            for stage in self.stages.values():
+                stage.forward = compiled(stage.forward, dtype_of_run)  # type: ignore[method-assign]
         self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
             (index, name): stage.at_rest[name] for index, stage in self.stages.items() for name in stage.parameters
         }

@@ -25,6 +25,7 @@ class ExecutorSettings:
     shapes      input -> shape of the global batch that the program is for; another one is refused
     tied        all names of each parameter or buffer that has several, for checkpoints
     returns     what the model returns, as the manifest has it, for `predict`
+    compiled    compile the forward of each stage with torch.compile; not where tensors are observed
     cut_axes    axes over which batches are cut before they are given: each rank gets the rows of its data part; none:
                 each gets the global batch
     """
@@ -39,4 +40,5 @@ class ExecutorSettings:
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     tied: Sequence[Sequence[str]] = ()
     returns: Returns = field(default_factory=Returns)
+    compiled: bool = False
     cut_axes: tuple[str, ...] = ()

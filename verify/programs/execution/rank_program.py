@@ -53,6 +53,7 @@ class Task:
     checkpoint    folder for the state before the last step, from which a new executor then makes the last step
     first_step    number of the first step, for draws
     loss_scale    of the steps
+    compiled      the forward of each stage is compiled
     """
 
     program: str
@@ -69,6 +70,7 @@ class Task:
     checkpoint: str | None = None
     first_step: int = 0
     loss_scale: float = 1.0
+    compiled: bool = False
 
     def plain(self) -> Task:
         """Return the steps alone: nothing dropped, nothing clipped, nothing afterwards."""
@@ -178,6 +180,7 @@ def _executor(
         first_step=first_step,
         loss_scale=loss_scale,
         returns=read_manifest(Path(task.program)).returns,
+        compiled=task.compiled,
     )
     with _BUILDING:
         return RankExecutor(module, communicator.rank, communicator, state, settings, observe=observe)

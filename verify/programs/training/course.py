@@ -41,6 +41,7 @@ class Course:
     seed           of random numbers
     draws          random numbers are drawn; False: nothing is dropped
     precision      of every floating tensor; None: the program's own dtypes
+    compiled       the forward of each stage is compiled with torch.compile
     saved_before   the step before which the run is saved, and goes on from what is read; 0: never
     delays         of a stream, by parameter: the updates that a batch goes without; None: there is no stream
     """
@@ -55,6 +56,7 @@ class Course:
     seed: int = 0
     draws: bool = True
     precision: str | None = "float64"
+    compiled: bool = False
     saved_before: int = 0
     delays: Mapping[str, int] | None = None
 

@@ -228,7 +228,7 @@ def train_rank(communicator: Communicator, task: TrainTask) -> RankTraining:
 
 def _engine(communicator: Communicator, task: TrainTask) -> Engine:
     device, course = str(getattr(communicator, "device", "cpu")), task.course
-    settings = EngineSettings(course.precision, device, course.seed, Path(task.cache), task.vouch)
+    settings = EngineSettings(course.precision, device, course.seed, course.compiled, Path(task.cache), task.vouch)
     engine = Engine(task.program, communicator, settings)
     engine.context.dropout = course.draws
     for size, program in task.sizes.items():

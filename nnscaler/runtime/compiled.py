@@ -1,0 +1,36 @@
+"""Compile the forward of stages with torch.compile, around what it cannot look into.
+
+What communicates, and what draws random numbers, stays as it is written: torch.compile ends a graph before it and
+begins another one after it. So every call is made, by the communicator that the executor was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+def _call(function: Function, *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+# What `apart` calls with. Another one comes in when something is compiled: to import the compiler takes seconds.
+_call_with: dict[str, Function] = {"apart": _call}
+
+
+def apart(function: Function, *arguments: Any) -> Any:
+    """Call `function(*arguments)` outside of what is compiled."""
+    return _call_with["apart"](function, *arguments)
+
+
+def compiled(forward: Function, *constant: Function) -> Function:
+    """Return a compiled forward. `constant`: functions whose results are constants of it."""
+    if _call_with["apart"] is _call:
+        _call_with["apart"] = torch.compiler.disable(_call)
+    for function in constant:
+        torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+    return torch.compile(forward, dynamic=False)
