@@ -1,7 +1,7 @@
 """How much of a step's communication lies under its compute, where links are slow.
 
     python benchmarks/overlap.py                                   # about a minute on two cores
-    python benchmarks/overlap.py --plans dp=2 dp=2,zero=3 --mbps 600 --trace /tmp/trace
+    python benchmarks/overlap.py --plans dp=2 dp=2,zero=3 --mbps 600 --trace traces
 
 Ranks are processes over gloo. Each message waits as long as a link of `--mbps` megabits a second would need for it, on
 the thread that sends it, and takes no time of a core meanwhile. Communication counts from when a link begins to carry

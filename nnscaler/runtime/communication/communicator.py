@@ -345,11 +345,15 @@ class CommunicatorBase:
             raise CommunicationError(f"rank {self.rank}: {call}: gives {found}, and says {[list(s) for s in told]}")
 
     def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
-        """Begin a call, and return what waits for it. An implementation that knows no better makes it at once."""
+        """Begin a call, and return what waits for it.
+
+        An implementation that knows no better makes it at once, and receives a message when it is waited for, since its
+        sender may wait for this rank.
+        """
+        if call.kind == "recv":
+            return lambda: _copy([self._recv(call)], into)
         if call.kind == "all_gather":
             found = self._all_gather(given[0], call)
-        elif call.kind == "recv":
-            found = [self._recv(call)]
         else:
             found = [
                 self._all_reduce(given[0], call) if call.kind == "all_reduce" else self._reduce_scatter(given, call)

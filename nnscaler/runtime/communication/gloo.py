@@ -97,11 +97,11 @@ class GlooCommunicator(TorchCommunicator):
     # -- what is begun --------------------------------------------------------------------------------------------
 
     def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
+        if call.kind == "recv":
+            return self._begin_recv(call, into[0])
         if any(tensor.device.type != "cpu" for tensor in (*given, *into)):
             return super()._begin(call, given, into)
         self._tag(call)  # while other lanes do not look for names
-        if call.kind == "recv":
-            return self._begin_recv(call, into[0])
         group = tuple(sorted(call.ranks))
         if group not in self._lanes:
             self._lanes[group] = Lane(f"collectives of ranks {group}")
@@ -118,8 +118,9 @@ class GlooCommunicator(TorchCommunicator):
         source = call.ranks[0]
         if source == self.rank:
             return super()._begin(call, [], [into])
+        content = into if into.device.type == "cpu" else torch.empty(into.shape, dtype=into.dtype)
         with self._inside(call):
-            work = self._start_recv(into, source, self._tag(call))
+            work = self._start_recv(content, source, self._tag(call))
 
         def wait() -> None:
             with self._inside(call):
@@ -127,6 +128,8 @@ class GlooCommunicator(TorchCommunicator):
                     work.wait()
             self._settle(source, _forward_of(call.key))
             self._settle(source, _gradient_of(call.key))
+            if content is not into:
+                into.copy_(content)
 
         return wait
 

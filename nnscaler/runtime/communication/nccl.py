@@ -20,7 +20,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, CommunicatorBase, Key
 from nnscaler.runtime.communication.distributed import Reporter
 from nnscaler.runtime.communication.gloo import GlooCommunicator, neighbours
 
@@ -82,12 +82,8 @@ class NcclCommunicator(GlooCommunicator):
     # -- what is begun: NCCL has a stream of its own for each group ------------------------------------------------
 
     def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
-        if call.kind == "recv":  # a receiver takes the messages before it as well: in the order of waiting
-
-            def take() -> None:
-                into[0].copy_(self._recv(call))
-
-            return take
+        if call.kind == "recv" and (call.ranks[0], self.rank) in self._pairs:
+            return CommunicatorBase._begin(self, call, given, into)  # of a pair, in the order of the sender
         group = self._native(call)
         if group is None:
             return super()._begin(call, given, into)

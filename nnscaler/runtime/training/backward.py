@@ -94,6 +94,17 @@ class BackwardPasses:
             with self._communicator.at(place_of(stage)):
                 self._mail.send_gradient(stage, stage.receives[name], gradient, number)
 
+    def expect(self, stage: Stage, instruction: Instruction) -> None:
+        """Begin to receive the gradients that a B or I starts from, where its forward has run."""
+        flight = self._in_flight.get(instruction.of("F")) if instruction.kind != "W" else None
+        if flight is None:
+            return
+        for send in stage.sends:
+            if send.needs_grad:
+                value, number = flight.outputs[send.key], number_of(stage, instruction.at)
+                with self._communicator.at(place_of(stage)):
+                    self._mail.expect_gradient(stage, send, value, number)
+
     def _roots(self, stage: Stage, flight: _InFlight, micro: int, loss_scale: float) -> list[tuple[Tensor, Tensor]]:
         """Return the outputs that backward starts from, with their gradients."""
         roots: dict[str, tuple[Tensor, Tensor]] = {}

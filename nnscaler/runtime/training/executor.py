@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -90,6 +91,8 @@ class RankExecutor:
         self._updates = any(c.staleness is not None for c in classes)  # also one of which nothing is trained
         # of a stream, that of one batch
         self._step = tuple(i for i in self.schedule if not self._updates or (i.micro == 0 and i.kind != "U"))
+        steps = () if self._updates else self._step
+        self._next = dict(pairwise(steps))  # what a message may be received for early
         self._trained = {i.stage for i in self.schedule if i.kind != "F"}  # the stages that run backward
         given = {} if share is None else share.held
         reads = self._reads = ParameterReads(communicator)
@@ -296,6 +299,7 @@ class RankExecutor:
         """
         micro, trained = number_of(stage, instruction.at), stage.index in self._trained
         with self._working(str(instruction), stage):
+            self._expect(instruction)
             self._running = ("forward", micro)
             arguments = {name: self._piece(stage, source, batch) for name, source in stage.inputs.items()}
             received: dict[str, Tensor] = {}
@@ -328,8 +332,24 @@ class RankExecutor:
     def _go_back(self, stage: Stage, instruction: Instruction) -> None:
         """Run a backward of the micro-batch, or one of its halves."""
         with self._working(str(instruction), stage):
+            self._expect(instruction)
             self._running = ("backward", number_of(stage, instruction.at))
             self._backward.run(stage, instruction, self.loss_scale)
+
+    def _expect(self, instruction: Instruction) -> None:
+        """Begin to receive what the next instruction needs: it arrives while this one computes."""
+        coming = self._next.get(instruction)
+        if coming is None or (coming.kind != "F" and not torch.is_grad_enabled()):
+            return
+        stage, now = self.stages[coming.stage], self.communicator.context
+        self.communicator.context = str(coming)
+        for receive in stage.receives.values() if coming.kind == "F" else ():
+            with self.communicator.at(place_of(stage)):
+                dtype = dtype_named(receive.dtype, self.precision)
+                self._mail.expect_value(stage, receive, dtype, number_of(stage, coming.at))
+        if coming.kind != "F":
+            self._backward.expect(stage, coming)
+        self.communicator.context = now
 
     # -- helpers --------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.communicator import Communicator, Key, ProgramError
+from nnscaler.runtime.communication.communicator import Communicator, Key, Pending, ProgramError
 from nnscaler.runtime.role import Exchange, Message, Receive, Send, Stage, as_index, piece_shape
 
 
@@ -23,9 +24,29 @@ class Mail:
         self.communicator = communicator
         self.device = device
         self._own: dict[Key, deque[Tensor]] = {}
+        self._coming: dict[tuple[int, Key], tuple[Tensor, Pending]] = {}  # by source and key
 
     def clear(self) -> None:
         self._own.clear()
+        self._coming.clear()
+
+    # -- before a pass needs them ---------------------------------------------------------------------------------
+
+    def expect_value(self, stage: Stage, receive: Receive | Exchange, dtype: torch.dtype, micro: int) -> None:
+        """Begin to receive a value, for `receive_value`."""
+        self._expect(_of_value(stage, receive, micro), dtype)
+
+    def expect_gradient(self, stage: Stage, send: Send | Exchange, value: Tensor, micro: int) -> None:
+        """Begin to receive the gradient of a sent value, for `receive_gradient`."""
+        self._expect(_of_gradient(stage, send, value, micro), value.dtype)
+
+    def _expect(self, arriving: Arriving, dtype: torch.dtype) -> None:
+        for shape, source, key, _ in arriving.messages(self.communicator.rank):
+            if source != self.communicator.rank:
+                into = torch.empty(shape, dtype=dtype, device=self.device)
+                self._coming[source, key] = into, self.communicator.start_recv(into, source, key)
+
+    # -- in a pass ------------------------------------------------------------------------------------------------
 
     def _send(self, tensor: Tensor, destination: int, key: Key) -> None:
         if destination == self.communicator.rank:
@@ -34,6 +55,10 @@ class Mail:
             self.communicator.send(tensor, destination, key)
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, key: Key) -> Tensor:
+        if (source, key) in self._coming:
+            into, pending = self._coming.pop((source, key))
+            pending.wait()
+            return into
         if source != self.communicator.rank:
             return self.communicator.recv(shape, dtype, source, key).to(self.device)
         waiting = self._own.get(key)
@@ -49,10 +74,7 @@ class Mail:
             self._send_pieces(value, send.messages, key)
 
     def receive_value(self, stage: Stage, receive: Receive | Exchange, dtype: torch.dtype, micro: int) -> Tensor:
-        key: Key = (receive.key, receive.stage, stage.index, micro, "F")
-        if isinstance(receive, Receive):
-            return self._receive(stage.local(receive.shape), dtype, receive.peers[_position(stage)], key)
-        return self._receive_pieces(stage.local(receive.shape), dtype, receive.messages, key)
+        return self._arrived(_of_value(stage, receive, micro), dtype)
 
     def send_gradient(self, stage: Stage, receive: Receive | Exchange, gradient: Tensor, micro: int) -> None:
         """Send the gradient of a received value back to where the value came from."""
@@ -64,24 +86,56 @@ class Mail:
 
     def receive_gradient(self, stage: Stage, send: Send | Exchange, value: Tensor, micro: int) -> Tensor:
         """Receive the gradient of a sent value."""
-        key: Key = (send.key, stage.index, send.stage, micro, "B")
-        if isinstance(send, Send):
-            return self._receive(tuple(value.shape), value.dtype, send.peers[_position(stage)], key)
-        return self._receive_pieces(tuple(value.shape), value.dtype, send.backward, key)
+        return self._arrived(_of_gradient(stage, send, value, micro), value.dtype)
 
     def _send_pieces(self, tensor: Tensor, messages: Sequence[Message], key: Key) -> None:
         for number, (source, destination, here, _) in _numbered(messages):
             if source == self.communicator.rank:
                 self._send(tensor[as_index(here)], destination, (*key, number))
 
-    def _receive_pieces(
-        self, shape: tuple[int, ...], dtype: torch.dtype, messages: Sequence[Message], key: Key
-    ) -> Tensor:
-        whole = torch.zeros(shape, dtype=dtype, device=self.device)
-        for number, (source, destination, _, here) in _numbered(messages):
-            if destination == self.communicator.rank:
-                whole[as_index(here)] = self._receive(piece_shape(here), dtype, source, (*key, number))
-        return whole
+    def _arrived(self, arriving: Arriving, dtype: torch.dtype) -> Tensor:
+        whole: Tensor | None = None
+        for shape, source, key, place in arriving.messages(self.communicator.rank):
+            piece = self._receive(shape, dtype, source, key)
+            if place is None:
+                return piece
+            if whole is None:
+                whole = torch.zeros(arriving.shape, dtype=dtype, device=self.device)
+            whole[place] = piece
+        return torch.zeros(arriving.shape, dtype=dtype, device=self.device) if whole is None else whole
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A tensor that arrives in messages.
+
+    shape   of it
+    pieces  from one rank, the whole; else the messages whose pieces make it up
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    pieces: int | tuple[Message, ...]
+
+    def messages(self, rank: int) -> Iterator[tuple[tuple[int, ...], int, Key, tuple[slice, ...] | None]]:
+        """Yield shape, source, key, and where it lies, of each message to the rank; None: it is the whole."""
+        if isinstance(self.pieces, int):
+            yield self.shape, self.pieces, self.key, None
+            return
+        for number, (source, destination, _, here) in _numbered(self.pieces):
+            if destination == rank:
+                yield piece_shape(here), source, (*self.key, number), as_index(here)
+
+
+def _of_value(stage: Stage, receive: Receive | Exchange, micro: int) -> Arriving:
+    key: Key = (receive.key, receive.stage, stage.index, micro, "F")
+    pieces = receive.peers[_position(stage)] if isinstance(receive, Receive) else receive.messages
+    return Arriving(key, stage.local(receive.shape), pieces)
+
+
+def _of_gradient(stage: Stage, send: Send | Exchange, value: Tensor, micro: int) -> Arriving:
+    key: Key = (send.key, stage.index, send.stage, micro, "B")
+    return Arriving(key, tuple(value.shape), send.peers[_position(stage)] if isinstance(send, Send) else send.backward)
 
 
 def _position(stage: Stage) -> int:

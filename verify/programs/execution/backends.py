@@ -112,7 +112,7 @@ def _message(failure: Failure, first: str, tensor: str) -> str:
 _HELP: Mapping[str, str | None] = {
     "deadlock": "the ranks of a group must make the same calls in the same order, and every send needs its recv",
     "communication_mismatch": "the ranks of a group must make the same calls in the same order",
-    "memory_under_way": "until a call that was begun is waited for, what it reads is not written, and what it writes not used",
+    "memory_under_way": "until what was begun is waited for, what it reads is not written, and what it writes not used",
     "rank_raises": None,
     "rank_died": "a kernel may crash of unchecked sizes; a process that is killed for memory leaves no other trace",
     "timed_out": "give it more time: --timeout SECONDS",

@@ -136,8 +136,8 @@ def unawaited_whole() -> Fault:
     """A parameter is read while it is still gathered."""
 
     def whole(_right: Change, self: ParameterReads, read: Any) -> Tensor:
-        found: Tensor = self._begin(read).made()
-        return found.zero_()
+        found: Tensor = self._begin(read).made().zero_()
+        return found
 
     return changed(ParameterReads, "whole", lambda right: lambda self, read: whole(right, self, read))
 
@@ -170,8 +170,9 @@ def gathered_before_the_update() -> AbstractContextManager[None]:
             made = found.made
 
             def keep() -> Tensor:
-                kept[id(read.parameter)] = made().clone()
-                return made()
+                value: Tensor = made()
+                kept[id(read.parameter)] = value.clone()
+                return value
 
             return type(found)(found.read, found.pending, keep, found.nbytes)
 
