@@ -17,11 +17,12 @@ from nnscaler.transform.plan import Plan, RecomputeStep
 from tests.traced_examples import EXAMPLES, loaded, traced
 from verify import verify_plan
 
-SHORT = [("t5_hf", "pp=4", 4, "gloo"), ("gpt", "dp=2,pp=2,zero=3", 4, "simulator")]
+SHORT = [("t5_hf", "pp=4", 4, "simulator"), ("gpt", "dp=2,pp=2,zero=3", 4, "simulator")]
 LONG = [
     *(("gpt", plan, 4, "gloo") for plan in ("pp=4", "tp=2,pp=2", "dp=2,pp=2,zero=1", "dp=2,pp=2,zero=2")),
     ("gpt", "dp=2,tp=2,pp=2,zero=3", 8, "simulator"),
     ("t5_hf", "dp=2,tp=2,pp=2", 8, "simulator"),
+    ("t5_hf", "pp=4", 4, "gloo"),
     ("llama_hf", "pp=2", 2, "gloo"),
 ]
 

@@ -109,7 +109,10 @@ def test_random_plans_with_unequal_shards_are_exact(examples: Path) -> None:
     check(odd_gpt(module), odd_inputs(), range(4), MESHES)
 
 
-@pytest.mark.parametrize(("plan", "ranks", "backend"), [("tp=3", 3, "gloo"), ("dp=2,tp=2", 4, "simulator")])
+@pytest.mark.parametrize(
+    ("plan", "ranks", "backend"),
+    [pytest.param("tp=3", 3, "gloo", marks=pytest.mark.long), ("dp=2,tp=2", 4, "simulator")],
+)
 def test_policies_split_unevenly_what_does_not_divide(examples: Path, plan: str, ranks: int, backend: Any) -> None:
     module = load_user_module(str(examples / "gpt.py"))
     report = verify_plan(odd_gpt(module, 0.0)(), odd_inputs(), ranks=ranks, plan=plan, backend=backend)

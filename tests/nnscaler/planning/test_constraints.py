@@ -41,6 +41,7 @@ from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
+from tests.sampling import every
 from tests.traced_examples import loaded
 from verify.programs.random_plans import random_plan
 
@@ -303,7 +304,7 @@ def test_other_stages_than_the_most_even_ones_are_kept() -> None:
     assert again.plan == told.plan and again.best.seconds == told.best.seconds
 
 
-@pytest.mark.parametrize("name", ["gpt", "moe"])
+@pytest.mark.parametrize("name", every(2, ["gpt", "moe"]))
 @pytest.mark.parametrize("seed", range(2))
 def test_all_constraints_of_a_random_plan_give_that_plan(name: str, seed: int) -> None:
     """One that draws from what is searched: sizes, then a choice per operation."""

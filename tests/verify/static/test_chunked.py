@@ -15,6 +15,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan
 from nnscaler.planning.specification import parse_axes
 from nnscaler.transform.plan import ChunkStep
+from tests.sampling import every
 from tests.traced_examples import traced
 from tests.verify.static.mutants import equivalent, mutants
 from verify.programs.random_plans import IN_PIECES, random_plan
@@ -48,7 +49,7 @@ def test_right_programs_are_proved(spec: str, micro_batches: int) -> None:
     assert not any("recompute(" in text.partition("aten = ")[2] for text in kept.sources.values())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", every(2, range(12)))
 def test_random_regions_are_proved(seed: int) -> None:
     found, mesh = traced("gpt"), IN_PIECES[seed % len(IN_PIECES)]
     sizes = {"micro_batches": mesh.micro_batches, "regions": mesh.regions}

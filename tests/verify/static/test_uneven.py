@@ -14,6 +14,7 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import Traced, trace
+from tests.sampling import every
 from tests.verify.static.test_right import check_layouts, findings
 from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plan
 from verify.programs.typing import check_program
@@ -45,7 +46,7 @@ def test_plans_with_unequal_shards_are_proved(odd: Traced, plan: str, ranks: int
     assert check_layouts(program, result) > 10
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", every(2, range(12)))
 def test_random_plans_with_unequal_shards_are_proved(odd: Traced, seed: int) -> None:
     meshes: tuple[Mesh, ...] = (*MESHES, *PIPELINES, *UNLIKE)
     mesh, known = meshes[seed % len(meshes)], signatures(odd.graph)

@@ -43,7 +43,7 @@ def test_every_configuration_divides_ranks_and_batch() -> None:
 @pytest.mark.parametrize(
     ("cluster", "ranks", "share"),
     [
-        ("h100x8", 4, 1.0),
+        pytest.param("h100x8", 4, 1.0, marks=pytest.mark.long),
         ("h100x8", 4, 0.45),
         ("ethernet10g", 6, 1.0),
         pytest.param("ethernet10g", 6, 0.6, marks=pytest.mark.long),

@@ -17,7 +17,7 @@ TURNS, PART = "in turn", "on each data part by itself"
 @pytest.mark.parametrize(
     ("command", "ranks", "way"),
     [
-        ("ddp_toy.py", 2, WHOLE),
+        pytest.param("ddp_toy.py", 2, WHOLE, marks=pytest.mark.long),
         pytest.param("ddp_toy.py", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("sampler.py", 2, WHOLE, marks=pytest.mark.long),
         ("sampler.py --batch-size 5", 3, WHOLE),
@@ -29,7 +29,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("fsdp_transformer.py", 3, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py --same-rows", 4, OWN, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 2, OWN, marks=pytest.mark.long),
-        ("tensor_parallel.py", 3, OWN),
+        pytest.param("tensor_parallel.py", 3, OWN, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 4, OWN, marks=pytest.mark.long),
         pytest.param("two_dimensions.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("two_dimensions.py", 3, WHOLE, marks=pytest.mark.long),
@@ -44,7 +44,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         ("accumulate.py --batch-norm", 3, PART),
         pytest.param("accumulate.py --accumulate 3", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 2, OWN, marks=pytest.mark.long),
-        ("megatron_style.py", 3, OWN),
+        pytest.param("megatron_style.py", 3, OWN, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 4, OWN, marks=pytest.mark.long),
     ],
 )
