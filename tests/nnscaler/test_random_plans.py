@@ -52,19 +52,19 @@ def test_random_plans_are_exact(name: str, examples: Path) -> None:
 
 def test_random_pipelines_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    check(module.build_model, module.sample_inputs(), range(3), PIPELINES)
+    check(module.build_model, module.sample_inputs(), range(2), PIPELINES)
 
 
 def test_random_regions_in_pieces_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    rows = check(module.build_model, module.sample_inputs(), range(4), IN_PIECES)
-    assert rows["join"] >= 4
+    rows = check(module.build_model, module.sample_inputs(), range(2), IN_PIECES)
+    assert rows["join"] >= 2
 
 
 def test_random_plans_in_slices_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    rows = check(module.build_model, module.sample_inputs(), range(3), SLICED)
-    assert rows["append"] >= 24
+    rows = check(module.build_model, module.sample_inputs(), range(2), SLICED)
+    assert rows["append"] >= 16
 
 
 def untied_gpt(module: Any) -> Callable[[], Any]:
@@ -81,7 +81,7 @@ def untied_gpt(module: Any) -> Callable[[], Any]:
 
 def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    check(untied_gpt(module), module.sample_inputs(), range(3), UNLIKE)
+    check(untied_gpt(module), module.sample_inputs(), range(2), UNLIKE)
 
 
 def test_random_stages_on_any_devices_are_exact(examples: Path) -> None:

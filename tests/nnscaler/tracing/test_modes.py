@@ -88,7 +88,9 @@ def stack(evaluated: tuple[int, ...]) -> Stack:
     return made
 
 
-@pytest.mark.parametrize("evaluated", every(2, [(), (0,), (2,), (0, 1), (1, 3), (0, 1, 2, 3), (0, 1, 2, 3, 4)]))
+@pytest.mark.parametrize(
+    "evaluated", every(2, map(pytest.param, [(), (0,), (2,), (0, 1), (1, 3), (0, 1, 2, 3), (0, 1, 2, 3, 4)]))
+)
 def test_layers_of_different_modes_are_not_copies(evaluated: tuple[int, ...]) -> None:
     kinds = len({i in evaluated for i in range(LAYERS)})
     traced = same(lambda: stack(evaluated), copies=LAYERS - kinds)

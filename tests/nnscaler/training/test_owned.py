@@ -115,7 +115,9 @@ def test_the_updates_are_those_of_one_process(make: Callable[[Engine], Made], pl
     assert 0 < min(held for _, held in found) < len(expected)  # each matrix has one owner
 
 
-def test_a_checkpoint_goes_on_under_any_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [1, pytest.param(None, marks=pytest.mark.long)])
+def test_a_checkpoint_goes_on_under_any_plan(tmp_path: Path, others: int | None) -> None:
+    """Each plan's under the next one, or each under all."""
     expected = eager("muon_and_adam", 4)
     every = [*PLANS, ("dp=1", 1), ("dp=2", 2)]
 
@@ -133,9 +135,9 @@ def test_a_checkpoint_goes_on_under_any_plan(tmp_path: Path) -> None:
 
         return run
 
-    for first in every:
+    for place, first in enumerate(every):
         Simulator(first[1]).run(work(compiled(*first), range(2), False))
-        for plan, ranks in every:
+        for plan, ranks in [*every[place + 1 :], *every[: place + 1]][:others]:
             for state in Simulator(ranks).run(work(compiled(plan, ranks), range(2, 4), True)):
                 for name, right in expected.items():
                     torch.testing.assert_close(state[name], right, rtol=1e-11, atol=1e-13)

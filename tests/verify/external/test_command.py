@@ -35,7 +35,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("words", every(2, RIGHT), ids=" ".join)
+@pytest.mark.parametrize("words", every(2, map(pytest.param, RIGHT)), ids=" ".join)
 def test_examples_are_verified(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run(capsys, str(EXAMPLES / words[0]), *words[1:])
     assert (code, report["verdict"], report["tool"]) == (0, "VERIFIED", "verify-external")
