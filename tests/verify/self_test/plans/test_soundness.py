@@ -166,7 +166,7 @@ def test_search_finds_a_wrong_rule(tiny: Get, monkeypatch: pytest.MonkeyPatch) -
     right = tiny("shuffled")
     with monkeypatch.context() as patch:
         _half_said_sections(patch)
-        searches = (Fuzz("shuffled", right, Random(seed), 500, True).work() for seed in range(8))
+        searches = (Fuzz("shuffled", right, Random(seed), 500, True).work() for seed in range(4, 12))
         found = next((search.violations[0] for search in searches if search.violations), None)
         assert found is not None, "the search does not find what is planted"
         assert read_statically(found.sources, right.base.traced.graph).refuted is False
