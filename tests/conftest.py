@@ -90,8 +90,9 @@ def _traces() -> TracedOnce:
 
 @pytest.fixture
 def traced_once(_traces: TracedOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`verify_plan` traces an equal model once: for tests of what is compiled, run and said, not of the trace."""
-    monkeypatch.setattr("verify.programs.prepare.trace", _traces)
+    """An equal model is traced once: for tests of what is compiled, run and said, not of the trace."""
+    for module in ("verify.programs.prepare", "nnscaler.compile", "nnscaler.training.part_program"):
+        monkeypatch.setattr(f"{module}.trace", _traces)
 
 
 @pytest.fixture(scope="session")

@@ -281,7 +281,7 @@ def test_sections_that_become_a_factor(shuffled: Original, tmp_path: Path) -> No
     assert_caught(shuffled.verify(shuffled.broken(tmp_path, SECTIONED.edits)), SECTIONED)
 
 
-@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("each", [6, pytest.param(1, marks=pytest.mark.long)])
 def test_no_conversion_can_be_left_out(one_block: Original, tmp_path: Path, each: int) -> None:
     """Each line of communication in turn, or one of four of them, is replaced by its argument."""
     lines = (one_block.folder / "role_0.py").read_text().splitlines()

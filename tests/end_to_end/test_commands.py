@@ -373,7 +373,7 @@ def test_the_users_own_files_are_theirs(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", "import sys; from nnscaler.cli.main import main; sys.exit(main())"]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "NO_COLOR": "1"}
-    arguments = ["verify-plan", "model.py", "--ranks", "2", "--plan", "dp=2", "--quick"]
+    arguments = ["verify-plan", "model.py", "--ranks", "2", "--plan", "dp=2", "--quick", "--backend", "simulator"]
     found = subprocess.run(
         [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )

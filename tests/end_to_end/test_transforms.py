@@ -9,6 +9,7 @@ import pytest
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan
 from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep, Step
+from tests.sampling import every
 from tests.traced_examples import loaded, traced
 from verify import verify_plan
 
@@ -18,11 +19,14 @@ LABELS_FIRST = (OrderStep(("flatten_1",), ("blocks.0.ln_1",)),)
 
 @pytest.mark.parametrize(
     ("steps", "sizes", "micro_batches"),
-    [
-        (RECOMPUTE, {"tp": 2}, 1),
-        (RECOMPUTE, {"dp": 2, "pp": 2}, 2),
-        (LABELS_FIRST, {"dp": 2}, 2),
-    ],
+    every(
+        2,
+        [
+            (RECOMPUTE, {"tp": 2}, 1),
+            (RECOMPUTE, {"dp": 2, "pp": 2}, 2),
+            (LABELS_FIRST, {"dp": 2}, 2),
+        ],
+    ),
 )
 def test_recompute_and_order(steps: tuple[Step, ...], sizes: dict[str, int], micro_batches: int) -> None:
     model, inputs, graph = loaded("gpt").build(), loaded("gpt").inputs, traced("gpt").graph

@@ -79,6 +79,7 @@ def untied_gpt(module: Any) -> Callable[[], Any]:
     return build
 
 
+@pytest.mark.long
 def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
     check(untied_gpt(module), module.sample_inputs(), range(2), UNLIKE)
@@ -111,7 +112,10 @@ def test_random_plans_with_unequal_shards_are_exact(examples: Path) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "ranks", "backend"),
-    [pytest.param("tp=3", 3, "gloo", marks=pytest.mark.long), ("dp=2,tp=2", 4, "simulator")],
+    [
+        pytest.param("tp=3", 3, "gloo", marks=pytest.mark.long),
+        pytest.param("dp=2,tp=2", 4, "simulator", marks=pytest.mark.long),
+    ],
 )
 def test_policies_split_unevenly_what_does_not_divide(examples: Path, plan: str, ranks: int, backend: Any) -> None:
     module = load_user_module(str(examples / "gpt.py"))

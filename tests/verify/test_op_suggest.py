@@ -157,7 +157,7 @@ RECOVERED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "keywords", "expected"), every(2, RECOVERED), ids=lambda v: getattr(v, "__name__", None)
+    ("function", "arguments", "keywords", "expected"), every(3, RECOVERED), ids=lambda v: getattr(v, "__name__", None)
 )
 def test_annotations_are_recovered(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], expected: str
@@ -324,7 +324,7 @@ REPAIRED: list[tuple[Callable[..., Any], str, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "text", "identifier", "advised", "reason"), REPAIRED)
+@pytest.mark.parametrize(("function", "text", "identifier", "advised", "reason"), every(2, REPAIRED))
 def test_wrong_annotations_are_repaired(
     function: Callable[..., Any], text: str, identifier: str, advised: str, reason: str
 ) -> None:

@@ -256,14 +256,17 @@ def test_operations_are_named_by_module_and_by_operator() -> None:
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [
-        ("gpt", {"dp": 2, "tp": 2}),
-        ("gpt", {"tp": 2, "pp": 2}),
-        ("moe", {"dp": 2, "pp": 2}),
-        ("moe", {"tp": 4}),
-        pytest.param("llama_hf", {"tp": 4}, marks=pytest.mark.long),
-        pytest.param("t5_hf", {"dp": 2, "tp": 2}, marks=pytest.mark.long),
-    ],
+    every(
+        2,
+        [
+            ("gpt", {"dp": 2, "tp": 2}),
+            ("gpt", {"tp": 2, "pp": 2}),
+            ("moe", {"dp": 2, "pp": 2}),
+            ("moe", {"tp": 4}),
+            pytest.param("llama_hf", {"tp": 4}, marks=pytest.mark.long),
+            pytest.param("t5_hf", {"dp": 2, "tp": 2}, marks=pytest.mark.long),
+        ],
+    ),
 )
 def test_all_constraints_of_a_policy_give_its_plan(name: str, given: dict[str, int]) -> None:
     """Also where it splits what needs no gradient, which the planner does not search by itself."""

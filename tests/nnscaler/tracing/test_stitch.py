@@ -219,10 +219,10 @@ def checkpointed(layer: Layer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("change", "body", "copies"),
-    [
+    every(2, [
         (add_batch_norm, None, 4), (add_tensors, scaled, 3), (count_calls, counting, 4),
         (lambda stack: None, checkpointed, 4),
-    ],
+    ]),
 )  # fmt: skip
 def test_state_of_layers(change: Callable[[Stack], None], body: Forward | None, copies: int) -> None:
     traced = same(changed(change, body), copies=copies)

@@ -35,6 +35,8 @@ from tests.nnscaler.training.test_part import (
 )
 from tests.sampling import every
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 SIZES = (12, 5, 1, 5, 12)
 
 
@@ -94,7 +96,7 @@ def test_batches_of_other_sizes_are_compiled_once(plan: str) -> None:
     assert len(checked) == 2
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "pp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("plan", every(3, ["dp=2", "pp=2", "dp=2,tp=2"]))
 def test_the_program_of_a_part_is_proved(plan: str) -> None:
     for name in CASES:
         verify.vouch(compiled(CASES[name], plan).program)

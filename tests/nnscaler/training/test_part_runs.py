@@ -17,6 +17,8 @@ from nnscaler.training.part import Part
 from tests.nnscaler.training.test_part import CASES, Around, assert_same, compiled, eager, on_ranks, optimizer_of, train
 from tests.sampling import every
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 class Both:
     """An optimizer of the part and one of what is around it, as one."""
@@ -37,7 +39,7 @@ CHANGES = [("dp=2,zero=1", "tp=2"), ("dp=3", "pp=2"), ("tp=2", "dp=2,zero=3")]
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after"), every(2, [(n, *plans) for n, plans in product(("dropout", "norm", "blocks"), CHANGES)])
+    ("name", "before", "after"), every(4, [(n, *plans) for n, plans in product(("dropout", "norm", "blocks"), CHANGES)])
 )
 def test_a_run_goes_on_under_another_plan(name: str, before: str, after: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -145,7 +145,9 @@ class Batched(Small):
         return (hidden * weights).square().sum()
 
 
-@pytest.mark.parametrize(("batch", "length", "right"), [(4, 5, True), (8, 3, True), (6, 8, False), (2, 8, False)])
+@pytest.mark.parametrize(
+    ("batch", "length", "right"), every(2, [(4, 5, True), (8, 3, True), (6, 8, False), (2, 8, False)])
+)
 def test_the_plan_holds_where_it_is_said_to_and_is_refused_elsewhere(batch: int, length: int, right: bool) -> None:
     """At the sizes of the statement the program equals the model; where the batch does not divide, it is refused."""
     result = sizes_of(Batched(), (torch.randn(8, 6, 6),), "dp=2,tp=2", 4, 2)

@@ -248,7 +248,7 @@ list(run_forked([child, hangs], 1, 600.0))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
-@pytest.mark.parametrize("how", every(2, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
+@pytest.mark.parametrize("how", every(3, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_no_orphans(how: signal.Signals, repository: Path) -> None:
     """However the parent ends, its children end."""
     parent = subprocess.Popen(

@@ -381,7 +381,7 @@ def unedited(subject: Get) -> Proof:
 @pytest.mark.parametrize(
     ("edit", "line"),
     every(
-        2,
+        3,
         [
             ("gelu = aten.slice(gelu, 0, 0, 6)", "gelu = aten.slice(gelu, 0, 0, 6)"),
             ("gelu = aten.view(gelu, {shape})", "gelu = aten.view(gelu"),

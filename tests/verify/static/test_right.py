@@ -74,7 +74,9 @@ def test_policy_plans_are_proved(name: str) -> None:
     assert tried >= 3
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("llama_hf", marks=pytest.mark.long), "t5_hf"])
+@pytest.mark.parametrize(
+    "name", ["gpt", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama_hf", "t5_hf"))]
+)
 def test_random_plans_are_proved(name: str) -> None:
     example = traced(name)
     known = signatures(example.graph)

@@ -29,11 +29,11 @@ def test_every_mutant_of_the_text_is_refuted(name: str, plan: str) -> None:
     program = compiled(name, plan, 2 if "pp" in plan else 1)
     count = 0
     for file, text in program.sources.items():
-        for mutant in list(mutants(text))[::11]:  # every kind, on some of the lines; the self-test takes all
+        for mutant in list(mutants(text))[::17]:  # every kind, on some of the lines; the self-test takes all
             proved = check_program({**program.sources, file: mutant.text}, program.graph).proved
             assert not proved or equivalent(mutant), (file, mutant.line, mutant.kind, mutant.after)
             count += 1
-    assert count > 15
+    assert count > 8
 
 
 CASES = [

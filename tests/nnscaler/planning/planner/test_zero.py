@@ -26,7 +26,7 @@ from nnscaler.planning.sharding.memory import parameter_memory
 from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, ZERO_1, ZERO_2, ZERO_3, AtRest
 from nnscaler.transform.plan import Plan, RestStep
 from tests.nnscaler.planning.planner.planned import deep, graph_of, subject_of
-from tests.sampling import only
+from tests.sampling import every, only
 
 PLENTY = 1e12
 WHOLE_BYTES = 16  # of a float32 parameter, its gradient and both moments of Adam
@@ -38,7 +38,7 @@ def program_memory(found: Found) -> int:
     return max(stage.total for stage in stage_memory(program.communicated, program.order))
 
 
-@pytest.mark.parametrize("layers", [4, 9])  # a graph, and a chain
+@pytest.mark.parametrize("layers", every(2, [4, 9]))  # a graph, and a chain
 def test_less_memory_asks_for_later_stages(layers: int) -> None:
     graph, cluster = deep(layers, tokens=2048), load_cluster("h100x8").scaled(4)
     known = dict(signatures(graph))
@@ -59,6 +59,7 @@ def test_less_memory_asks_for_later_stages(layers: int) -> None:
     assert seconds[3] > 1.2 * seconds[2]
 
 
+@pytest.mark.long
 def test_shards_of_states_are_taken_rather_than_tp_and_shards_of_parameters() -> None:
     """All ways to use the ranks are searched. What is cheapest without a limit does not fit."""
     graph, cluster = deep(9, tokens=2048), load_cluster("h100x8").scaled(4)
@@ -133,7 +134,7 @@ def test_what_fits_takes_no_less_than_its_bounds() -> None:
     assert all(looked[zero] > 4 for zero in (1, 2, 3))
 
 
-@pytest.mark.parametrize("layers", [4, 9])
+@pytest.mark.parametrize("layers", only((1,), [4, 9]))
 def test_bounds_hold_where_whole_gradients_are_most(layers: int) -> None:
     """Under ZeRO-2 a rank may hold most when a backward ends: with few activations, or with many."""
     looked = arrived = close = 0
