@@ -16,8 +16,6 @@ from nnscaler.errors import NnscalerError
 from nnscaler.transform.plan import Plan, RecomputeStep
 from tests.sampling import every, only
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(8) % 3
 

@@ -26,8 +26,6 @@ from verify.self_test.training.bases import Small, sample
 from verify.self_test.training.mutants import ROWS
 from verify.self_test.training.run import complaint, judge, right_run, run_table, table_lines
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 NAMED = (  # one of each kind of finding
     "reduce-scatter skipped",
     "clip before unscale",

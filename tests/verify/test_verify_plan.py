@@ -19,8 +19,6 @@ from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
 from verify.results.catalogue import CODES
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 Factory = Callable[[], nn.Module]
 Batch = dict[str, Tensor]
 

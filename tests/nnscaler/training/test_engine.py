@@ -20,8 +20,6 @@ from nnscaler.training.engine import Engine
 from nnscaler.training.running import EngineSettings
 from tests.sampling import every
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")
 
 

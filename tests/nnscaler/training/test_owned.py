@@ -25,8 +25,6 @@ from nnscaler.training.engine import Engine
 from nnscaler.training.running import EngineSettings
 from tests.sampling import every
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 PLANS = [("dp=2,zero=1,owned=1", 2), ("dp=3,zero=2,owned=1", 3), ("dp=2,shard=2,zero=1,owned=1", 4)]
 PIPED = ("dp=2,pp=2,zero=2,owned=1", 4)
 Made = list[torch.optim.Optimizer]

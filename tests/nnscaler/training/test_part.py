@@ -20,8 +20,6 @@ from nnscaler.training.part_program import PartProgram, compile_part
 from nnscaler.training.running import EngineSettings
 from tests.sampling import every
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 WIDTH, HIDDEN, LENGTH, WORDS = 8, 10, 4, 11
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")
 

@@ -35,8 +35,6 @@ from tests.nnscaler.training.test_part import (
 )
 from tests.sampling import every
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 SIZES = (12, 5, 1, 5, 12)
 
 

@@ -17,8 +17,6 @@ from nnscaler.training.part import Part
 from tests.nnscaler.training.test_part import CASES, Around, assert_same, compiled, eager, on_ranks, optimizer_of, train
 from tests.sampling import every
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 
 class Both:
     """An optimizer of the part and one of what is around it, as one."""

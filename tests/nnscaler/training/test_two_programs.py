@@ -25,8 +25,6 @@ from nnscaler.training.engine import Engine
 from nnscaler.training.running import EngineSettings
 from tests.sampling import every
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 ROWS = (12, 12, 7, 12)  # one batch is short
 Losses = list[tuple[float, float]]
 

@@ -139,7 +139,7 @@ def test_bounds_hold_where_whole_gradients_are_most(layers: int) -> None:
     """Under ZeRO-2 a rank may hold most when a backward ends: with few activations, or with many."""
     looked = arrived = close = 0
     sized = ({"dp": 4}, {"dp": 4, "micro_batches": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2, "micro_batches": 4})
-    for tokens, wanted in zip((64, 2048, 64, 2048), sized, strict=True):
+    for tokens, wanted in zip((2048, 64, 2048, 64), sized, strict=True):
         subject = subject_of(deep(layers, tokens=tokens), 4)
         c = replace(Configuration(**wanted), parameters=ZERO_2, recompute=None if layers == 9 else False)
         solved = evaluate_chain if layers == 9 else evaluate
