@@ -10,12 +10,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
 
 from verify.processes.subprocess_isolation import can_run_apart as CAN_RUN_APART
+
+if TYPE_CHECKING:
+    from tests.traced_once import TracedOnce
 
 # Nothing is kept in the home of whoever runs the tests.
 _CACHES = tempfile.TemporaryDirectory(prefix="nnscaler-caches-")
@@ -75,6 +79,20 @@ def _simulator_apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 def _cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test finds what another one left. (Tests that run in the repository share its cache: `[tool.nnscaler]`.)"""
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path(_CACHES.name, str(next(_NUMBERS)))))
+
+
+@pytest.fixture(scope="session")
+def _traces() -> TracedOnce:
+    from tests.traced_once import TracedOnce  # torch.export takes a while
+
+    return TracedOnce()
+
+
+@pytest.fixture
+def traced_once(_traces: TracedOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An equal model is traced once: for tests of what is compiled, run and said, not of the trace."""
+    for module in ("verify.programs.prepare", "nnscaler.compile", "nnscaler.training.part_program"):
+        monkeypatch.setattr(f"{module}.trace", _traces)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,12 @@ def every(n: int, rows: Iterable[Any]) -> list[Any]:
     return [row if i % n == 0 else _long(row) for i, row in enumerate(rows)]
 
 
+def only(numbers: Iterable[int], rows: Iterable[Any]) -> list[Any]:
+    """Mark `long` all rows of a table but those of these numbers, where each n-th would leave out what matters."""
+    chosen = set(numbers)
+    return [row if i in chosen else _long(row) for i, row in enumerate(rows)]
+
+
 def _long(row: Any) -> Any:
     if hasattr(row, "marks"):
         return pytest.param(*row.values, marks=[*row.marks, pytest.mark.long], id=row.id)

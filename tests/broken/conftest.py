@@ -20,6 +20,11 @@ def kept_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+@pytest.fixture(autouse=True)
+def _models_are_traced_once(traced_once: None) -> None:
+    """The bugs are in programs."""
+
+
 @pytest.fixture(scope="session")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Original:
     """The transformer, dp=2 and tp=2: one role."""

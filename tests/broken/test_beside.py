@@ -49,18 +49,18 @@ def test_a_norm_without_the_copies_of_other_stages(monkeypatch: Patch, staged: O
     assert "gradient_norm_differs" in codes(staged.verify(staged.folder))
 
 
-def test_each_rank_clips_by_its_own_norm(monkeypatch: Patch, sharded: Original) -> None:
+def test_each_rank_clips_by_its_own_norm(monkeypatch: Patch, small_sharded: Original) -> None:
     def own(stages: Any, communicator: Any, norm_type: float = 2.0) -> Tensor:
         grads = [p.grad for stage in stages for p in clipping._trained(stage) if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]), norm_type).double()
 
     monkeypatch.setattr("nnscaler.runtime.training.executor.gradient_norm", own)
-    assert "gradient_norm_differs" in codes(sharded.verify(sharded.folder))
+    assert "gradient_norm_differs" in codes(small_sharded.verify(small_sharded.folder))
 
 
-def test_nothing_is_clipped(monkeypatch: Patch, sharded: Original) -> None:
+def test_nothing_is_clipped(monkeypatch: Patch, small_sharded: Original) -> None:
     monkeypatch.setattr("nnscaler.runtime.training.executor.clip_gradients", lambda *_: None)
-    assert "parameter_differs" in codes(sharded.verify(sharded.folder))
+    assert "parameter_differs" in codes(small_sharded.verify(small_sharded.folder))
 
 
 def test_a_constant_in_backward(sharded: Original, tmp_path: Path) -> None:

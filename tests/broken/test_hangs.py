@@ -137,7 +137,7 @@ def check(report: verify.Report, hang: Hang) -> None:
     assert not hang.waits or any(hang.waits in text for text in waits), waits
 
 
-@pytest.mark.parametrize("hang", [*HANGS, *MORE], ids=lambda hang: hang.name)
+@pytest.mark.parametrize("hang", every(2, [*HANGS, *MORE]), ids=lambda hang: hang.name)
 def test_on_threads(request: pytest.FixtureRequest, hang: Hang, tmp_path: Path) -> None:
     original: Original = request.getfixturevalue(hang.program)
     program = original.broken(tmp_path, hang.edits)

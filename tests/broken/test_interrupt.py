@@ -61,7 +61,7 @@ def ignore_interrupts() -> None:
         pytest.param("simulator", signal.SIGINT, 1, marks=pytest.mark.long),
         pytest.param("gloo", signal.SIGINT, 2, marks=pytest.mark.long),
         pytest.param("gloo", signal.SIGTERM, 1, marks=pytest.mark.long),
-        ("simulator", signal.SIGTERM, 2),
+        pytest.param("simulator", signal.SIGTERM, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_signal_ends_everything(

@@ -94,7 +94,7 @@ def test_low_precision_is_in_the_mode_of_the_model(factory: Factory) -> None:
     assert report.exit_code == 0, report.to_json()
 
 
-@pytest.mark.parametrize(("meant", "made", "level"), every(3, product(MODES, MODES, ["static", "run"])))
+@pytest.mark.parametrize(("meant", "made", "level"), every(5, product(MODES, MODES, ["static", "run"])))
 def test_a_program_of_another_mode(made: Factory, meant: Factory, level: Level, programs: dict[Factory, Path]) -> None:
     report = verify.verify_plan(meant, batch(), ranks=2, program=programs[made], level=level, depth="quick")
     assert report.exit_code == (0 if made is meant else 1), report.to_json()

@@ -8,6 +8,7 @@ import pytest
 
 import nnscaler
 from tests.broken.planting import Edit, Original
+from tests.sampling import every
 from verify.self_test.programs.tiny_models import Recycled, pairs
 
 VALUE, GRADIENT = "tensor_differs", "tensor_gradient_differs"
@@ -65,7 +66,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", every(2, BUGS))
 def test_bug_is_named(original: Original, tmp_path: Path, name: str) -> None:
     edits, code, tensor, cause = BUGS[name]
     program = original.broken(tmp_path, edits)

@@ -26,6 +26,11 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True)
+def _models_are_traced_once(traced_once: None) -> None:
+    """Many plans of few models."""
+
+
 @pytest.fixture(scope="session")
 def example() -> Callable[[str], ModuleType]:
     return load_example

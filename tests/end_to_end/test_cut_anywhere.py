@@ -20,6 +20,7 @@ from nnscaler.planning.policies import stages_of
 from nnscaler.tracing import trace
 from nnscaler.transform.balance import balanced_cuts
 from nnscaler.transform.partition_stages import SLACK, repeated_operations, work_of
+from tests.sampling import every
 from tests.traced_examples import traced
 
 Load = Callable[[str], ModuleType]
@@ -134,7 +135,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "plan", "schedule", "micro_batches"), ROWS)
+@pytest.mark.parametrize(("model", "plan", "schedule", "micro_batches"), every(2, ROWS))
 def test_a_pipeline_is_verified(model: type[nn.Module], plan: str, schedule: str | None, micro_batches: int) -> None:
     given = inputs() if model is not Three else {"x": inputs()["x"]}
     report = verify.verify_plan(

@@ -1,6 +1,7 @@
 """Every example, compiled under many plans, computes what the model computes.
 
-A row is (example, plan, schedule, micro-batches). The rows without `long` are one of each kind.
+A row is (example, plan, schedule, micro-batches). The rows without `long` are one of each kind; all but two of them are
+only run, for `tests/verify` proves programs of all examples.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from types import ModuleType
 import pytest
 import torch
 
-import nnscaler
 import verify
 from nnscaler.planning.specification import parse_axes, ranks_in
+from tests.sampling import every
+from tests.traced_examples import compiled
 
 Load = Callable[[str], ModuleType]
 
@@ -21,8 +23,6 @@ SCHEDULES = ("1F1B", "GPipe", "interleaved")
 ONE_OF_EACH = [
     ("gpt", "dp=2,tp=2,pp=2", "1F1B", 4),
     ("gpt", "pp=2", "interleaved", 4),
-    ("gpt", "dp=3", None, 1),
-    ("vit_hf", "pp=2", "1F1B", 4),
     ("swin_hf", "tp=2", None, 1),
     ("t5_hf", "pp=2", "1F1B", 2),
     ("custom_op", "dp=2,tp=2", None, 1),
@@ -36,7 +36,10 @@ EXPERTS = [
     ("moe_dispatch", "ep=2,tp=2,zero=1", None, 1),
 ]
 GPT = [
-    *[("gpt", plan, None, micro) for plan, micro in (("dp=8", 1), ("dp=8", 3), ("tp=4", 1), ("tp=4", 2), ("dp=3", 4))],
+    *[
+        ("gpt", plan, None, micro)
+        for plan, micro in (("dp=8", 1), ("dp=8", 3), ("tp=4", 1), ("tp=4", 2), ("dp=3", 1), ("dp=3", 4))
+    ],
     *[
         ("gpt", plan, schedule, micro)
         for plan, micro in (("pp=4", 8), ("dp=2,tp=2,pp=2", 4), ("tp=2,pp=3", 6))
@@ -55,8 +58,8 @@ OTHERS = [
 ]
 REST = OTHERS + EXPERTS
 ROWS = [
-    *ONE_OF_EACH,
-    *(pytest.param(*row, marks=pytest.mark.long) for row in dict.fromkeys(GPT + REST) if row not in ONE_OF_EACH),
+    *((*row, "all" if row[0] == "custom_op" or row[1] == "dp=2,tp=2,pp=2" else "run") for row in ONE_OF_EACH),
+    *(pytest.param(*row, "all", marks=pytest.mark.long) for row in dict.fromkeys(ONE_OF_EACH + GPT + REST)),
 ]
 ON_PROCESSES = [
     row for row in dict.fromkeys(ONE_OF_EACH + GPT + OTHERS) if row[0] in ("gpt", "llama_hf", "moe_dispatch")
@@ -67,7 +70,7 @@ def ranks_of(plan: str) -> int:
     return ranks_in(parse_axes(plan))
 
 
-def check(example: Load, name: str, plan: str, schedule: str | None, micro_batches: int, backend: str) -> None:
+def check(example: Load, name: str, plan: str, schedule: str | None, micro_batches: int, **options: str) -> None:
     module = example(name)
     report = verify.verify_plan(
         module.build_model,
@@ -76,15 +79,17 @@ def check(example: Load, name: str, plan: str, schedule: str | None, micro_batch
         plan=plan,
         schedule=schedule,
         micro_batches=micro_batches,
-        backend=backend,
+        **options,
     )
     assert report.exit_code == 0, report.to_json()
     assert report.total > 10 and not report.findings, report.to_json()
 
 
-@pytest.mark.parametrize(("name", "plan", "schedule", "micro_batches"), ROWS)
-def test_example_is_verified(example: Load, name: str, plan: str, schedule: str | None, micro_batches: int) -> None:
-    check(example, name, plan, schedule, micro_batches, "simulator")
+@pytest.mark.parametrize(("name", "plan", "schedule", "micro_batches", "level"), ROWS)
+def test_example_is_verified(
+    example: Load, name: str, plan: str, schedule: str | None, micro_batches: int, level: str
+) -> None:
+    check(example, name, plan, schedule, micro_batches, backend="simulator", level=level)
 
 
 @pytest.mark.long
@@ -92,14 +97,13 @@ def test_example_is_verified(example: Load, name: str, plan: str, schedule: str 
 def test_example_is_verified_on_processes(
     example: Load, name: str, plan: str, schedule: str | None, micro_batches: int
 ) -> None:
-    check(example, name, plan, schedule, micro_batches, "gloo")
+    check(example, name, plan, schedule, micro_batches, backend="gloo")
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama_hf", "vit_hf", "swin_hf", "t5_hf", "custom_op"])
-def test_tensor_parallelism_divides_the_work(example: Load, name: str) -> None:
+@pytest.mark.parametrize("name", every(2, ["gpt", "llama_hf", "vit_hf", "swin_hf", "t5_hf", "custom_op"]))
+def test_tensor_parallelism_divides_the_work(name: str) -> None:
     """Found from annotations alone: nearly all of the matrix multiplications are really sharded."""
-    module = example(name)
-    program = nnscaler.parallelize(module.build_model(), module.sample_inputs(), ranks=2, plan="tp=2")
+    program = compiled(name, "tp=2")
     assert program.manifest.matmul_flops_divided["tp"] >= 0.9
     assert not program.manifest.unannotated
 

@@ -97,6 +97,7 @@ def row(text: str, item: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
+@pytest.mark.long
 def test_all_is_well(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     configure("", "model.py")
     with Path("pyproject.toml").open("a", encoding="utf-8") as file:
@@ -139,6 +140,7 @@ def test_one_that_is_wrong_one_that_dies_and_one_that_cannot_run(
     assert main(["gate", "--only", "dies"]) == 3
 
 
+@pytest.mark.long
 def test_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     configure('baseline = "known.toml"\n[tool.nnscaler.gate.ops]\nnames = ["ops.py::right", "ops.py::wrong"]')
     assert main(["gate"]) == 1, "one that does not exist yet knows of nothing"

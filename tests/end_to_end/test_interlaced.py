@@ -17,23 +17,26 @@ from nnscaler.transform.plan import Plan, RecomputeStep
 from tests.traced_examples import EXAMPLES, loaded, traced
 from verify import verify_plan
 
-SHORT = [("t5_hf", "pp=4", 4, "gloo"), ("gpt", "dp=2,pp=2,zero=3", 4, "simulator")]
+# `tests/verify/static/test_interlaced.py` proves such programs
+SHORT = [(*row, 4, "simulator", "run") for row in (("t5_hf", "pp=4"), ("gpt", "dp=2,pp=2,zero=3"))]
 LONG = [
+    ("gpt", "dp=2,pp=2,zero=3", 4, "simulator"),
     *(("gpt", plan, 4, "gloo") for plan in ("pp=4", "tp=2,pp=2", "dp=2,pp=2,zero=1", "dp=2,pp=2,zero=2")),
     ("gpt", "dp=2,tp=2,pp=2,zero=3", 8, "simulator"),
     ("t5_hf", "dp=2,tp=2,pp=2", 8, "simulator"),
+    ("t5_hf", "pp=4", 4, "gloo"),
     ("llama_hf", "pp=2", 2, "gloo"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "plan", "ranks", "backend"), [*SHORT, *(pytest.param(*row, marks=pytest.mark.long) for row in LONG)]
+    ("name", "plan", "ranks", "backend", "level"),
+    [*SHORT, *(pytest.param(*row, "all", marks=pytest.mark.long) for row in LONG)],
 )
-def test_it_equals_the_model(name: str, plan: str, ranks: int, backend: Any) -> None:
+def test_it_equals_the_model(name: str, plan: str, ranks: int, backend: Any, level: Any) -> None:
     model = loaded(name)
-    report = verify_plan(
-        model.build, model.inputs, ranks=ranks, plan=plan, schedule="interlaced", micro_batches=None, backend=backend
-    )
+    options = {"schedule": "interlaced", "micro_batches": None, "backend": backend, "level": level}
+    report = verify_plan(model.build, model.inputs, ranks=ranks, plan=plan, **options)
     assert report.exit_code == 0, [f.message for f in report.findings]
 
 

@@ -22,6 +22,7 @@ from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.tracing import trace
+from tests.sampling import every
 from verify.self_test.programs.corpus import SmallModel, Spec, build
 from verify.self_test.programs.judge import Execution, read_statically
 from verify.self_test.programs.tiny_models import Recycled
@@ -55,7 +56,7 @@ def batch(rows: int) -> dict[str, Tensor]:
     return {name: torch.randn(rows, 4, generator=generator) for name in "xy"}
 
 
-@pytest.mark.parametrize(("plan", "ranks", "schedule", "micro_batches", "layers", "recycles"), ROWS)
+@pytest.mark.parametrize(("plan", "ranks", "schedule", "micro_batches", "layers", "recycles"), every(2, ROWS))
 def test_computes_what_the_model_does(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

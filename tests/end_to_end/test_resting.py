@@ -23,7 +23,9 @@ def _again(graph: Graph, ranks: int) -> Plan:
     [
         pytest.param("gpt", "dp=3,zero=3", 3, 2, marks=pytest.mark.long),  # some in unequal shards
         pytest.param("gpt", "dp=2,tp=2,zero=3", 4, 1, marks=pytest.mark.long),
-        ("llama_hf", "dp=2,pp=2,zero=3", 4, 2),  # a table that is the head of another stage too
+        pytest.param(
+            "llama_hf", "dp=2,pp=2,zero=3", 4, 2, marks=pytest.mark.long
+        ),  # a table that is another stage's head
         ("gpt", _again, 2, 1),
         pytest.param("unet", "dp=2,zero=3", 2, 1, marks=pytest.mark.long),
     ],

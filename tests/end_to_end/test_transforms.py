@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan
-from nnscaler.tracing import trace
 from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep, Step
+from tests.sampling import every
+from tests.traced_examples import loaded, traced
 from verify import verify_plan
 
 RECOMPUTE = RecomputeStep(("blocks.0",)), RecomputeStep(("blocks.1.mlp", "blocks.2.attn"))
@@ -20,18 +19,17 @@ LABELS_FIRST = (OrderStep(("flatten_1",), ("blocks.0.ln_1",)),)
 
 @pytest.mark.parametrize(
     ("steps", "sizes", "micro_batches"),
-    [
-        (RECOMPUTE, {"tp": 2}, 1),
-        (RECOMPUTE, {"dp": 2, "pp": 2}, 2),
-        (LABELS_FIRST, {"dp": 2}, 2),
-    ],
+    every(
+        2,
+        [
+            (RECOMPUTE, {"tp": 2}, 1),
+            (RECOMPUTE, {"dp": 2, "pp": 2}, 2),
+            (LABELS_FIRST, {"dp": 2}, 2),
+        ],
+    ),
 )
-def test_recompute_and_order(
-    steps: tuple[Step, ...], sizes: dict[str, int], micro_batches: int, example: Callable[[str], ModuleType]
-) -> None:
-    gpt = example("gpt")
-    model, inputs = gpt.build_model(), gpt.sample_inputs()
-    graph = trace(model, inputs).graph
+def test_recompute_and_order(steps: tuple[Step, ...], sizes: dict[str, int], micro_batches: int) -> None:
+    model, inputs, graph = loaded("gpt").build(), loaded("gpt").inputs, traced("gpt").graph
     plan: Plan = make_plan(graph, signatures(graph), sizes, micro_batches=micro_batches)
     report = verify_plan(model, inputs, ranks=plan.ranks, plan=replace(plan, steps=(*plan.steps, *steps)))
     assert report.exit_code == 0, [f.message for f in report.findings]

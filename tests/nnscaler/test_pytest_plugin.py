@@ -230,7 +230,12 @@ def test_a_wrong_plan_fails_with_its_report(suite: Suite) -> None:
     suite.lines.fnmatch_lines(["REFUTED  wrong_model.py on 2 ranks*"])
 
 
-def test_the_gate_as_tests(pytester: pytest.Pytester) -> None:
+ENTRY = '[[finding]]\nitem = "{}"\ncode = "annotation_wrong"\nowner = "ann"\nexpires = {}\nreason = "why"\n'
+KNOWN = "".join(ENTRY.format(f"gate_ops.py::{name}", "2999-01-01") for name in ("wrong", "right"))
+
+
+@pytest.mark.parametrize("known", ["", pytest.param(KNOWN, marks=pytest.mark.long)], ids=["nothing known", "known"])
+def test_the_gate_as_tests(pytester: pytest.Pytester, known: str) -> None:
     pytester.makepyfile(gate_ops=OPS.format(name="plugin_gate"), test_it="def test_first():\n    pass\n", model=MODEL)
     pytester.makepyprojecttoml("""
         [tool.nnscaler.gate]
@@ -241,9 +246,11 @@ def test_the_gate_as_tests(pytester: pytest.Pytester) -> None:
         [tool.nnscaler.gate.ops]
         files = ["gate_ops.py", "gone.py"]
     """)
-    entry = '[[finding]]\nitem = "{}"\ncode = "annotation_wrong"\nowner = "ann"\nexpires = {}\nreason = "why"\n'
-    known = pytester.path / "known.toml"
-    known.write_text("", encoding="utf-8")
+    pytester.path.joinpath("known.toml").write_text(known, encoding="utf-8")
+    if known:
+        result = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-v", "-k", "gate_ops or baseline")
+        result.stdout.fnmatch_lines(["*gate_ops.py::wrong PASSED*", "*does not occur any more*"])
+        return
     result = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-v")
     result.assert_outcomes(passed=3, failed=2)
     result.stdout.fnmatch_lines(
@@ -257,20 +264,12 @@ def test_the_gate_as_tests(pytester: pytest.Pytester) -> None:
     )
     result.stdout.fnmatch_lines(["*nnscaler gate: gate_ops.py::wrong*", "REFUTED  gate_ops.py::wrong*"])
     result.stdout.no_fnmatch_line("*Traceback*")
-    known.write_text(entry.format("gate_ops.py::wrong", "2999-01-01"), encoding="utf-8")
-    pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-k", "wrong or baseline").assert_outcomes(
-        passed=2, deselected=4
-    )
-    known.write_text(entry.format("gate_ops.py::right", "2999-01-01"), encoding="utf-8")
-    stale = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-k", "right")
-    stale.assert_outcomes(failed=1, deselected=5)
-    stale.stdout.fnmatch_lines(["*does not occur any more*"])
 
 
 @pytest.mark.parametrize("text", every(2, ["", "[tool.nnscaler.gate]\nbudgett = 1\n"]))
 def test_a_gate_without_settings_is_a_usage_error(pytester: pytest.Pytester, text: str) -> None:
     pytester.makepyprojecttoml(text)
-    result = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate")
+    result = pytester.runpytest_inprocess(*PLUGIN, "--nnscaler-gate")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: *tool.nnscaler.gate*"])
 

@@ -52,19 +52,19 @@ def test_random_plans_are_exact(name: str, examples: Path) -> None:
 
 def test_random_pipelines_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    check(module.build_model, module.sample_inputs(), range(3), PIPELINES)
+    check(module.build_model, module.sample_inputs(), range(2), PIPELINES)
 
 
 def test_random_regions_in_pieces_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    rows = check(module.build_model, module.sample_inputs(), range(4), IN_PIECES)
-    assert rows["join"] >= 4
+    rows = check(module.build_model, module.sample_inputs(), range(2), IN_PIECES)
+    assert rows["join"] >= 2
 
 
 def test_random_plans_in_slices_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    rows = check(module.build_model, module.sample_inputs(), range(3), SLICED)
-    assert rows["append"] >= 24
+    rows = check(module.build_model, module.sample_inputs(), range(2), SLICED)
+    assert rows["append"] >= 16
 
 
 def untied_gpt(module: Any) -> Callable[[], Any]:
@@ -79,9 +79,10 @@ def untied_gpt(module: Any) -> Callable[[], Any]:
     return build
 
 
+@pytest.mark.long
 def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    check(untied_gpt(module), module.sample_inputs(), range(3), UNLIKE)
+    check(untied_gpt(module), module.sample_inputs(), range(2), UNLIKE)
 
 
 def test_random_stages_on_any_devices_are_exact(examples: Path) -> None:
@@ -109,7 +110,13 @@ def test_random_plans_with_unequal_shards_are_exact(examples: Path) -> None:
     check(odd_gpt(module), odd_inputs(), range(4), MESHES)
 
 
-@pytest.mark.parametrize(("plan", "ranks", "backend"), [("tp=3", 3, "gloo"), ("dp=2,tp=2", 4, "simulator")])
+@pytest.mark.parametrize(
+    ("plan", "ranks", "backend"),
+    [
+        pytest.param("tp=3", 3, "gloo", marks=pytest.mark.long),
+        pytest.param("dp=2,tp=2", 4, "simulator", marks=pytest.mark.long),
+    ],
+)
 def test_policies_split_unevenly_what_does_not_divide(examples: Path, plan: str, ranks: int, backend: Any) -> None:
     module = load_user_module(str(examples / "gpt.py"))
     report = verify_plan(odd_gpt(module, 0.0)(), odd_inputs(), ranks=ranks, plan=plan, backend=backend)

@@ -63,6 +63,11 @@ def sample_inputs() -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
+@pytest.fixture(autouse=True)
+def _models_are_traced_once(traced_once: None) -> None:
+    """Programs, not traces, are asked about."""
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[[], nn.Module]:
     """The factory of the small model."""

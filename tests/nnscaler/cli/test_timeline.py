@@ -133,6 +133,7 @@ def test_a_searched_plan_is_simulated_too(model: str, capsys: pytest.CaptureFixt
     assert "simulated: " in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_run_is_measured(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events, trace, page = tmp_path / "run.json", tmp_path / "run.trace.json", tmp_path / "run.html"
     words = ["timeline", model, "--plan", "pp=2", "--micro-batches", "2", "--measured"]

@@ -41,6 +41,7 @@ from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
+from tests.sampling import every
 from tests.traced_examples import loaded
 from verify.programs.random_plans import random_plan
 
@@ -255,14 +256,17 @@ def test_operations_are_named_by_module_and_by_operator() -> None:
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [
-        ("gpt", {"dp": 2, "tp": 2}),
-        ("gpt", {"tp": 2, "pp": 2}),
-        ("moe", {"dp": 2, "pp": 2}),
-        ("moe", {"tp": 4}),
-        pytest.param("llama_hf", {"tp": 4}, marks=pytest.mark.long),
-        pytest.param("t5_hf", {"dp": 2, "tp": 2}, marks=pytest.mark.long),
-    ],
+    every(
+        2,
+        [
+            ("gpt", {"dp": 2, "tp": 2}),
+            ("gpt", {"tp": 2, "pp": 2}),
+            ("moe", {"dp": 2, "pp": 2}),
+            ("moe", {"tp": 4}),
+            pytest.param("llama_hf", {"tp": 4}, marks=pytest.mark.long),
+            pytest.param("t5_hf", {"dp": 2, "tp": 2}, marks=pytest.mark.long),
+        ],
+    ),
 )
 def test_all_constraints_of_a_policy_give_its_plan(name: str, given: dict[str, int]) -> None:
     """Also where it splits what needs no gradient, which the planner does not search by itself."""
@@ -303,7 +307,7 @@ def test_other_stages_than_the_most_even_ones_are_kept() -> None:
     assert again.plan == told.plan and again.best.seconds == told.best.seconds
 
 
-@pytest.mark.parametrize("name", ["gpt", "moe"])
+@pytest.mark.parametrize("name", every(2, ["gpt", "moe"]))
 @pytest.mark.parametrize("seed", range(2))
 def test_all_constraints_of_a_random_plan_give_that_plan(name: str, seed: int) -> None:
     """One that draws from what is searched: sizes, then a choice per operation."""

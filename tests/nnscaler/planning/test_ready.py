@@ -82,9 +82,12 @@ def plan_of(graph: Graph, text: str, ranks: int = 2) -> Plan:
     return make_ready(graph, signatures(graph), wanted, ranks)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("name", READY)
 def test_each_is_verified(name: str) -> None:
-    report = check_plan(model_of(name), inputs(), ranks=2, plan=name, micro_batches=2, backend="simulator", steps=1)
+    report = check_plan(
+        model_of(name), inputs(), ranks=2, plan=name, micro_batches=2, backend="simulator", steps=1, depth="quick"
+    )
     assert report.verdict.passes and report.checks, report
 
 

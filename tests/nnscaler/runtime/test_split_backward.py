@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nnscaler.runtime import recompute
 from nnscaler.runtime.split_backward import SplitBackward
+from tests.sampling import every
 
 Forward = Callable[[dict[str, Tensor], dict[str, Tensor]], list[Tensor]]
 calls: list[str] = []
@@ -242,7 +243,7 @@ def held_after(forward: Forward, watched: list[weakref.ref[Any]]) -> tuple[list[
     return first, [one() is not None for one in watched]
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", every(2, [False, True]))
 def test_values_stay_until_their_last_reader(again: bool) -> None:
     """After I the input of a linear is there, and the input of its gelu is not; after W nothing is."""
     watched: list[weakref.ref[Any]] = []

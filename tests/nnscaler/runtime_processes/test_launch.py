@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ from nnscaler.runtime.program.program_directory import (
     read_program,
 )
 from nnscaler.runtime.training.checkpoint import load_checkpoint
+from tests.sampling import every
+
+Write = Callable[[Path], tuple[dict[str, torch.Tensor], torch.Tensor]]
 
 HEAD = """
 import torch
@@ -115,16 +119,37 @@ def run(command: list[str], repository: Path, folder: Path) -> subprocess.Comple
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_trains_under_torchrun(repository: Path, tmp_path: Path) -> None:
-    expected = losses_on_one_device(*write_program(tmp_path), steps=3, lr=0.05)
+def write_program_of_two_ranks(tmp_path: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """One rank for each stage."""
+    state, x = write_program(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    roles = [dict(role, ranks=[i]) for i, role in enumerate(manifest["roles"])]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"ranks": 2, "axes": [["pp", 2]], "roles": roles}))
+    for role in range(2):
+        file = tmp_path / f"role_{role}.py"
+        text = file.read_text().replace('{"dp": 2}', '{"dp": 1}').replace('(2, 3), "float32"', '(4, 3), "float32"')
+        text = text.replace("outer=2", "outer=1")
+        for old, new in (("(0, 1)", "(0,)"), ("(2, 3)", "(1,)")):
+            for name in ("ranks = ", "RANKS = ", "peers="):
+                text = text.replace(f"{name}{old}", f"{name}{new}")
+        file.write_text(text)
+    return state, x
+
+
+@pytest.mark.parametrize(
+    ("ranks", "write", "axes"),
+    [(2, write_program_of_two_ranks, "pp=2"), pytest.param(4, write_program, "dp=2 pp=2", marks=pytest.mark.long)],
+)
+def test_trains_under_torchrun(ranks: int, write: Write, axes: str, repository: Path, tmp_path: Path) -> None:
+    expected = losses_on_one_device(*write(tmp_path), steps=3, lr=0.05)
     (tmp_path / "verify.py").write_text("raise SystemExit('the wrong module')")
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "nnscaler.runtime.launch"]
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "nnscaler.runtime.launch"]
     result = run(
         [*command, ".", "--steps", "3", "--lr", "0.05", "--dtype", "float64", "--stop-on-nan"], repository, tmp_path
     )
     assert result.returncode == 0, result.stderr
     head, *lines = result.stdout.splitlines()
-    assert head == "tiny.py on 4 ranks over gloo (dp=2 pp=2, 1f1b, 2 micro-batches): sgd, lr 0.05, float64, cpu"
+    assert head == f"tiny.py on {ranks} ranks over gloo ({axes}, 1f1b, 2 micro-batches): sgd, lr 0.05, float64, cpu"
     assert [line.split("  loss ")[0] for line in lines] == ["step 1", "step 2", "step 3"]
     losses = [float(line.split("loss ")[1]) for line in lines]
     assert losses == pytest.approx(expected, rel=1e-12)
@@ -313,7 +338,7 @@ def test_a_user_s_op_registry_in_the_current_folder_is_not_ours(repository: Path
     assert "loss 6.0" in found.stdout
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", every(2, [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_ends_a_rank_that_waits_for_others(how: signal.Signals, repository: Path, tmp_path: Path) -> None:
     """It is inside torch, where Python's handlers do not run, and its parent ignores SIGINT."""
     write_program(tmp_path)

@@ -16,6 +16,7 @@ import torch
 
 from nnscaler.runtime.jobs.job import JobSpecification, LaunchError
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
+from tests.sampling import every
 
 
 def is_alive(process: int) -> bool:
@@ -177,7 +178,7 @@ def test_from_standard_input_in_a_folder_of_the_user(repository: Path, rank_func
     assert (output, errors, process.returncode) == ("[0, 0]\n", "", 0)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("signal_number", every(2, [signal.SIGKILL, signal.SIGINT]))
 def test_no_orphans_when_the_launching_process_is_stopped(
     repository: Path, rank_functions: str, tmp_path: Path, signal_number: signal.Signals
 ) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing import trace
 from tests.nnscaler.tracing.stacks import LAYERS, Forward, Layer, Stack, changed, same
+from tests.sampling import every
 
 
 def test_equal_layers_are_copied_with_their_own_paths_and_lines() -> None:
@@ -76,10 +77,10 @@ def other_forward(stack: Stack) -> None:
 
 @pytest.mark.parametrize(
     ("change", "copies"),
-    [
+    every(2, [
         (eps, 3), (tie, 4), (tie_inside, 3), (freeze, 3), (replace_module, 3), (hook_layer, 4), (hook_part, 3),
         (pre_hook, 4), (other_forward, 3),
-    ],
+    ]),
 )  # fmt: skip
 def test_one_layer_differs(change: Callable[[Stack], None], copies: int) -> None:
     same(changed(change), copies=copies)
@@ -145,10 +146,10 @@ def factories(layer: Layer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("body", "copies"),
-    [
+    every(2, [
         (window, 3), (by_index, 0), (alternating, 3), (dropout, 3), (constant, 4), (constant_by_index, 3),
         (inner_regions, 4), (in_place, 4), (looks_at_grad, 4), (looks_at_history, None), (factories, 4),
-    ],
+    ]),
 )  # fmt: skip
 def test_bodies(body: Forward, copies: int | None) -> None:
     same(lambda: Stack(body), copies=copies)
@@ -218,10 +219,10 @@ def checkpointed(layer: Layer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("change", "body", "copies"),
-    [
+    every(2, [
         (add_batch_norm, None, 4), (add_tensors, scaled, 3), (count_calls, counting, 4),
         (lambda stack: None, checkpointed, 4),
-    ],
+    ]),
 )  # fmt: skip
 def test_state_of_layers(change: Callable[[Stack], None], body: Forward | None, copies: int) -> None:
     traced = same(changed(change, body), copies=copies)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.nnscaler.tracing.stacks import Forward, Layer, Stack, same
+from tests.sampling import every
 
 
 def counted(layer: Layer, x: Tensor, stack: Stack) -> Tensor:
@@ -177,14 +178,14 @@ def use_grad_off(stack: Stack, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("body", "around", "copies"),
-    [
+    every(2, [
         (counted, count_inside, 0), (lambda layer, x, seen: (seen.append(1), layer.block(x))[1], count_after, 4),
         (cache, use_cache, 4), (all_so_far, use_cache, 0), (gives_dataclass, use_dataclass, 4),
         (gives_dict, use_dict, 4), (shared_mask, use_mask, 4), (writes_argument, use_argument, 3),
         (view_of_argument, use_view, 4), (None, use_autocast, 3), (None, use_no_grad, 1), (None, use_twice, 9),
         (None, use_checkpoint, 4),
         (last_gives_loss, use_loss, None), (leaves_grad_off, use_grad_off, None),
-    ],
+    ]),
 )  # fmt: skip
 def test_what_surrounds_the_layers(body: Forward | None, around: Callable[..., Any], copies: int | None) -> None:
     same(lambda: Stack(body, around), copies=copies)

@@ -13,6 +13,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
 from nnscaler.tracing import trace
+from tests.sampling import only
 from verify.programs.typing import check_program
 
 X = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0))
@@ -53,9 +54,9 @@ def operators(graph: Graph) -> set[str]:
     return {op.operator.split(".")[1] for op in graph.operations}
 
 
-@pytest.mark.parametrize("layers", [1, 9])
+@pytest.mark.parametrize("layers", only((1,), [1, 8]))
 def test_masks_made_under_vmap(layers: int) -> None:
-    """With nine layers, the repeated ones are not traced one by one, which gives the same graph."""
+    """With eight layers, the repeated ones are not traced one by one, which gives the same graph."""
     batch = {"x": X, "padded": PADDED}
     traced = trace(Masked(layers), batch)
     assert traced.notes == ()

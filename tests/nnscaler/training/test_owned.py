@@ -23,6 +23,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.engine import Engine
 from nnscaler.training.running import EngineSettings
+from tests.sampling import every
 
 PLANS = [("dp=2,zero=1,owned=1", 2), ("dp=3,zero=2,owned=1", 3), ("dp=2,shard=2,zero=1,owned=1", 4)]
 PIPED = ("dp=2,pp=2,zero=2,owned=1", 4)
@@ -94,7 +95,7 @@ def trained(engine: Engine, optimizers: Made, steps: range) -> None:
         engine.zero_grad()
 
 
-@pytest.mark.parametrize("make", [muon_and_adam, adafactor])
+@pytest.mark.parametrize("make", every(2, [muon_and_adam, adafactor]))
 @pytest.mark.parametrize(("plan", "ranks"), [*PLANS, PIPED])
 def test_the_updates_are_those_of_one_process(make: Callable[[Engine], Made], plan: str, ranks: int) -> None:
     program = compiled(plan, ranks)
@@ -115,7 +116,9 @@ def test_the_updates_are_those_of_one_process(make: Callable[[Engine], Made], pl
     assert 0 < min(held for _, held in found) < len(expected)  # each matrix has one owner
 
 
-def test_a_checkpoint_goes_on_under_any_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [1, pytest.param(None, marks=pytest.mark.long)])
+def test_a_checkpoint_goes_on_under_any_plan(tmp_path: Path, others: int | None) -> None:
+    """Each plan's under the next one, or each under all."""
     expected = eager("muon_and_adam", 4)
     every = [*PLANS, ("dp=1", 1), ("dp=2", 2)]
 
@@ -133,9 +136,9 @@ def test_a_checkpoint_goes_on_under_any_plan(tmp_path: Path) -> None:
 
         return run
 
-    for first in every:
+    for place, first in enumerate(every):
         Simulator(first[1]).run(work(compiled(*first), range(2), False))
-        for plan, ranks in every:
+        for plan, ranks in [*every[place + 1 :], *every[: place + 1]][:others]:
             for state in Simulator(ranks).run(work(compiled(plan, ranks), range(2, 4), True)):
                 for name, right in expected.items():
                     torch.testing.assert_close(state[name], right, rtol=1e-11, atol=1e-13)

@@ -254,7 +254,7 @@ def assert_same(found: Steps, expected: Steps, part: Part) -> None:
         torch.testing.assert_close(gradient / count, rows_of(whole, part), rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize(("name", "plan"), every(4, product(CASES, PLANS)))
+@pytest.mark.parametrize(("name", "plan"), every(7, product(CASES, PLANS)))
 def test_training_is_that_of_the_eager_model(name: str, plan: str) -> None:
     case = CASES[name]
     expected, state = eager(case, range(5))

@@ -37,7 +37,7 @@ CHANGES = [("dp=2,zero=1", "tp=2"), ("dp=3", "pp=2"), ("tp=2", "dp=2,zero=3")]
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after"), every(2, [(n, *plans) for n, plans in product(("dropout", "norm", "blocks"), CHANGES)])
+    ("name", "before", "after"), every(4, [(n, *plans) for n, plans in product(("dropout", "norm", "blocks"), CHANGES)])
 )
 def test_a_run_goes_on_under_another_plan(name: str, before: str, after: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -25,6 +25,7 @@ def reshard(plans: tuple[str, ...], folder: Path) -> int:
     return done
 
 
+@pytest.mark.long
 def test_three_plans(tmp_path: Path) -> None:
     assert reshard(FEW, tmp_path) == 18
 

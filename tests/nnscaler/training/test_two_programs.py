@@ -95,7 +95,7 @@ class Run:
 PLANS = [("dp=1", 1), ("dp=2", 2), ("dp=3,zero=1", 3), ("dp=2,zero=3", 2), ("tp=2", 2)]
 
 
-@pytest.mark.parametrize(("plan", "ranks"), every(2, PLANS))
+@pytest.mark.parametrize(("plan", "ranks"), every(3, PLANS))
 def test_a_gan_is_trained_as_the_eager_loop_does(plan: str, ranks: int, tmp_path: Path) -> None:
     model = small()
     expected = eager(model)

@@ -139,6 +139,7 @@ def test_files_that_do_not_fit(program: Program, tmp_path: Path) -> None:
         nnscaler.load_weights(engine, tmp_path)
 
 
+@pytest.mark.long
 def test_the_example_goes_from_weights_to_weights(
     examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("words", RIGHT, ids=" ".join)
+@pytest.mark.parametrize("words", every(3, map(pytest.param, RIGHT)), ids=" ".join)
 def test_examples_are_verified(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run(capsys, str(EXAMPLES / words[0]), *words[1:])
     assert (code, report["verdict"], report["tool"]) == (0, "VERIFIED", "verify-external")
@@ -80,7 +80,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "instead", "code", "cause"), every(2, WRONG), ids=[instead for _, _, instead, *_ in WRONG]
+    ("name", "text", "instead", "code", "cause"), every(4, WRONG), ids=[instead for _, _, instead, *_ in WRONG]
 )
 def test_mistakes_in_examples_are_found(
     name: str, text: str, instead: str, code: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -41,6 +41,7 @@ def test_a_rule_that_mends_the_plan_is_proposed(wrong_plan: None) -> None:
     assert said[-1].startswith("trying in the tp plan")
 
 
+@pytest.mark.long
 def test_a_rule_that_does_not_mend_it_is_not_proposed(wrong_plan: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verify.external.transformers.plan.SUMMED", "colwise")
     monkeypatch.setattr("verify.external.transformers.plan.MOST_REPAIRS", 1)

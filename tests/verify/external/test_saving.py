@@ -98,6 +98,7 @@ def test_a_lost_tied_weight_is_refuted(tied: ExternalProgram) -> None:
     assert any(f.message.startswith("lm_head.weight loaded into the plain model") for f in report.findings)
 
 
+@pytest.mark.long
 def test_packed_weights_that_are_unpacked_wrongly_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     program = transformers_program("hf:mixtral", PlanSizes(ep=2), {"num_hidden_layers": 1})
     import transformers.modeling_utils as library
@@ -135,6 +136,7 @@ def test_what_the_library_cannot_save_is_undecided(llama: ExternalProgram) -> No
     )
 
 
+@pytest.mark.long
 def test_what_the_plain_model_alone_loses_is_undecided(llama: ExternalProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     kind: Any = type(llama.model())
     load = kind.from_pretrained.__func__

@@ -90,6 +90,7 @@ def test_a_script_that_hangs_is_ended() -> None:
         run_script("import time\ntime.sleep(60)\n", 2, timeout=1.0)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers loads with accelerate")
 def test_a_wrong_plan_is_confirmed_by_the_librarys_loader() -> None:
     result = run_script(script("qwen3_vl_moe_text", PlanSizes(tp=2)), 2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
+from tests.sampling import every
 from verify.external.case import Settings
 from verify.external.reference import initial_model
 from verify.external.transformers.sizes import PlanChanges, PlanSizes
@@ -36,14 +37,17 @@ def verdicts(outcome: Outcome) -> set[Verdict]:
 
 @pytest.mark.parametrize(
     ("target", "sizes", "settings"),
-    [
-        ("hf:qwen3", TWO, {}),
-        ("hf:gemma2", TWO, {}),  # a tied head
-        ("hf:qwen3_moe", PlanSizes(tp=2, ep=2), {}),
-        ("hf:qwen3_moe", PlanSizes(ep=2), {}),
-        ("hf:mistral", PlanSizes(fsdp=2), {"tie_word_embeddings": True}),
-        ("hf:inkling2_text", TWO, {}),  # rows that the loader sorts after it has cut them
-    ],
+    every(
+        2,
+        [
+            ("hf:qwen3", TWO, {}),
+            ("hf:gemma2", TWO, {}),  # a tied head
+            ("hf:qwen3_moe", PlanSizes(tp=2, ep=2), {}),
+            ("hf:qwen3_moe", PlanSizes(ep=2), {}),
+            ("hf:mistral", PlanSizes(fsdp=2), {"tie_word_embeddings": True}),
+            ("hf:inkling2_text", TWO, {}),  # rows that the loader sorts after it has cut them
+        ],
+    ),
 )
 def test_right_plans_are_equal(target: str, sizes: PlanSizes, settings: dict[str, Any]) -> None:
     assert verdicts(outcome_of(target, sizes, **settings)) == {Verdict.TESTED_EXACT}

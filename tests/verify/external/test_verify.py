@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
+from tests.sampling import every
 from tests.verify.external import programs
 from tests.verify.external.programs import Net, program
 from verify.external.case import Settings
@@ -25,7 +26,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", every(2, RIGHT))
 def test_right_programs_are_verified_in_two_dtypes(name: str) -> None:
     report = verify_program(RIGHT[name], dtypes=("float64", "float32"))
     assert report.verdict is Verdict.TESTED_CALIBRATED, [f.message for f in report.findings]

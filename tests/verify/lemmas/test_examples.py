@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.ir.graph import Graph
-from tests.sampling import every
+from tests.sampling import only
 from tests.verify.lemmas.planted import SECONDS
 from verify.programs.lemmas import Memo, prove_obligations
 from verify.programs.lemmas.result import NAME
@@ -27,7 +27,7 @@ BOUNDED = {
 }
 
 
-@pytest.mark.parametrize("name", every(2, BOUNDED))
+@pytest.mark.parametrize("name", only((0, 4), BOUNDED))
 def test_every_lemma_of_an_example_is_proved(name: str, planned: Plan) -> None:
     _, obligations = planned(name)
     result = prove_obligations(obligations, seconds=SECONDS)

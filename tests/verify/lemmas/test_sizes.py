@@ -14,6 +14,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
+from tests.sampling import every
 from verify import verify_plan
 from verify.programs.lemmas import SizesResult, obligations_of, sizes_result
 from verify.programs.lemmas.statement import Stated
@@ -112,13 +113,16 @@ def test_a_table_of_fixed_length_fixes_the_sequence() -> None:
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [
-        ("gpt", "every batch divisible by 4 (dp x micro-batches) and every sequence length above 1"),
-        ("llama_hf", "every batch divisible by 4 (dp x micro-batches)"),
-        ("t5_hf", "every batch divisible by 4 (dp x micro-batches), every sequence length divisible by 2 (tp)"),
-        ("vit_hf", "every batch divisible by 4 (dp x micro-batches)"),
-        ("custom_op", "every batch divisible by 4 (dp x micro-batches) and every sequence length above 1"),
-    ],
+    every(
+        2,
+        [
+            ("gpt", "every batch divisible by 4 (dp x micro-batches) and every sequence length above 1"),
+            ("llama_hf", "every batch divisible by 4 (dp x micro-batches)"),
+            ("t5_hf", "every batch divisible by 4 (dp x micro-batches), every sequence length divisible by 2 (tp)"),
+            ("vit_hf", "every batch divisible by 4 (dp x micro-batches)"),
+            ("custom_op", "every batch divisible by 4 (dp x micro-batches) and every sequence length above 1"),
+        ],
+    ),
 )
 def test_sizes_of_an_example(name: str, line: str, planned: Planned) -> None:
     assert sizes_result(*planned(name)).text.startswith(f"holds for {line}")
@@ -141,7 +145,9 @@ class Batched(Small):
         return (hidden * weights).square().sum()
 
 
-@pytest.mark.parametrize(("batch", "length", "right"), [(4, 5, True), (8, 3, True), (6, 8, False), (2, 8, False)])
+@pytest.mark.parametrize(
+    ("batch", "length", "right"), every(2, [(4, 5, True), (8, 3, True), (6, 8, False), (2, 8, False)])
+)
 def test_the_plan_holds_where_it_is_said_to_and_is_refused_elsewhere(batch: int, length: int, right: bool) -> None:
     """At the sizes of the statement the program equals the model; where the batch does not divide, it is refused."""
     result = sizes_of(Batched(), (torch.randn(8, 6, 6),), "dp=2,tp=2", 4, 2)

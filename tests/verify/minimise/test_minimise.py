@@ -15,6 +15,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.plan import Plan
 from tests.broken import models
+from tests.sampling import every
 from verify.programs.execution.rank_program import Task
 from verify.programs.minimise_plan import PlanTrial, minimise, minimise_plan, units_of
 from verify.programs.prepare import Prepared, prepare
@@ -61,7 +62,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target", "function"), WRONG, ids=[f[2] for f in WRONG])
+@pytest.mark.parametrize(("source", "target", "function"), every(2, WRONG), ids=[f[2] for f in WRONG])
 def test_a_wrong_conversion_needs_one_operation(
     monkeypatch: pytest.MonkeyPatch,
     prepared: Prepared,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
+from tests.sampling import every
 from verify.operators.run.many import verify_op
 from verify.processes import pool
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
@@ -247,7 +248,7 @@ list(run_forked([child, hangs], 1, 600.0))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", every(3, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_no_orphans(how: signal.Signals, repository: Path) -> None:
     """However the parent ends, its children end."""
     parent = subprocess.Popen(

@@ -15,6 +15,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan
 from nnscaler.planning.specification import parse_axes
 from nnscaler.transform.plan import ChunkStep
+from tests.sampling import every
 from tests.traced_examples import traced
 from tests.verify.static.mutants import equivalent, mutants
 from verify.programs.random_plans import IN_PIECES, random_plan
@@ -37,7 +38,7 @@ def program(name: str, spec: str, micro_batches: int, *steps: ChunkStep) -> Prog
 PLANS = [("dp=1", 1), ("tp=2", 1), ("dp=2,tp=2", 2), ("tp=2,pp=2", 2), ("dp=2,zero=3", 2), ("dp=2,zero=1", 2)]
 
 
-@pytest.mark.parametrize(("spec", "micro_batches"), PLANS)
+@pytest.mark.parametrize(("spec", "micro_batches"), every(2, PLANS))
 def test_right_programs_are_proved(spec: str, micro_batches: int) -> None:
     found = program("gpt", spec, micro_batches, MLP, ATTENTION, LOSS)
     result = check_program(found.sources, found.graph, "", found.manifest)
@@ -48,7 +49,7 @@ def test_right_programs_are_proved(spec: str, micro_batches: int) -> None:
     assert not any("recompute(" in text.partition("aten = ")[2] for text in kept.sources.values())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", every(2, range(12)))
 def test_random_regions_are_proved(seed: int) -> None:
     found, mesh = traced("gpt"), IN_PIECES[seed % len(IN_PIECES)]
     sizes = {"micro_batches": mesh.micro_batches, "regions": mesh.regions}
@@ -140,9 +141,9 @@ def test_every_mutant_of_the_text_is_refuted(spec: str) -> None:
     found = program("gpt", spec, 1, MLP, ATTENTION, LOSS)
     text = found.sources["role_0.py"]
     count = 0
-    for mutant in list(mutants(text))[::7]:
+    for mutant in list(mutants(text))[::17]:
         if "co" in mutant.after or "tokens" in mutant.after:
             proved = check_program({**found.sources, "role_0.py": mutant.text}, found.graph).proved
             assert not proved or equivalent(mutant), (mutant.line, mutant.kind, mutant.after)
             count += 1
-    assert count > 40
+    assert count > 15

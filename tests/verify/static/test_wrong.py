@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 
 from nnscaler.codegen.program import Program
+from tests.sampling import only
 from tests.traced_examples import compiled
 from tests.verify.static.mutants import equivalent, mutants
 from verify.programs.typing import check_program
@@ -20,17 +22,18 @@ def first(program: Program, file: str, text: str) -> Finding:
     return next(f for o in result.outcomes for f in o.findings)
 
 
-@pytest.mark.parametrize("name", ["gpt", "custom_op", "vit_hf"])
-@pytest.mark.parametrize("plan", ["dp=2,tp=2", "dp=2,pp=2,tp=2"])
+@pytest.mark.parametrize(
+    ("name", "plan"), only((1, 2, 5), product(("gpt", "custom_op", "vit_hf"), ("dp=2,tp=2", "dp=2,pp=2,tp=2")))
+)
 def test_every_mutant_of_the_text_is_refuted(name: str, plan: str) -> None:
     program = compiled(name, plan, 2 if "pp" in plan else 1)
     count = 0
     for file, text in program.sources.items():
-        for mutant in list(mutants(text))[::11]:  # every kind, on some of the lines; the self-test takes all
+        for mutant in list(mutants(text))[::17]:  # every kind, on some of the lines; the self-test takes all
             proved = check_program({**program.sources, file: mutant.text}, program.graph).proved
             assert not proved or equivalent(mutant), (file, mutant.line, mutant.kind, mutant.after)
             count += 1
-    assert count > 15
+    assert count > 8
 
 
 CASES = [

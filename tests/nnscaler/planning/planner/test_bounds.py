@@ -16,12 +16,22 @@ from nnscaler.planning.sharding.build_problem import Weights, pose
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.select import layers_of
 from tests.nnscaler.planning.planner.planned import deep, subject_of
+from tests.sampling import only
 
 PLENTY = 1e12
 
 
 @pytest.mark.parametrize("layers", [9, 10])
-@pytest.mark.parametrize(("tp", "parts"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("tp", "parts"),
+    only(
+        (
+            0,
+            2,
+        ),
+        [(1, 2), (2, 1), (2, 4), (4, 2)],
+    ),
+)
 def test_a_window_costs_no_more_than_all_layers(layers: int, tp: int, parts: int) -> None:
     subject = subject_of(deep(layers), 4, "ethernet10g")
     window = subject.window(tp)
@@ -48,7 +58,7 @@ def test_what_fits_takes_no_less_than_its_bound(share: float) -> None:
     memory = free.best.memory * share
     looked = 0
     for c in configurations(4, subject.batch, len(subject.layers)):
-        found = evaluate(subject, c, memory) if c.micro_batches in (1, 4) and c.tp < 4 else None
+        found = evaluate(subject, c, memory) if c.micro_batches == 4 and c.tp < 4 else None
         if found is not None and found.fits:
             assert bound_within(subject, c, memory) <= found.seconds * (1 + 1e-9), c
             looked += 1

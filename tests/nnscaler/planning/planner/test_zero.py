@@ -26,6 +26,7 @@ from nnscaler.planning.sharding.memory import parameter_memory
 from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, ZERO_1, ZERO_2, ZERO_3, AtRest
 from nnscaler.transform.plan import Plan, RestStep
 from tests.nnscaler.planning.planner.planned import deep, graph_of, subject_of
+from tests.sampling import every, only
 
 PLENTY = 1e12
 WHOLE_BYTES = 16  # of a float32 parameter, its gradient and both moments of Adam
@@ -37,7 +38,7 @@ def program_memory(found: Found) -> int:
     return max(stage.total for stage in stage_memory(program.communicated, program.order))
 
 
-@pytest.mark.parametrize("layers", [4, 9])  # a graph, and a chain
+@pytest.mark.parametrize("layers", every(2, [4, 9]))  # a graph, and a chain
 def test_less_memory_asks_for_later_stages(layers: int) -> None:
     graph, cluster = deep(layers, tokens=2048), load_cluster("h100x8").scaled(4)
     known = dict(signatures(graph))
@@ -58,6 +59,7 @@ def test_less_memory_asks_for_later_stages(layers: int) -> None:
     assert seconds[3] > 1.2 * seconds[2]
 
 
+@pytest.mark.long
 def test_shards_of_states_are_taken_rather_than_tp_and_shards_of_parameters() -> None:
     """All ways to use the ranks are searched. What is cheapest without a limit does not fit."""
     graph, cluster = deep(9, tokens=2048), load_cluster("h100x8").scaled(4)
@@ -66,14 +68,15 @@ def test_shards_of_states_are_taken_rather_than_tp_and_shards_of_parameters() ->
     found = find_plan(graph, known, cluster, memory=limit)
     assert found.plan.describe() == "dp=4 zero=1" and RestStep(("*",), zero=1) in found.plan.steps
     assert "dp=4 zero=1" in found.certificate.configuration and program_memory(found) <= limit
-    for other in ({"tp": 4}, {"zero": 0}, {"zero": 3}, {"zero": True}):
+    for other in ({"tp": 4}, {"zero": 0}, {"zero": 3}):
         slower = find_plan(graph, known, cluster, memory=limit, constraint=sizes(**other))
         assert slower.best.seconds > found.best.seconds
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("cluster", ["h100x8", "ethernet10g"])
-@pytest.mark.parametrize("name", ["gpt", "moe"])
+@pytest.mark.parametrize(
+    ("name", "cluster", "micro_batches"),
+    only((0, 3, 5, 6), product(("gpt", "moe"), ("h100x8", "ethernet10g"), (1, 3))),
+)
 def test_what_is_chosen_is_the_cheapest_program_that_fits(name: str, cluster: str, micro_batches: int) -> None:
     """The program of every stage is made, priced and measured by itself."""
     graph, machine = graph_of(name), load_cluster(cluster).scaled(2)
@@ -131,12 +134,12 @@ def test_what_fits_takes_no_less_than_its_bounds() -> None:
     assert all(looked[zero] > 4 for zero in (1, 2, 3))
 
 
-@pytest.mark.parametrize("layers", [4, 9])
+@pytest.mark.parametrize("layers", only((1,), [4, 9]))
 def test_bounds_hold_where_whole_gradients_are_most(layers: int) -> None:
     """Under ZeRO-2 a rank may hold most when a backward ends: with few activations, or with many."""
     looked = arrived = close = 0
     sized = ({"dp": 4}, {"dp": 4, "micro_batches": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2, "micro_batches": 4})
-    for tokens, wanted in product((64, 2048), sized):
+    for tokens, wanted in zip((2048, 64, 2048, 64), sized, strict=True):
         subject = subject_of(deep(layers, tokens=tokens), 4)
         c = replace(Configuration(**wanted), parameters=ZERO_2, recompute=None if layers == 9 else False)
         solved = evaluate_chain if layers == 9 else evaluate

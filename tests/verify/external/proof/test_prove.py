@@ -38,7 +38,7 @@ REFUTED = {  # what is certain from layouts alone, and a word of what is said of
 }
 
 
-@pytest.mark.parametrize("name", every(2, RIGHT))
+@pytest.mark.parametrize("name", every(4, RIGHT))
 def test_a_right_program_is_proved(name: str) -> None:
     found = prove_external(RIGHT[name])
     assert found.verdict is Verdict.PROVED_BOUNDED, found.findings
@@ -47,7 +47,7 @@ def test_a_right_program_is_proved(name: str) -> None:
     assert bool(found.conditions) == parts  # parts of a mean are equal
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", every(3, WRONG))
 def test_a_wrong_program_is_not_proved(name: str) -> None:
     found = prove_external(WRONG[name])
     assert not found.verdict.passes and found.findings

@@ -31,7 +31,11 @@ run(work, 2, sys.argv[2])
 
 @pytest.mark.parametrize(
     ("executor", "how", "ranks"),
-    [pytest.param("simulator", "here", 1, marks=pytest.mark.long), ("simulator", "isolated", 1), ("gloo", "here", 2)],
+    [
+        pytest.param("simulator", "here", 1, marks=pytest.mark.long),
+        ("simulator", "isolated", 1),
+        pytest.param("gloo", "here", 2, marks=pytest.mark.long),
+    ],
 )
 def test_no_process_is_left(executor: str, how: str, ranks: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PROGRAM, str(tmp_path), executor, how]

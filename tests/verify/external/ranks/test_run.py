@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.sampling import every
 from tests.verify.external.ranks.programs import (
     PROGRAMS,
     fully_sharded,
@@ -21,7 +22,7 @@ from tests.verify.external.ranks.programs import (
 from verify.external.ranks.run import RanksFailed, run_ranks, run_ranks_isolated
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", every(2, [2, 4]))
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_are_those_of_the_plain_model(program: Callable[[int], float], ranks: int) -> None:
     run = run_ranks(program, ranks)
@@ -31,7 +32,7 @@ def test_gradients_are_those_of_the_plain_model(program: Callable[[int], float],
     assert run.unwaited == 0
 
 
-@pytest.mark.parametrize("program", [tensor_parallel_and_sharded, fully_sharded, replicated])
+@pytest.mark.parametrize("program", every(2, [tensor_parallel_and_sharded, fully_sharded, replicated]))
 def test_processes_over_gloo_compute_the_same_and_make_the_same_calls(program: Callable[[int], float]) -> None:
     simulated, real = run_ranks(program, 4), run_ranks(program, 4, "gloo")
     assert max(*simulated.results, *real.results) < 1e-15
@@ -60,7 +61,7 @@ def test_runs_are_equal_to_the_last_bit(runs: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
 
-@pytest.mark.parametrize("program", [tensor_parallel_and_sharded, *PROGRAMS])
+@pytest.mark.parametrize("program", every(2, [tensor_parallel_and_sharded, *PROGRAMS]))
 def test_free_threads_agree(program: Callable[[int], float]) -> None:
     first, free = run_ranks(program, 4), run_ranks(program, 4, free_threads=True)
     assert free.results == first.results

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler.errors import NnscalerError
+from tests.sampling import every
 from tests.verify.external.torchrun.running import SCRIPTS, told, verified
 from verify.external.torchrun.verify import verify_script
 from verify.results.verdict import Verdict
@@ -36,11 +37,14 @@ def test_collectives_in_another_order() -> None:
 
 @pytest.mark.parametrize(
     ("how", "code", "words"),
-    [
-        ("exit", "rank_raises", "sys.exit(1)"),
-        ("crash", "rank_died", "killed by SIGSEGV"),
-        ("raise", "rank_raises", "ValueError: rows are missing"),
-    ],
+    every(
+        2,
+        [
+            ("exit", "rank_raises", "sys.exit(1)"),
+            ("crash", "rank_died", "killed by SIGSEGV"),
+            ("raise", "rank_raises", "ValueError: rows are missing"),
+        ],
+    ),
 )
 def test_one_rank_fails(how: str, code: str, words: str) -> None:
     report = verified(f"breaks.py {how}", 2)
@@ -56,7 +60,7 @@ def test_the_line_that_raises_is_told() -> None:
     assert where.line == line_of('ValueError("rows are missing")')
 
 
-@pytest.mark.parametrize(("how", "words"), [("argparse", "sys.exit(2)"), ("everywhere", "on every rank")])
+@pytest.mark.parametrize(("how", "words"), every(2, [("argparse", "sys.exit(2)"), ("everywhere", "on every rank")]))
 def test_what_fails_on_one_rank_as_well_decides_nothing(how: str, words: str) -> None:
     report = verified(f"breaks.py {how}", 2)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
@@ -109,6 +113,7 @@ def test_copies_without_a_reduction_are_no_pass(tmp_path: Path) -> None:
     assert "an averaging all_reduce over data is missing" in finding.message
 
 
+@pytest.mark.long
 def test_random_numbers_in_the_forward_pass_decide_nothing(tmp_path: Path) -> None:
     script = tmp_path / "noisy.py"
     script.write_text(NOISY)

@@ -17,19 +17,19 @@ TURNS, PART = "in turn", "on each data part by itself"
 @pytest.mark.parametrize(
     ("command", "ranks", "way"),
     [
-        ("ddp_toy.py", 2, WHOLE),
+        pytest.param("ddp_toy.py", 2, WHOLE, marks=pytest.mark.long),
         pytest.param("ddp_toy.py", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("sampler.py", 2, WHOLE, marks=pytest.mark.long),
         ("sampler.py --batch-size 5", 3, WHOLE),
         pytest.param("sampler.py", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("by_hand.py", 2, OWN, marks=pytest.mark.long),
-        ("by_hand.py --loss sum", 3, OWN),
+        pytest.param("by_hand.py --loss sum", 3, OWN, marks=pytest.mark.long),
         pytest.param("by_hand.py", 4, OWN, marks=pytest.mark.long),
         ("fsdp_transformer.py", 2, PART),
         pytest.param("fsdp_transformer.py", 3, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py --same-rows", 4, OWN, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 2, OWN, marks=pytest.mark.long),
-        ("tensor_parallel.py", 3, OWN),
+        pytest.param("tensor_parallel.py", 3, OWN, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 4, OWN, marks=pytest.mark.long),
         pytest.param("two_dimensions.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("two_dimensions.py", 3, WHOLE, marks=pytest.mark.long),
@@ -41,10 +41,10 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("gpt_train.py --compiled=", 3, TURNS, marks=pytest.mark.long),
         pytest.param("gpt_train.py --batch_size=2", 4, TURNS, marks=pytest.mark.long),
         pytest.param("accumulate.py", 2, WHOLE, marks=pytest.mark.long),
-        ("accumulate.py --batch-norm", 3, PART),
+        pytest.param("accumulate.py --batch-norm", 3, PART, marks=pytest.mark.long),
         pytest.param("accumulate.py --accumulate 3", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 2, OWN, marks=pytest.mark.long),
-        ("megatron_style.py", 3, OWN),
+        pytest.param("megatron_style.py", 3, OWN, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 4, OWN, marks=pytest.mark.long),
     ],
 )
@@ -63,6 +63,7 @@ def test_data_parts_are_those_of_the_mesh() -> None:
     assert "process groups: [0, 1], [0, 2], [1, 3], [2, 3]" in report.notes, told(report)
 
 
+@pytest.mark.long
 def test_without_a_sampler_the_reduction_is_tried_on_other_rows() -> None:
     report = verified("sampler.py --broken sampler", 2)
     assert report.verdict.passes, told(report)

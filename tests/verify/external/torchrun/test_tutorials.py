@@ -15,6 +15,7 @@ def test_parameters_without_values_are_told_and_verified() -> None:
     assert "nothing initialises 2.weight, 2.bias:" in note
 
 
+@pytest.mark.long
 def test_own_rows_by_equal_seeds_are_no_copies_of_one_batch() -> None:
     """Every rank draws the same rows, and they are the rows of two ranks: the gradient is not doubled."""
     report = verified("tutorial.py rows", 2)

@@ -23,7 +23,7 @@ from verify.results.verdict import Verdict
         ),
         pytest.param("pipeline.py --broken scale", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         ("pipeline.py --broken layer", 2, "parameter_not_held", "differs"),
-        ("gpt_train.py --broken=sync", 2, "gradient_differs", "missing_reduction"),
+        pytest.param("gpt_train.py --broken=sync", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
         pytest.param(
             "megatron_style.py --broken copy", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
