@@ -77,7 +77,7 @@ def turned(shop: Shop, starts: Starts) -> Starts:
 def settled(shop: Shop, starts: Starts) -> Starts:
     """Start everything as early as the same orders allow."""
     found = replay(shop, sequences(shop, starts))
-    assert found is not None, "the order of starts agrees with every dependency"
+    assert found is not None, "`sequences` puts nothing before what it waits for"
     return found
 
 
@@ -89,14 +89,12 @@ class Portfolio:
         self.mirror = mirrored(shop)
         self.best: FoundCandidate | None = None
         self.passes = 0
-        self.instant = any(not block.duration for block in shop.problem.blocks)
 
     def take(self, starts: Starts, source: str) -> None:
         """Remember a schedule if it is the best one."""
         makespan = makespan_of(self.shop, starts)
-        if self.instant and not self._fits(starts):
-            return
-        if self.best is None or makespan < self.best.makespan * (1 - SLACK):
+        better = self.best is None or makespan < self.best.makespan * (1 - SLACK)
+        if better and self._fits(starts):
             self.best = FoundCandidate(starts, makespan, source)
 
     def run(self, goal: float, rounds: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import TopologicalSorter
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from nnscaler.instructions import Instruction
@@ -134,16 +135,32 @@ def orders_of(shop: Shop, starts: Starts) -> tuple[tuple[Instruction, ...], ...]
 
 def sequences(shop: Shop, starts: Starts) -> list[list[tuple[int, int]]]:
     """Return by machine its (block, micro-batch) in the order of their starts; of those at one time, first what ends at
-    once."""
+    once. Nothing comes before what it waits for, so no machine waits for ever.
+
+    Times alone do not say so much: sums of floats are rounded, and of a block that takes no time, the start can come
+    out as less than the end of what it waits for.
+    """
     place = {block: i for i, block in enumerate(shop.alone)}
     lasts = [block.duration > 0 for block in shop.problem.blocks]
-    return [
-        sorted(
-            ((block, micro) for block in own for micro in range(len(starts[block]))),
-            key=lambda pair: (starts[pair[0]][pair[1]], lasts[pair[0]], pair[1], place[pair[0]]),
-        )
-        for own in shop.own
-    ]
+    count = len(starts[0])
+
+    def entry(block: int, micro: int) -> tuple[float, bool, int, int, int]:
+        return starts[block][micro], lasts[block], micro, place[block], block
+
+    unmet = [[len(sources) + (micro > 0) for micro in range(count)] for sources in shop.sources]
+    ready = [entry(block, 0) for block in shop.order if not shop.sources[block]]
+    heapify(ready)
+    orders: list[list[tuple[int, int]]] = [[] for _ in shop.own]
+    while ready:
+        *_, micro, _, block = heappop(ready)
+        for machine in shop.machines[block]:
+            orders[machine].append((block, micro))
+        for after, later in ((block, micro + 1), *((reader, micro) for reader, _ in shop.readers[block])):
+            if later < count:
+                unmet[after][later] -= 1
+                if not unmet[after][later]:
+                    heappush(ready, entry(after, later))
+    return orders
 
 
 def replay(shop: Shop, orders: Sequence[Sequence[tuple[int, int]]]) -> Starts | None:

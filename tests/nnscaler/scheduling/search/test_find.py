@@ -245,6 +245,22 @@ def test_blocks_that_take_no_time_come_before_what_starts_with_them() -> None:
     assert (found.certificate.makespan, found.certificate.gap) == (1, 0)
 
 
+@given(pipelines(), st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_passes_that_take_no_time_or_next_to_none(problem: ScheduleProblem, data: st.DataObject) -> None:
+    """Rounded sums can have such a pass start before the end of what it waits for, and its order may not."""
+    time = st.sampled_from([0.0, 1e-17, 0.1, 1 / 3, 1.7])
+    blocks = tuple(replace(block, duration=data.draw(time)) for block in problem.blocks)
+    problem = replace(problem, blocks=blocks)
+    try:
+        found = find_schedule(problem, QUICK, repetends=data.draw(st.booleans()))
+    except NnscalerError as error:
+        assert error.code == "schedule_memory"
+        return
+    assert violations(problem, found.starts, found.orders) == []
+    assert bound(problem).makespan <= found.certificate.makespan * (1 + 1e-9)
+
+
 def test_blocks_on_one_collective_communicator_do_not_overlap() -> None:
     blocks = [PassBlock("F", s, (s,), 2.0, communicators=("tp",)) for s in range(3)]
     found = find_schedule(make_problem(blocks, [], 2))
