@@ -28,18 +28,20 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import astuple, dataclass, fields, replace
+from io import StringIO
 
 from paper_models import ALPHAFOLD, EXAMPLES, MODELS, SWIN, T5, PaperModel
 from paper_recycling import RecycledSpace
 from paper_simulated import MEMORY, SMALL, Parts, Simulated
 from paper_spaces import WITHOUT_PIPELINE, Space
 
+from nnscaler.cli.main import main as command_line
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.cluster.description import Cluster
@@ -196,11 +198,12 @@ def twin_of(model: PaperModel, plan: Simulated) -> tuple[str, ...]:
 
 def verified(command: Sequence[str]) -> tuple[str, bool]:
     """Verify a tiny plan; return the verdict as it is printed, and whether it is VERIFIED."""
-    words = [sys.executable, "-m", "nnscaler", "verify-plan", *command, "--output-format", "concise"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    told = StringIO()
+    with redirect_stdout(told), redirect_stderr(told):
+        status = command_line(["verify-plan", *command, "--output-format", "concise"])
+    lines = [line for line in told.getvalue().splitlines() if line.strip()]
     line = next((line for line in reversed(lines) if "VERIFIED" in line), lines[-1] if lines else "no output")
-    return f"{command[4]:<40} {line}", done.returncode == 0 and "VERIFIED" in line
+    return f"{command[4]:<40} {line}", status == 0 and "VERIFIED" in line
 
 
 def searched(graph: Graph, known: Mapping[str, Signature], gpus: int, constraint: Constraint | None) -> Searched:
@@ -210,9 +213,10 @@ def searched(graph: Graph, known: Mapping[str, Signature], gpus: int, constraint
     return time.process_time() - start, found
 
 
-def search_times() -> None:
-    """Print how long the planner searches with constraints and without."""
-    print(f"\nsearch of the planner on {CLUSTERS[0]} (processor time; it stops where 0.5 % can be saved)")
+def search_times() -> list[str]:
+    """Return what is printed of how long the planner searches with constraints and without."""
+    warnings.simplefilter("ignore")
+    lines = [f"\nsearch of the planner on {CLUSTERS[0]} (processor time; it stops where 0.5 % can be saved)"]
     for model, gpus in SEARCHED:
         graph = model.graph(*model.sizes[gpus])
         known = signatures(graph)
@@ -229,11 +233,11 @@ def search_times() -> None:
         for text, seconds, result in rows:
             step = result.certificate.seconds
             same = "the same optimum" if step <= found.certificate.seconds * 1.005 else "another optimum"
-            print(
+            lines.append(
                 f"  {model.name}, {gpus} GPUs   {text:<24} {seconds:>6.1f} s   {free / seconds:>5.1f} x   "
                 f"step {step:.2f} s ({same}; {result.certificate.configuration})"
             )
-    print(f"  the paper says {PAPER_FASTER} x")
+    return [*lines, f"  the paper says {PAPER_FASTER} x"]
 
 
 def groups(cases: Sequence[Case]) -> list[list[Case]]:
@@ -270,6 +274,7 @@ def main() -> int:
                 told = f"{result.made} programs, {len(result.found)} fit, {result.seconds:.0f} s of a processor"
                 print(f"# {MODELS[number].name}, {gpus} GPUs: {told}", flush=True)
         results = {case: results[case] for case in wanted}
+        searches = [] if "search" in options.skip else [pool.apply_async(search_times)]
         twins: dict[tuple[str, ...], None] = {}
         for cluster in CLUSTERS:
             for number in dict.fromkeys(case[0] for case in wanted):
@@ -284,8 +289,8 @@ def main() -> int:
             for text, passed in pool.imap(verified, twins):
                 print(f"  {text}", flush=True)
                 failed += not passed
-    if "search" not in options.skip:
-        search_times()
+        for search in searches:
+            print("\n".join(search.get()))
     print(f"\n{time.perf_counter() - began:.0f} s, {processor_seconds() - spent:.0f} s of processors")
     return 1 if failed else 0
 
