@@ -25,7 +25,7 @@ PIXELS, WINDOW = 1536, 48
 SEQUENCES, RESIDUES, RUNS = 128, 256, 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PaperModel:
     """A model of the paper.
 

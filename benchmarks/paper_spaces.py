@@ -1,109 +1,91 @@
-"""The spaces of plans that `paper.py` compares, and the simulation of a plan on several clusters.
+"""The spaces of plans that `paper.py` compares, for models that run their layers once.
 
-Every plan is made, its program's statements are priced one by one and its schedule is simulated: nothing is taken from
-the planner's tables. A plan that does not fit into the memory of a rank is no plan.
+Enumerated are dp, tp and pp in powers of two with `STAGES` stages, for splits on tp as Megatron has them or as an
+operator-wise search finds them, with layers recomputed or not; then regions in pieces, or interlaced pipelines. A plan
+that does not fit into the memory of a rank is no plan. What cannot be chosen is not made, by these bounds:
+
+* parameters at rest, divided by tp * pp, exceed a rank's memory: no plan of these axes fits;
+* a plan fits: with recomputation, or regions in pieces, it would only take longer;
+* what stays at rest does not fit: nothing of that plan is computed again in vain;
+* a plan that does not fit takes longer than the best one that does, and so does its busiest device with what is
+  recomputed on top (`Priced.bound`), on every cluster: recomputed or in pieces it is slower still;
+* in as many pieces as there may be it does not fit: no fewer pieces do. Where some number fits, more take longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise, product
-from typing import Any
+from math import inf
 
 from paper_models import PaperModel
+from paper_simulated import MEMORY, SMALL, Costs, Priced, Simulated, measure
 
-from nnscaler.communication.communicated_graph import Compute, again_in, kept_inputs
-from nnscaler.communication.profile_memory import stage_memory
+from nnscaler.communication.communicated_graph import Compute
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph, element_bytes
-from nnscaler.ir.layout import local_shape
-from nnscaler.ir.signature import Signature, signatures
-from nnscaler.performance.predict import Prediction, Programmed, programmed
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.constraints import megatron
 from nnscaler.planning.coshard import coshard_steps
-from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.policies import make_plan
 from nnscaler.planning.ready import constrained_tensor_parallel
 from nnscaler.transform.balance import balanced_cuts
 from nnscaler.transform.partition_stages import random_operators, repeated_operations, with_repeated
-from nnscaler.transform.plan import DP, PP, TP, AssignStep, Plan, RecomputeStep, Step
+from nnscaler.transform.plan import DP, PP, TP, AssignStep, ChunkStep, Plan, RecomputeStep, Step
 from nnscaler.transform.select import layers_of
 
-MEMORY = 32 * 2**30  # bytes of a rank
 STATE = 18  # bytes of a parameter in half precision, its gradient and its optimizer states
 STAGES = (1, 2, 4)  # of pipelines: the paper's experiments have four at most
 LAYERS = 5  # numbered modules that are layers, at least: the blocks of Swin, and not its four stages
-PIECES = (2, 8)
+PIECES = (2, 4, 8)
+MEGATRON, ALPA, OURS = "Megatron-like", "Alpa-like", "ours"
+WITHOUT_PIPELINE = "Alpa-like, pp=1"  # as the paper's artifact runs it
+SYSTEMS = {"megatron": (MEGATRON,), "operators": (ALPA,)}
 
-Costs = Mapping[str, CostModel]  # by cluster
+Axes = Mapping[str, int]
+
+
+class Best:
+    """The plans that fit, and the seconds of the best one of each system on each cluster. Ours has all plans."""
+
+    def __init__(self, clusters: Sequence[str]) -> None:
+        self.clusters = clusters
+        self.found: list[Simulated] = []
+        self._seconds: dict[tuple[str, str], float] = {}
+
+    def add(self, plan: Simulated) -> None:
+        """Add a plan."""
+        self.found.append(plan)
+        for cluster, seconds in plan.seconds.items():
+            for system in {plan.system, OURS}:
+                self._seconds[system, cluster] = min(seconds, self._seconds.get((system, cluster), inf))
+
+    def may_be(self, systems: Sequence[str], bound: Mapping[str, float]) -> bool:
+        """Return whether a plan that takes so long or longer may be the best one of some of the systems."""
+        return any(bound[c] < self._seconds.get((s, c), inf) for s in systems for c in self.clusters)
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """A plan that fits.
+class Tried:
+    """A plan without recomputation that does not fit, though what is at rest does.
 
-    system    whose space it is from
+    systems   whose space it is in
     policy    the ready policy that has its kind
-    plan      in words
-    axes      sizes of its axes
-    seconds   of a step, by cluster
-    memory    bytes of the rank that holds most
+    axes      their sizes
+    text      in words
+    priced    its figures
     """
 
-    system: str
+    systems: tuple[str, ...]
     policy: str
-    plan: str
-    axes: Mapping[str, int]
-    seconds: Mapping[str, float]
-    memory: float
+    axes: Axes
+    text: str
+    priced: Priced
 
-
-@dataclass(frozen=True)
-class Priced:
-    """Figures of a program, before its schedule is simulated.
-
-    prediction   by cluster
-    memory       by pipeline device, bytes
-    program      itself
-    """
-
-    prediction: Mapping[str, Prediction]
-    memory: Sequence[float]
-    program: Programmed
-
-
-def measure(graph: Graph, known: Mapping[str, Signature], plan: Plan, costs: Costs) -> Priced:
-    """Price a plan. Raises NnscalerError for one that is not legal for the graph."""
-    program = programmed(graph, known, plan)
-    memory = [0.0] * plan.devices
-    for stage in stage_memory(program.communicated, program.order):
-        memory[stage.role] += stage.total
-    most = [0.0] * plan.devices
-    for stage_program in program.communicated.stages:
-        again = again_bytes(program.communicated.partitioned.graph, stage_program)
-        for device in stage_program.stage.devices:
-            most[device] = max(most[device], again)
-    held = [here + again for here, again in zip(memory, most, strict=True)]
-    return Priced({name: program.predicted(cost) for name, cost in costs.items()}, held, program)
-
-
-def again_bytes(graph: Graph, program: Any) -> float:
-    """Return the bytes that the largest recomputed layer keeps while it runs again, which `stage_memory` leaves out."""
-    inside: dict[str, str] = {}
-    kept: dict[str, dict[str, int]] = {}
-    for i, statement in enumerate(program.forward):
-        group = again_in(graph, program.forward, i)
-        if not isinstance(statement, Compute) or group is None or statement.placement.chunk is not None:
-            continue
-        inside.update((v.variable, group) for v in statement.outputs if v is not None)
-        for version in kept_inputs(graph, statement):
-            if inside.get(version.variable) == group:
-                tensor, shape = graph.tensors[version.tensor], 1
-                for size in local_shape(version.layout, program.stage.sizes, graph.tensors[version.tensor].shape):
-                    shape *= size
-                kept.setdefault(group, {})[version.variable] = shape * element_bytes(tensor.dtype)
-    return float(max((sum(found.values()) for found in kept.values()), default=0))
+    @property
+    def plan(self) -> Plan:
+        return self.priced.plan
 
 
 class Space:
@@ -116,9 +98,17 @@ class Space:
         self.parameters = sum(t.elements for t in self.graph.with_role("parameter"))
         self.repeated = repeated_operations(self.graph, random_operators(self.known))
         self.layers = layers_of(self.graph, LAYERS, self.repeated)
-        self._tp: dict[tuple[str, int, int], tuple[Step, ...]] = {}
-        self._seconds: dict[tuple[str, int], dict[str, float]] = {}
-        self.tried = 0
+        self.best = Best(tuple(costs))
+        self.made = 0  # programs
+        self.unlimited: dict[str, float] = {}  # by cluster, seconds of the fastest baseline if memory had no limit
+        self.split, self.whole = cache(self._split), cache(self._whole)
+        self.seconds, self.regions = cache(self._seconds), cache(self._regions)
+
+    def baselines(self) -> list[Tried]:
+        """Find the best plans of Megatron-like and of Alpa-like systems; return those that do not fit."""
+        waiting = [tried for axes in self.configurations() for how in SYSTEMS for tried in self.plain(how, axes)]
+        self.recompute(waiting)
+        return waiting
 
     def configurations(self) -> Iterator[dict[str, int]]:
         """Yield sizes of dp, tp and pp, in powers of two, that may hold what is at rest."""
@@ -127,36 +117,140 @@ class Space:
             if self.gpus % (tp * pp) == 0 and self.parameters * STATE / (tp * pp) <= MEMORY:
                 yield {DP: self.gpus // (tp * pp), TP: tp, PP: pp}
 
-    def split(self, how: str, axes: Mapping[str, int]) -> tuple[Step, ...]:
+    def plain(self, how: str, axes: Axes) -> Iterator[Tried]:
+        """Measure dp x tp x pp with 1F1B, one sample in a micro-batch; yield it where it does not fit."""
+        systems = SYSTEMS[how]
+        if axes[TP] == 1:  # the same plan in both spaces
+            systems = (MEGATRON, ALPA) if how == "megatron" else ()
+        if ALPA in systems and axes[PP] == 1:
+            systems = (*systems, WITHOUT_PIPELINE)
+        if systems:
+            text = f"dp={axes[DP]} tp={axes[TP]} pp={axes[PP]}"
+            policy = {"megatron": "megatron", "operators": "pipeline"}[how]
+            yield from self.tried(systems, policy, axes, text, self.measured_plain(how, axes))
+
+    def measured_plain(self, how: str, axes: Axes) -> Priced | None:
+        """Price a plan without recomputation."""
+        if axes[PP] == 1:
+            return self.whole(how, axes[TP])
+        return self.measured(self.with_axes(axes, (*self.split(how, axes[TP]), *self.stages(how, axes))))
+
+    def _whole(self, how: str, tp: int) -> Priced | None:
+        """Price a plan without recomputation and without a pipeline."""
+        return self.measured(self.with_axes({DP: self.gpus // tp, TP: tp}, self.split(how, tp)))
+
+    def with_axes(self, axes: Axes, steps: Sequence[Step]) -> Plan:
+        """Return a plan with these axes, and one sample in a micro-batch."""
+        mesh = tuple((name, size) for name, size in axes.items() if size > 1)
+        return Plan(mesh, tuple(steps), self.model.batch // axes.get(DP, 1))
+
+    def tried(
+        self, systems: tuple[str, ...], policy: str, axes: Axes, text: str, priced: Priced | None
+    ) -> Iterator[Tried]:
+        """Note a plan without recomputation where it fits; yield it where it does not, and may with recomputation."""
+        if priced is None:
+            return
+        for name, prediction in priced.prediction.items() if systems != (OURS,) else ():
+            self.unlimited[name] = min(self.unlimited.get(name, inf), prediction.seconds)
+        tried = Tried(systems, policy, axes, text, priced)
+        if priced.fits:
+            self.fits(tried, text, priced)
+        elif max(priced.at_rest) <= MEMORY:
+            yield tried
+
+    def measured(self, plan: Plan) -> Priced | None:
+        """Price a plan; None where it is not legal."""
+        self.made += 1
+        try:
+            return measure(self.graph, self.known, plan, self.costs)
+        except NnscalerError:
+            return None
+
+    def fits(self, tried: Tried, text: str, priced: Priced) -> None:
+        """Note a plan that fits, of the kind of another one."""
+        small = priced.with_micro_batches(SMALL // tried.axes[DP]) if tried.axes[DP] <= SMALL else {}
+        for system in tried.systems:
+            memory = max(priced.memory)
+            self.best.add(Simulated(system, tried.policy, text, tried.axes, priced.parts(), memory, small))
+
+    def recompute(self, waiting: Sequence[Tried]) -> None:
+        """Recompute all layers of plans that do not fit, where that may make one of them the best of its systems."""
+        layers = [RecomputeStep(layer.operations) for layer in self.layers]
+        again = {name for layer in layers for name in layer.operations}
+        bounds = [(tried.priced.bound(again), tried) for tried in waiting]
+        for bound, tried in sorted(bounds, key=lambda pair: min(pair[0].values())):
+            if self.best.may_be(tried.systems, bound):
+                priced = self.measured(replace(tried.plan, steps=(*tried.plan.steps, *layers)))
+                if priced is not None and priced.fits:
+                    self.fits(tried, f"{tried.text}, recompute", priced)
+
+    def coshard(self, waiting: Sequence[Tried]) -> None:
+        """Run the largest regions of plans that do not fit in pieces, other layers recomputed or not."""
+        cases = []
+        for tried, again in product(waiting, (False, True)):
+            repeated = {name for step in self.in_pieces(tried, PIECES[-1], again) for name in step.operations}
+            cases.append((tried.priced.bound(repeated), tried, again))
+        for bound, tried, again in sorted(cases, key=lambda case: min(case[0].values())):
+            ours = replace(tried, systems=(OURS,), policy="coshard")
+            if not self.best.may_be((OURS,), bound) or not self.piecewise(ours, PIECES[-1], again):
+                continue
+            for pieces in PIECES[:-1]:
+                if self.piecewise(ours, pieces, again):
+                    break
+
+    def piecewise(self, tried: Tried, pieces: int, again: bool) -> bool:
+        """Run the largest regions of a plan in so many pieces; return whether it fits."""
+        more = self.in_pieces(tried, pieces, again)
+        regions = sum(isinstance(step, ChunkStep) for step in more)
+        priced = self.measured(replace(tried.plan, steps=(*tried.plan.steps, *more))) if regions else None
+        if priced is None or not priced.fits:
+            return False
+        text = f"{tried.text}{', recompute' * again}, {regions} regions in {pieces} pieces"
+        self.fits(tried, text, priced)
+        return True
+
+    def in_pieces(self, tried: Tried, pieces: int, again: bool) -> list[ChunkStep | RecomputeStep]:
+        """Return steps that run the largest regions in pieces, and recompute the layers without any."""
+        regions = self.regions(tried.axes[DP], pieces)
+        cut = {name for region in regions for name in region.operations}
+        layers = [RecomputeStep(layer.operations) for layer in self.layers if cut.isdisjoint(layer.operations)]
+        return [*(layers if again else []), *regions]
+
+    def _regions(self, dp: int, pieces: int) -> list[ChunkStep]:
+        """Return the largest regions in so many pieces; empty where none can be cut."""
+        try:
+            return coshard_steps(self.graph, self.known, self.with_axes({DP: dp}, ()), pieces)
+        except NnscalerError:
+            return []
+
+    def interlaced(self) -> None:
+        """Find the best interlaced pipelines."""
+        waiting: list[Tried] = []
+        sizes = [2**i for i in range(self.gpus.bit_length())]
+        for tp, pp in product(sizes, STAGES[1:]):
+            if self.gpus % (tp * pp) == 0 and self.parameters * STATE / (tp * pp) <= MEMORY:
+                axes = {DP: self.gpus // (tp * pp), TP: tp, PP: pp}
+                given = {name: size for name, size in axes.items() if size > 1}
+                batches = self.model.batch // axes[DP]
+                try:
+                    plan = make_plan(self.graph, self.known, given, schedule="interlaced", micro_batches=batches)
+                except NnscalerError:
+                    continue
+                text = f"dp={axes[DP]} tp={tp} pp={pp}, interlaced"
+                waiting += self.tried((OURS,), "interlaced", axes, text, self.measured(plan))
+        self.recompute(waiting)
+
+    def _split(self, how: str, tp: int) -> tuple[Step, ...]:
         """Return the steps of an operator-wise search on tp ("operators"), or of Megatron's layout ("megatron"): legal
-        beside dp and micro-batches."""
-        dp, tp = axes[DP], axes[TP]
+        beside one sample in a micro-batch, on however many ranks of dp."""
         if tp == 1:
             return ()
-        if (how, dp, tp) not in self._tp:
-            sizes = {name: size for name, size in ((DP, dp), (TP, tp)) if size > 1}
-            micro_batches = self.model.batch // dp
-            if how == "megatron":
-                kept, plan = megatron(self.graph, self.known), Plan(tuple(sizes.items()), (), micro_batches)
-                steps = constrained_tensor_parallel(self.graph, self.known, plan, tp, kept)
-            else:
-                steps = make_plan(self.graph, self.known, sizes, micro_batches=micro_batches).steps
-            self._tp[how, dp, tp] = steps
-        return self._tp[how, dp, tp]
+        if how == "megatron":
+            kept, plan = megatron(self.graph, self.known), self.with_axes({TP: tp}, ())
+            return constrained_tensor_parallel(self.graph, self.known, plan, tp, kept)
+        return make_plan(self.graph, self.known, {TP: tp}, micro_batches=self.model.batch).steps
 
-    def plans(self, how: str) -> Iterator[tuple[str, dict[str, int], Plan]]:
-        """Yield (text, sizes, plan) of dp x tp x pp with 1F1B, one sample in a micro-batch, recomputed or not."""
-        for axes in self.configurations():
-            mesh = tuple((name, size) for name, size in axes.items() if size > 1)
-            micro_batches = self.model.batch // axes[DP]
-            stages = self.stages(how, axes)
-            for again in (False, True):
-                steps = [*self.split(how, axes), *stages]
-                text = f"dp={axes[DP]} tp={axes[TP]} pp={axes[PP]}" + ", recompute" * again
-                steps += [RecomputeStep(layer.operations) for layer in self.layers] if again else []
-                yield text, axes, Plan(mesh, tuple(steps), micro_batches)
-
-    def stages(self, how: str, axes: Mapping[str, int]) -> list[AssignStep]:
+    def stages(self, how: str, axes: Axes) -> list[AssignStep]:
         """Cut the layers into stages whose seconds, on the first cluster, are as equal as can be."""
         if axes[PP] == 1:
             return []
@@ -174,71 +268,16 @@ class Space:
             groups.setdefault(where, []).append(name)
         return [AssignStep(tuple(names), where) for where, names in sorted(groups.items())]
 
-    def seconds(self, how: str, tp: int) -> Mapping[str, float]:
+    def _seconds(self, how: str, tp: int) -> Mapping[str, float]:
         """Return by operation its seconds, forward and backward, with the conversions before it."""
-        if (how, tp) not in self._seconds:
-            plan = Plan(((TP, tp),), self.split(how, {DP: 1, TP: tp}), self.model.batch)
-            found = measure(self.graph, self.known, plan, dict([next(iter(self.costs.items()))]))
-            prices = next(iter(found.prediction.values())).prices[0]
-            total: dict[str, float] = {}
-            waiting = 0.0
-            statements = found.program.communicated.stages[0].forward
-            for statement, ahead, behind in zip(statements, prices.forward, prices.backward, strict=True):
-                waiting += ahead + behind
-                if isinstance(statement, Compute):
-                    total[statement.operation.name], waiting = waiting, 0.0
-            self._seconds[how, tp] = total
-        return self._seconds[how, tp]
-
-    def simulated(self, system: str, policy: str, text: str, axes: Mapping[str, int], plan: Plan) -> Simulated | None:
-        """Simulate a plan; None where it does not fit, or is not legal."""
-        self.tried += 1
-        try:
-            found = measure(self.graph, self.known, plan, self.costs)
-        except NnscalerError:
-            return None
-        if max(found.memory) > MEMORY:
-            return None
-        seconds = {name: prediction.seconds for name, prediction in found.prediction.items()}
-        return Simulated(system, policy, text, axes, seconds, max(found.memory))
-
-    def baseline(self, system: str, policy: str, how: str) -> Iterator[Simulated | None]:
-        for text, axes, plan in self.plans(how):
-            yield self.simulated(system, policy, text, axes, plan)
-
-    def coshard(self) -> Iterator[Simulated | None]:
-        """Yield the plans of both baselines with the largest regions in pieces, other layers recomputed or not."""
-        for how, pieces in product(("megatron", "operators"), PIECES):
-            for text, axes, plan in self.plans(how):
-                if how == "operators" and axes[TP] == 1:
-                    continue  # the same
-                regions = coshard_steps(self.graph, self.known, plan, pieces)
-                cut = {name for region in regions for name in region.operations}
-                kept = [s for s in plan.steps if not (isinstance(s, RecomputeStep) and cut.intersection(s.operations))]
-                chunked = replace(plan, steps=(*kept, *regions))
-                said = f"{text}, {len(regions)} regions in {pieces} pieces"
-                yield self.simulated("ours", "coshard", said, axes, chunked)
-
-    def interlaced(self) -> Iterator[Simulated | None]:
-        """Yield interlaced pipelines."""
-        for axes in self.interlaced_axes():
-            try:
-                plan = make_plan(
-                    self.graph,
-                    self.known,
-                    {name: size for name, size in axes.items() if size > 1},
-                    schedule="interlaced",
-                    micro_batches=self.model.batch // axes[DP],
-                )
-            except NnscalerError:
-                continue
-            for again in (False, True):
-                layers = [RecomputeStep(layer.operations) for layer in self.layers] if again else []
-                text = f"dp={axes[DP]} tp={axes[TP]} pp={axes[PP]}, interlaced" + ", recompute" * again
-                yield self.simulated("ours", "interlaced", text, axes, replace(plan, steps=(*plan.steps, *layers)))
-
-    def interlaced_axes(self) -> Iterator[dict[str, int]]:
-        sizes = [2**i for i in range(self.gpus.bit_length())]
-        for tp, pp in product(sizes, STAGES[1:]):
-            if self.gpus % (tp * pp) == 0 and self.parameters * STATE / (tp * pp) <= MEMORY:
-                yield {DP: self.gpus // (tp * pp), TP: tp, PP: pp}
+        found = self.whole(how, tp)
+        assert found is not None, (self.model.name, how, tp)
+        prices = next(iter(found.prediction.values())).prices[0]
+        total: dict[str, float] = {}
+        waiting = 0.0
+        statements = found.program.communicated.stages[0].forward
+        for statement, ahead, behind in zip(statements, prices.forward, prices.backward, strict=True):
+            waiting += ahead + behind
+            if isinstance(statement, Compute):
+                total[statement.operation.name], waiting = waiting, 0.0
+        return total

@@ -141,7 +141,8 @@ def predict(
         summed = 0.0 if order.staleness else taken(calls, ranks[device], "gradient")
         after[device] += summed + taken(calls, ranks[device], "loss")
     updates = [taken(around[p.stage.devices[0]], ranks[p.stage.devices[0]], "gradient") for p in programs]
-    shares = [w.slices for w in stage_work(communicated, signatures) if w.slices]
+    sliced = any(program.stage.slices > 1 for program in programs)
+    shares = [w.slices for w in stage_work(communicated, signatures) if w.slices] if sliced else []
     of_slices = [[share / max(each) for share in each] for each in shares]
     costs = PassCosts(forward, backward, weights, updates, of_slices)
     if overheads.crowding:
