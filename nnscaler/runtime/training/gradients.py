@@ -175,11 +175,11 @@ class Gradients:
                 leaf.grad = None
             return
         place = at[0].place(at[1])
-        if leaf not in self._added:
+        if leaf in self._added and leaf.dtype in HALF:
+            place.add_(gradient)
+        elif leaf not in self._added or gradient.data_ptr() != place.data_ptr():  # `.grad` says what it is
             place.copy_(gradient)
             self._added.add(leaf)
-        elif gradient.data_ptr() != place.data_ptr():
-            place.add_(gradient)
         leaf.grad = place if leaf.dtype == wide else None
 
     def _local(self, one: Wanted) -> Tensor:
@@ -200,7 +200,7 @@ class Gradients:
             self._take(one)
         elif leaf in self._place:
             bucket, position = self._place[leaf]
-            if leaf not in self._added:
+            if leaf not in self._added or (leaf.grad is None and leaf.dtype not in HALF):
                 bucket.place(position).copy_(self._local(one))
             leaf.grad = None
             self._departures.filled(bucket)
