@@ -137,6 +137,7 @@ _PACKED = SmallModel(tiny_models.Packed, tiny_models.tokens)
 _TIED = SmallModel(tiny_models.Tied, tiny_models.text)
 _WORDS = SmallModel(tiny_models.Words, tiny_models.text)
 _CHAIN = SmallModel(tiny_models.Chain, tiny_models.pairs)
+_CAUSAL = SmallModel(tiny_models.Causal, tiny_models.text)
 _RECYCLED = SmallModel(tiny_models.Recycled, tiny_models.pairs)
 _ROWS = tiny_models.rows
 
@@ -170,12 +171,15 @@ TINY: dict[str, Spec] = {
         Spec("recycled", "pp=2", 2, 2, small=_RECYCLED, schedule="3f1b"),
         Spec("recycled, dp", "dp=2", 2, small=_RECYCLED),
         Spec("stream", "dp=2,pp=3", 6, small=_CHAIN, schedule="pipedream"),
+        Spec("interlaced", "dp=2,pp=2", 4, 2, small=_TIED, schedule="interlaced"),
+        Spec("sliced", "tp=2,pp=2,slices=2", 4, 2, small=_CAUSAL),
+        Spec("searched", "pp=2", 2, 4, small=_CHAIN, schedule="search:zb-v"),
     )
 }
-# those with sections, outer sizes, unequal sizes, copies, buffers and constants
+# those with sections, outer sizes, unequal sizes, copies, buffers and constants, shared stages, slices, searched orders
 SMALL = (
     "packed", "packed, dp", "strided", "uneven", "words", "words, 3", "rested", "tied", "cube", "staged", "normed",
-    "turned", "adapted", "recycled",
+    "turned", "adapted", "recycled", "interlaced", "sliced", "searched",
 )  # fmt: skip
 NAMES = (*MODELS, *SMALL)  # of the programs that mutants are made of
 

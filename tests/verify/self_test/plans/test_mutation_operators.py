@@ -17,7 +17,7 @@ from verify.self_test.programs.mutants.graph import GRAPH
 from verify.self_test.programs.mutants.layout import COPIES, FAMILIES, LAYOUT, STATE, state_edits
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Mutant, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
-from verify.self_test.programs.mutants.role_source import RightProgram
+from verify.self_test.programs.mutants.role_source import RightProgram, read_role_source
 from verify.self_test.programs.third_oracle import compare_programs
 
 BASES = ("sharded", "staged", "sharded stages", "experts")
@@ -115,9 +115,28 @@ def test_edits_between_texts() -> None:
     assert apply_edits(before, edits_between(before, after)) == after
 
 
+def test_edits_of_several_lines() -> None:
+    sources, edits = {"a.py": "one\ntwo\nthree\nfour"}, (Edit("a.py", 1, "one\ntwo", "1"), Edit("a.py", 4, "four", "4"))
+    assert apply_edits(sources, edits) == {"a.py": "1\nthree\n4"}
+    with pytest.raises(ValueError, match="2 is not 'two'"):
+        apply_edits(sources, (edits[0], Edit("a.py", 2, "two", "2")))
+
+
 def test_edit_of_another_line_is_refused() -> None:
     with pytest.raises(ValueError, match="is not 'three'"):
         apply_edits({"a.py": "one\ntwo"}, (Edit("a.py", 2, "three", "3"),))
+
+
+def test_an_order_of_several_lines(tmp_path: Path) -> None:
+    """Orders are searched, and longer than a line: all of one is read, and all of it is changed."""
+    base = build(TINY["searched"], tmp_path)
+    program = base.subject.program
+    assert program.plan.orders == tuple(" ".join(role.order) for role in base.subject.roles)
+    for role in base.subject.roles:
+        assert "\n" in role.written
+        assert role.reordered(role.order).after == role.written, "the same order changes nothing"
+        turned = apply_edits(program.sources, (role.reordered(role.order[::-1]),))[role.file]
+        assert read_role_source(role.file, turned).order == role.order[::-1]
 
 
 def test_examples_are_needed(tmp_path: Path) -> None:

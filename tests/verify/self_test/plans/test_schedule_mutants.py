@@ -16,8 +16,9 @@ from verify.self_test.programs.mutants import runtime_faults, schedule, updates
 from verify.self_test.programs.mutants.mutant import apply_edits
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 
-# of the programs in which the kinds have a place: a step with pipelines and tensor parallelism, recycling, a stream
-PROGRAMS = ("staged", "recycled", "stream")
+# of the programs in which the kinds have a place: a step with pipelines and tensor parallelism, recycling, a stream;
+# stages that devices share, slices, and orders that were searched
+PROGRAMS = ("staged", "recycled", "stream", "interlaced", "sliced", "searched")
 EVERY = (*schedule.OPERATORS, *updates.OPERATORS)
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     # bugs of what runs a right stream, and what is said of each

@@ -91,6 +91,8 @@ def test_programs_say_everything_that_one_can() -> None:
         ("turned", ["user.self_test_turn"]),
         ("recomputed", ["recompute(recompute_0"]),
         ("averaged", ["def prepare("]),
+        ("interlaced", ["of which 0, 3 with other ranks", "ranks = (0, 2, 1, 3)"]),
+        ("sliced", ["comm.append(", "slices = 2", "B0.0.1"]),
     ],
 )
 def test_program_has_its_mechanism(tiny: Get, name: str, words: list[str]) -> None:

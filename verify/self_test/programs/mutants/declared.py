@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
-from verify.self_test.programs.mutants.role_source import DeclarationEntry, RightProgram
+from verify.self_test.programs.mutants.role_source import DeclarationEntry, RightProgram, micro_of
 
 _STATE = re.compile(r'"(\w+)": ((?:Sharded|Partial|Replicated)\([^()]*(?:\([^()]*\))?[^()]*\))')
 _OUTER = re.compile(r", outer=(\d+)")
@@ -141,7 +141,7 @@ def _micro_batches(subject: RightProgram) -> Iterator[Edits]:
             count = line.strip().removeprefix("micro_batches = ")
             if count.isdigit() and count != line.strip() and int(count) > 1:
                 half = int(count) // 2
-                kept = [i for i in role.order if int(i.partition(".")[2]) < half]
+                kept = [i for i in role.order if micro_of(i) < half]
                 yield (
                     Edit(role.file, number, line, line.replace(f"= {count}", f"= {half}")),
                     role.reordered(kept),

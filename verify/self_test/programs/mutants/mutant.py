@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One changed line of a role file.
+    """A changed line of a role file, or several that follow each other.
 
-    line    counted from 1
-    before  its text
-    after   the text instead: several lines, or none
+    line    the first of them, counted from 1
+    before  their text
+    after   the text instead: as many lines as it takes, or none
     """
 
     file: str
@@ -109,13 +109,15 @@ class Mutant:
 
 def apply_edits(sources: Mapping[str, str], edits: Edits) -> dict[str, str]:
     """Return the changed files. Raises ValueError where a line is not what the edit says."""
-    changed: dict[str, list[str]] = {}
+    changed: dict[str, list[str | None]] = {}  # None: the line is a part of the one before
     for edit in edits:
-        lines = changed.setdefault(edit.file, sources[edit.file].split("\n"))
-        if lines[edit.line - 1] != edit.before:
+        lines = changed.setdefault(edit.file, [*sources[edit.file].split("\n")])
+        before = edit.before.split("\n")
+        there = slice(edit.line - 1, edit.line - 1 + len(before))
+        if lines[there] != before:
             raise ValueError(f"{edit.file}:{edit.line} is not {edit.before!r}")
-        lines[edit.line - 1] = edit.after
-    return {file: "\n".join(lines) for file, lines in changed.items()}
+        lines[there] = [edit.after, *[None] * (len(before) - 1)]
+    return {file: "\n".join(line for line in lines if line is not None) for file, lines in changed.items()}
 
 
 def edits_between(before: Mapping[str, str], after: Mapping[str, str]) -> Edits:

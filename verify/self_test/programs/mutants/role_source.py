@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nnscaler.codegen.program import Program
+from nnscaler.instructions import read_instruction
 from nnscaler.ir.graph import LogicalTensor
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 
@@ -128,20 +129,28 @@ class DeclarationEntry:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One file: its lines, statements and declarations, and the line of its schedule."""
+    """One file: its lines, statements and declarations, and the lines of its schedule: the first, and the one after."""
 
     file: str
     lines: tuple[str, ...]
     statements: tuple[Statement, ...]
     entries: tuple[DeclarationEntry, ...]
-    schedule: int  # its line
+    schedule: tuple[int, int]
+
+    @property
+    def written(self) -> str:
+        """The text of the schedule."""
+        first, end = self.schedule
+        return "\n".join(self.lines[first - 1 : end - 1])
 
     @property
     def order(self) -> tuple[str, ...]:
-        return tuple(self.lines[self.schedule - 1].split())
+        return tuple(self.written.split())
 
     def reordered(self, order: Sequence[str]) -> Edit:
-        return Edit(self.file, self.schedule, self.lines[self.schedule - 1], " ".join(order))
+        """Return the edit that writes this order; one that changes nothing where it is the order that is there."""
+        after = self.written if tuple(order) == self.order else " ".join(order)
+        return Edit(self.file, self.schedule[0], self.written, after)
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,13 @@ def without_entry(states: str, entry: str) -> str:
     return states.replace(entry, "").replace("{, ", "{").replace(", }", "}").replace(", , ", ", ")
 
 
+def micro_of(word: str) -> int:
+    """Return the micro-batch of an instruction."""
+    read = read_instruction(word)
+    assert read is not None, "the words of an order are instructions"
+    return read.micro
+
+
 def names_in(source: str) -> frozenset[str]:
     """Return the words of a piece of Python."""
     word = "".join(c if c.isalnum() or c == "_" else " " for c in source)
@@ -256,8 +272,9 @@ def read_role_source(file: str, text: str) -> Role:
                 statements += _statements(file, lines, index, node)
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 entries += _entries(file, lines, index, node.targets[0].id, node.value)
-    schedule = next(i for i, line in enumerate(lines, 1) if line.startswith("SCHEDULE")) + 1
-    return Role(file, lines, tuple(sorted(statements, key=lambda s: s.line)), tuple(entries), schedule)
+    first = next(i for i, line in enumerate(lines, 1) if line.startswith("SCHEDULE")) + 1
+    end = lines.index('"""', first) + 1
+    return Role(file, lines, tuple(sorted(statements, key=lambda s: s.line)), tuple(entries), (first, end))
 
 
 def _source(lines: Sequence[str], node: ast.expr) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from nnscaler.instructions import Instruction, total_order
+from nnscaler.scheduling.dependencies import chain, dependencies
+from nnscaler.scheduling.schedule import Schedule, parse_order
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
-from verify.self_test.programs.mutants.role_source import RightProgram, Role
+from verify.self_test.programs.mutants.role_source import RightProgram, Role, micro_of
 
 
 def _several(subject: RightProgram) -> bool:
@@ -18,9 +21,7 @@ def _last_backward(subject: RightProgram) -> Iterator[Edits]:
     """The last micro-batch gets no backward, on no stage."""
     last = subject.program.plan.micro_batches - 1
     if _several(subject):
-        yield tuple(
-            r.reordered([i for i in r.order if not (i[0] in "BIW" and i.endswith(f".{last}"))]) for r in subject.roles
-        )
+        yield tuple(r.reordered([i for i in r.order if i[0] == "F" or micro_of(i) != last]) for r in subject.roles)
 
 
 def _one_backward(subject: RightProgram) -> Iterator[Edit]:
@@ -79,31 +80,27 @@ def _legal(order: Sequence[str]) -> bool:
 
 def _hangs(subject: RightProgram, changed: Role, order: Sequence[str]) -> bool:
     """Return whether these orders deadlock: stage s waits for activations of s - 1, and for gradients of s + 1."""
-    queues = {r.file: list(order if r.file == changed.file else r.order) for r in subject.roles}
-    last = subject.program.plan.stages - 1
-    done: set[str] = set()
-    while any(queues.values()):
-        ready = [file for file, queue in queues.items() if queue and _ready(queue[0], last, done)]
-        if not ready:
-            return True
-        for file in ready:
-            done.add(queues[file].pop(0))
-    return False
-
-
-def _ready(instruction: str, last: int, done: set[str]) -> bool:
-    stage, micro = (int(n) for n in instruction[1:].split("."))
-    if instruction[0] == "F":
-        return stage == 0 or f"F{stage - 1}.{micro}" in done
-    return instruction[0] == "W" or stage == last or not done.isdisjoint(f"{k}{stage + 1}.{micro}" for k in "BI")
+    plan = subject.program.plan
+    words = (order if r.file == changed.file else r.order for r in subject.roles)
+    made = Schedule("", plan.places, plan.micro_batches, tuple(parse_order(" ".join(own)) for own in words))
+    return bool(total_order(made.orders, dependencies(made, chain(made.stages)).__getitem__).stuck)
 
 
 # Backwards in two halves. The right program may have none: then those of one role are divided first, which is right.
 
 
-def _in_halves(role: Role) -> list[str]:
-    """Return the order with every backward in two halves, one right after the other."""
-    return [half for i in role.order for half in ((f"I{i[1:]}", f"W{i[1:]}") if i[0] == "B" else (i,))]
+def _in_halves(subject: RightProgram, role: Role) -> list[str]:
+    """Return the order with every backward in two halves, one right after the other, where that is right: slices run a
+    whole one, and so do stages of which other roles have the order too."""
+    plan = subject.program.plan
+    own = {stage for stage, devices in enumerate(plan.places) if len(devices) == 1 and not plan.slices}
+    return [half for i in parse_order(" ".join(role.order)) for half in _halves_of(i, own)]
+
+
+def _halves_of(instruction: Instruction, stages: Collection[int]) -> tuple[str, ...]:
+    if instruction.kind == "B" and instruction.stage in stages:
+        return str(instruction.of("I")), str(instruction.of("W"))
+    return (str(instruction),)
 
 
 def _halves(change: Callable[[list[str], int], list[str] | None]) -> Find:
@@ -111,7 +108,7 @@ def _halves(change: Callable[[list[str], int], list[str] | None]) -> Find:
 
     def find(subject: RightProgram) -> Iterator[Edit]:
         for role in subject.roles:
-            order = _in_halves(role)
+            order = _in_halves(subject, role)
             for at, instruction in enumerate(order):
                 changed = change(list(order), at) if instruction[0] == "W" else None
                 if changed is not None:
@@ -143,7 +140,7 @@ def _after_the_last(subject: RightProgram) -> Iterator[Edits]:
     """The step ends before the second halves of the last micro-batch, on all stages: gradients are summed too early."""
     last = subject.program.plan.micro_batches - 1
     yield tuple(
-        role.reordered([i for i in _in_halves(role) if i[0] != "W" or not i.endswith(f".{last}")])
+        role.reordered([i for i in _in_halves(subject, role) if i[0] != "W" or micro_of(i) != last])
         for role in subject.roles
     )
 
@@ -151,7 +148,7 @@ def _after_the_last(subject: RightProgram) -> Iterator[Edits]:
 def _on_another_stage(subject: RightProgram) -> Iterator[Edits]:
     """A second half is run by the ranks of another stage, which have nothing of it."""
     for role in subject.roles:
-        order = _in_halves(role)
+        order = _in_halves(subject, role)
         for other in subject.roles:
             for instruction in order if other is not role else ():
                 if instruction[0] == "W":
@@ -163,7 +160,8 @@ def _halves_that_hang(subject: RightProgram) -> Iterator[Edits]:
     """An order in halves in which stages wait for each other."""
     if len(subject.roles) > 1 and _several(subject):
         for role in subject.roles:
-            yield from _hanging(subject, role, _in_halves(role))
+            order = _in_halves(subject, role)
+            yield from _hanging(subject, role, order) if any(i[0] == "W" for i in order) else ()
 
 
 def _peers(subject: RightProgram) -> Iterator[Edits]:
