@@ -32,5 +32,5 @@ def compiled(forward: Function, *constant: Function) -> Function:
     if _call_with["apart"] is _call:
         _call_with["apart"] = torch.compiler.disable(_call)
     for function in constant:
-        torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+        torch.compiler.assume_constant_result(function)
     return torch.compile(forward, dynamic=False)

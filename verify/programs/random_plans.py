@@ -20,7 +20,7 @@ from torch import nn
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
-from nnscaler.instructions import Instruction, waits_of
+from nnscaler.instructions import Instruction, Kind, waits_of
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
@@ -109,7 +109,8 @@ def _random_orders(graph: Graph, places: Sequence[Sequence[int]], micro_batches:
     passes = [(stage, m) for stage in every for m in range(micro_batches)]
     left = {Instruction("F", stage, (m,)) for stage, m in passes}
     if graph.loss:
-        left |= {Instruction(kind, stage, (m,)) for stage, m in passes for kind in random.choice((("B",), ("I", "W")))}
+        ways: tuple[tuple[Kind, ...], ...] = (("B",), ("I", "W"))
+        left |= {Instruction(kind, stage, (m,)) for stage, m in passes for kind in random.choice(ways)}
     everything = frozenset(left)
     orders: list[list[str]] = [[] for _ in range(1 + max(device for place in places for device in place))]
     while left:

@@ -51,8 +51,6 @@ the loss without backward, and a checkpoint. Parameters are disturbed at random 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
     """Adds the command to the parser."""
-    from verify.programs.request import BACKENDS, DTYPES, PROCESS_LIMIT
-
     parser = commands.add_parser(
         "verify-plan",
         help="compile a model, run the program on every rank, and compare it with the model",
@@ -64,6 +62,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_plan_options(parser)
     add_search_options(parser)
+    _add_run(parser)
+    _add_training(parser)
+    add_option(parser)
+    add_report_options(parser)
+    parser.set_defaults(command=run)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    from verify.programs.request import BACKENDS, DTYPES, PROCESS_LIMIT
+
     group = parser.add_argument_group("run")
     group.add_argument(
         "--backend",
@@ -109,10 +117,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     how.add_argument(
         "--deep", action="store_true", help="more loss scales, the checkpoint under another plan, a run in bfloat16"
     )
-    _add_training(parser)
-    add_option(parser)
-    add_report_options(parser)
-    parser.set_defaults(command=run)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:

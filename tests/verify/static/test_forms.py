@@ -24,7 +24,6 @@ from nnscaler.tracing import trace
 from tests.sampling import every
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call
-from verify.programs.proof import Proof, ProofOptions, prove_program
 from verify.programs.typing import check_program
 from verify.programs.typing.lines.forms import _BINARY, _SYMMETRIC, dim_arguments, python_operator, wrapped
 from verify.programs.typing.roles.text import Variable
@@ -370,45 +369,3 @@ def test_a_result_that_the_model_does_not_use_stands_for_nothing() -> None:
     changed, times = re.subn(r'return \{"loss": \w+\}', 'return {"loss": other}', changed)
     assert times == 1
     assert not check_program({"role_0.py": changed}, program.graph).proved
-
-
-@pytest.fixture(scope="module")
-def unedited(subject: Get) -> Proof:
-    program = subject("sharded stages").program
-    return prove_program(program.sources, program.graph, options=ProofOptions(cached=False))
-
-
-@pytest.mark.parametrize(
-    ("edit", "line"),
-    every(
-        3,
-        [
-            ("gelu = aten.slice(gelu, 0, 0, 6)", "gelu = aten.slice(gelu, 0, 0, 6)"),
-            ("gelu = aten.view(gelu, {shape})", "gelu = aten.view(gelu"),
-            ("unread = aten.add(gelu, gelu)", "unread = aten.add(gelu, gelu)"),
-            ("gelu = aten.squeeze(aten.unsqueeze(gelu, 0), 0)", "aten.squeeze("),
-            ("gelu = aten.transpose(aten.transpose(gelu, 0, 1), 1, 0)", ""),
-            ("gelu = aten.clone(gelu)", ""),
-            ("unread = aten.exp(gelu)", ""),
-        ],
-    ),
-)
-def test_an_idle_line_holds_for_the_sample_only_if_it_has_sizes(
-    edit: str, line: str, subject: Get, unedited: Proof
-) -> None:
-    found = subject("sharded stages")
-    graph, sources = found.program.graph, dict(found.program.sources)
-    file = next(name for name, text in sources.items() if " gelu = " in text)
-    width = next(op for op in graph.operations if op.operator == "aten.gelu.default").outputs[0]
-    edit = edit.format(shape=(-1, *graph.tensors[width].shape[1:-1], graph.tensors[width].shape[-1] // 2))
-    sources[file], count = re.subn(r"(        )(gelu = .*)", rf"\1\2\n\1{edit}", sources[file], count=1)
-    assert count == 1
-    whole = unedited
-    proof = prove_program(sources, graph, options=ProofOptions(cached=False))
-    assert proof.holds and proof.sizes is not None and whole.sizes is not None
-    assert whole.all_sizes or any(not s.blocker for s in whole.sizes.symbols)
-    if line:
-        assert proof.sizes.text.startswith("holds for the sizes of the sample\n")
-        assert all(line in s.blocker and file in s.blocker for s in proof.sizes.symbols)
-    else:
-        assert proof.sizes == whole.sizes
