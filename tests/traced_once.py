@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from nnscaler.tracing import Traced, trace
 
+PLAIN = frozenset(vars(nn.Module()))  # attributes that every module has
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -28,19 +29,24 @@ class TracedOnce:
         if key not in self._known:
             traced = trace(module, sample_inputs, **options)
             self._known[key] = replace(traced, state=_copied(traced.state))
-        found = self._known[key]
-        return replace(found, state=_copied(found.state))
+        found, own = self._known[key], dict(_named(module))
+        # as of `trace`, what is the module's own is its own
+        return replace(found, state={**_copied(found.state), **{n: own[n] for n in found.state if n in own}})
 
 
 def _described(module: nn.Module) -> Hashable:
     parts = [
-        (name, type(part), part.training, _values({k: v for k, v in vars(part).items() if not k.startswith("_")}))
+        (name, type(part), part.training, _values({k: v for k, v in vars(part).items() if k not in PLAIN}))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named = _named(module)
     first = {id(tensor): name for name, tensor in reversed(named)}  # tied tensors are told by their first name
     state = [(name, first[id(tensor)], tensor.requires_grad, _values(tensor)) for name, tensor in named]
     return tuple(parts), tuple(state)
+
+
+def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def _values(given: Any) -> Hashable:

@@ -111,7 +111,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("edit", "message", "cause", "allowed"), every(2, [c[1:] for c in CASES]), ids=[c[0] for c in CASES]
+    ("edit", "message", "cause", "allowed"), every(4, [c[1:] for c in CASES]), ids=[c[0] for c in CASES]
 )
 def test_a_tensor_of_the_folder_is_another(
     edit: Callable[[dict[str, Tensor]], object],

@@ -72,7 +72,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[Factory, Path]:
     }
 
 
-@pytest.mark.parametrize("factory", MODES)
+@pytest.mark.parametrize("factory", every(2, MODES))
 @pytest.mark.parametrize(("ranks", "plan", "seed"), every(2, [(3, "dp=3", 0), (4, "dp=2,tp=2", 1)]))
 def test_the_program_is_in_the_mode_of_its_model(factory: Factory, ranks: int, plan: str, seed: int) -> None:
     """At every level; the seed moves the running statistics too."""

@@ -224,7 +224,7 @@ SUMS = [
 ]
 
 
-@pytest.mark.parametrize("bug", every(6, [*FORWARD, *BACKWARD, *SUMS]), ids=names([*FORWARD, *BACKWARD, *SUMS]))
+@pytest.mark.parametrize("bug", every(9, [*FORWARD, *BACKWARD, *SUMS]), ids=names([*FORWARD, *BACKWARD, *SUMS]))
 def test_bug_is_caught(sharded: Original, bug: Bug, tmp_path: Path) -> None:
     assert_caught(sharded.verify(sharded.broken(tmp_path, bug.edits)), bug)
 

@@ -103,6 +103,6 @@ BUGS = [
 ]
 
 
-@pytest.mark.parametrize("bug", every(3, BUGS), ids=names(BUGS))
+@pytest.mark.parametrize("bug", every(5, BUGS), ids=names(BUGS))
 def test_bug_is_caught(staged: Original, bug: Bug, tmp_path: Path) -> None:
     assert_caught(staged.verify(staged.broken(tmp_path, bug.edits)), bug)

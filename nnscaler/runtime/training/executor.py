@@ -341,6 +341,8 @@ class RankExecutor:
         coming = self._next.get(instruction)
         if coming is None or (coming.kind != "F" and not torch.is_grad_enabled()):
             return
+        if self.stages[coming.stage].slices > 1:  # slices have sizes of their own, which the stage knows of the present
+            return
         stage, now = self.stages[coming.stage], self.communicator.context
         self.communicator.context = str(coming)
         for receive in stage.receives.values() if coming.kind == "F" else ():

@@ -66,15 +66,15 @@ def test_no_operator_is_annotated_twice() -> None:
 
 @pytest.mark.parametrize("operator", BY_OPERATOR)
 def test_operator(operator: str) -> None:
-    """On its first sample and its last one."""
-    for number in {BY_OPERATOR[operator][0], BY_OPERATOR[operator][-1]}:
+    """On each fourth of its samples, with the first one."""
+    for number in BY_OPERATOR[operator][::4]:
         answer_all(SAMPLES[number], whole_run(SAMPLES[number], number))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("operator", [name for name, samples in BY_OPERATOR.items() if len(samples) > 2])
+@pytest.mark.parametrize("operator", [name for name, samples in BY_OPERATOR.items() if len(samples) > 1])
 def test_operator_on_its_other_samples(operator: str) -> None:
-    for number in BY_OPERATOR[operator][1:-1]:
+    for number in (number for place, number in enumerate(BY_OPERATOR[operator]) if place % 4):
         answer_all(SAMPLES[number], whole_run(SAMPLES[number], number))
 
 

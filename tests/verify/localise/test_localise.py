@@ -35,7 +35,7 @@ def get(tmp_path_factory: pytest.TempPathFactory) -> Get:
     return found
 
 
-@pytest.mark.parametrize("bug", every(5, EVERY), ids=[bug.name for bug in EVERY])
+@pytest.mark.parametrize("bug", every(7, EVERY), ids=[bug.name for bug in EVERY])
 def test_line_and_cause(get: Get, bug: Planted, tmp_path: Path) -> None:
     found = score(get(bug.program), [bug], tmp_path / "program")
     assert found.line, found.findings

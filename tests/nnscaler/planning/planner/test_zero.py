@@ -119,6 +119,7 @@ def test_a_plan_with_shards_is_found_again_from_its_constraints() -> None:
         constraints_of(Plan((("dp", 4),), (RestStep(("blocks.0",)),)), graph, known)
 
 
+@pytest.mark.long
 def test_what_fits_takes_no_less_than_its_bounds() -> None:
     subject = subject_of(deep(9, tokens=256), 4, "ethernet10g")
     looked = dict.fromkeys((placement.zero for placement in PLACEMENTS), 0)

@@ -35,7 +35,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("two_dimensions.py", 3, WHOLE, marks=pytest.mark.long),
         ("two_dimensions.py", 4, WHOLE),
         pytest.param("pipeline.py", 2, OWN, marks=pytest.mark.long),
-        ("pipeline.py --schedule 1f1b", 3, OWN),
+        pytest.param("pipeline.py --schedule 1f1b", 3, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --schedule 1f1b", 4, OWN, marks=pytest.mark.long),
         ("gpt_train.py", 2, TURNS),
         pytest.param("gpt_train.py --compiled=", 3, TURNS, marks=pytest.mark.long),

@@ -12,7 +12,7 @@ from verify.results.verdict import Verdict
     ("command", "ranks", "code", "cause"),
     [
         pytest.param("by_hand.py --broken reduce", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
-        ("by_hand.py --broken late", 3, "gradient_differs", "missing_reduction"),
+        pytest.param("by_hand.py --broken late", 3, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
         pytest.param("by_hand.py --broken group", 4, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
         ("by_hand.py --broken average", 3, "gradient_differs", "scaled"),
         pytest.param(
