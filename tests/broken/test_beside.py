@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import verify
-from nnscaler.runtime.training import boxes, checkpoint, clipping, executor, gradients
+from nnscaler.runtime.training import boxes, buckets, checkpoint, clipping, executor, gradients
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
 from verify.programs.checks.context import LOCALISED
@@ -151,3 +151,15 @@ def test_what_each_depth_runs(staged: Original, depth: str) -> None:
     deep = {"loss scale 3", "checkpoint under another plan"}
     assert report.exit_code == 0 and "gradient norm, clipped" in names
     assert names & (beside | deep) == {"quick": set(), "default": beside, "deep": beside | deep}[depth]
+
+
+def test_gradients_that_are_written_while_they_are_summed(monkeypatch: Patch, sharded: Original) -> None:
+    begin = buckets.SumBucket._begin
+
+    def write_too(self: buckets.SumBucket, communicator: Any) -> Any:
+        pending = begin(self, communicator)
+        self.place(0).add_(1.0)
+        return pending
+
+    monkeypatch.setattr(buckets.SumBucket, "_begin", write_too)
+    assert "memory_under_way" in codes(sharded.verify(sharded.folder))

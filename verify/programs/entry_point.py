@@ -60,7 +60,7 @@ def check_usage(request: PlanRequest) -> None:
     if request.level == "static" and not request.exact:
         message = f"--dtype {request.dtype} is the dtype of a run, and --level static runs nothing"
         raise NnscalerError("usage", message, help="--level run, or all")
-    if request.level == "static" and request.compiled:
+    if request.level == "static" and request.compile:
         message = "--compile says how a program is run, and --level static runs nothing"
         raise NnscalerError("usage", message, help="--level run, or all")
     if request.own_weights and request.program is None:

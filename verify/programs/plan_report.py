@@ -91,7 +91,7 @@ def _settings(request: PlanRequest, reference: Trajectory | None) -> dict[str, s
     return {
         "backend": request.runs_on,
         "dtype": request.dtype,
-        **({"compiled": "torch.compile"} if request.compiled else {}),
+        **({"compiled": "torch.compile"} if request.compile else {}),
         "steps": str(request.steps),
         "learning_rate": f"{reference.learning_rate:g}",
         "max_norm": "none" if reference.settings.max_norm is None else f"{reference.settings.max_norm:g}",
@@ -101,7 +101,7 @@ def _settings(request: PlanRequest, reference: Trajectory | None) -> dict[str, s
 def _setting(request: PlanRequest, summary: str, ran: bool) -> str:
     """`on 4 ranks (dp=2 tp=2), in float64`; what is proved of a text holds of no dtype in particular."""
     where = f"on {request.ranks} rank{'s' * (request.ranks != 1)}" + (f" ({summary})" if summary else "")
-    return f"{where}, in {request.dtype}{', compiled' if request.compiled else ''}" if ran else where
+    return f"{where}, in {request.dtype}{', compiled' if request.compile else ''}" if ran else where
 
 
 def _precision(prepared: Prepared, request: PlanRequest, proved: bool) -> str | None:

@@ -32,7 +32,7 @@ class PlanRequest(CompileRequest):
                  `PROCESS_LIMIT` ranks, else the simulator
     steps        of SGD, at least 1
     dtype        of the run: float64 compares up to rounding, the others up to the model's own noise in them
-    compiled     run the forward of each stage compiled with torch.compile
+    compile      run the forward of each stage compiled with torch.compile
     timeout      seconds of the run, and of processor time of the proof
     depth        quick: training alone; default: also other loss scales, unequal labels, the loss without backward and a
                  checkpoint; deep: also the checkpoint under another plan, and a run in bfloat16
@@ -49,7 +49,7 @@ class PlanRequest(CompileRequest):
     backend: str | None = None
     steps: int = 2
     dtype: str = "float64"
-    compiled: bool = False
+    compile: bool = False
     timeout: float = 300.0
     depth: Depth = "default"
     level: Level = "all"

@@ -238,7 +238,7 @@ def make_task(
         trials=tuple(trial.task(work) for trial in extra.trials),
         forward_only=extra.forward_only,
         checkpoint=str(work / "checkpoint") if extra.checkpoint else None,
-        compiled=request.compiled,
+        compiled=request.compile,
     )
 
 

@@ -25,7 +25,8 @@ Option = str | int | float | bool | None | list[str]
 # the fields of a request that are options of a token; its depth is two flags there, and the rest has a field of its own
 _OPTIONS = (
     "ranks", "schedule", "micro_batches", "replicate", "loss_fn", "specialise", "precision", "backend", "steps", "seed",
-    "dtype", "timeout", "own_weights", "level", "train", "train_steps", "optimizer", "train_backend", "optimizer_bytes",
+    "dtype", "compile", "timeout", "own_weights", "level", "train", "train_steps", "optimizer", "train_backend",
+    "optimizer_bytes",
 )  # fmt: skip
 _APART = ("model", "plan", "plan_document", "program", "depth")
 

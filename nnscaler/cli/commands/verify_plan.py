@@ -89,7 +89,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--compile",
-        dest="compiled",
         action="store_true",
         help="run the forward of each stage compiled with torch.compile, as `nnscaler train --compile=true` does",
     )
@@ -171,7 +170,7 @@ def plan_request(options: argparse.Namespace) -> PlanRequest:
         backend=options.backend,
         steps=options.steps,
         dtype=options.dtype,
-        compiled=options.compiled,
+        compile=options.compile,
         timeout=options.timeout,
         depth="quick" if options.quick else "deep" if options.deep else "default",
         level=options.level,

@@ -185,7 +185,7 @@ def make_training(request: PlanRequest, prepared: Prepared) -> Training:
         undecayed_of(parameters.items()),
         request.seed,
         draws=prepared.unmatched is None,
-        compiled=request.compiled,
+        compiled=request.compile,
         saved_before=len(steps) // 2,
     )
     return Training(course, model, program, (*notes, *told))

@@ -99,7 +99,7 @@ def make_stream(request: PlanRequest, prepared: Prepared, optimizer: str, batche
         frozenset(parameters) if optimizer == PLAIN else undecayed_of(parameters.items()),
         request.seed,
         draws=prepared.unmatched is None,
-        compiled=request.compiled,
+        compiled=request.compile,
         delays=delays_of(stages),
     )
     return Training(course, model, program_of(request, prepared), notes)
