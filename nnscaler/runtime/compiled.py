@@ -27,10 +27,14 @@ def apart(function: Function, *arguments: Any) -> Any:
     return _call_with["apart"](function, *arguments)
 
 
-def compiled(forward: Function, *constant: Function) -> Function:
-    """Return a compiled forward. `constant`: functions whose results are constants of it."""
+def compiled(forward: Function, *constant: Function, several: bool) -> Function:
+    """Return a compiled forward. `constant`: functions whose results are constants of it.
+
+    `several`: other ranks compile the same. What ranks hold in common must stay equal bit for bit, and kernels that
+    each rank chooses by its own timings sum in orders of their own: none is chosen so then.
+    """
     if _call_with["apart"] is _call:
         _call_with["apart"] = torch.compiler.disable(_call)
     for function in constant:
         torch.compiler.assume_constant_result(function)
-    return torch.compile(forward, dynamic=False)
+    return torch.compile(forward, dynamic=False, options={"deterministic": True} if several else None)

@@ -101,7 +101,7 @@ class RankExecutor:
             self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
         if settings.compiled and observe is None:
             for stage in self.stages.values():
-                stage.forward = compiled(stage.forward, dtype_of_run)
+                stage.forward = compiled(stage.forward, dtype_of_run, several=communicator.world_size > 1)
         self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
             (index, name): stage.at_rest[name] for index, stage in self.stages.items() for name in stage.parameters
         }

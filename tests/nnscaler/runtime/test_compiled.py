@@ -43,7 +43,13 @@ def test_compiled_stages_compute_the_same(
     model: str, plan: str, schedule: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # without inductor, whose kernels may round otherwise, and which takes long
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compile_by, options = torch.compile, []
+
+    def without_kernels(forward: Any, **asked: Any) -> Any:
+        options.append(asked.pop("options"))
+        return compile_by(forward, backend="aot_eager", **asked)
+
+    monkeypatch.setattr(torch, "compile", without_kernels)
     example = import_user_file(EXAMPLES / f"{model}.py")
     torch.manual_seed(0)
     batches = 4 if schedule else 1
@@ -66,6 +72,7 @@ def test_compiled_stages_compute_the_same(
     torch._dynamo.utils.counters.clear()
     found = Simulator(2).run(partial(run, compiled=True))
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
+    assert options and all(asked == {"deterministic": True} for asked in options)
     for (losses, gradients), (known_losses, known) in zip(found, plain, strict=True):
         assert losses == known_losses and gradients.keys() == known.keys()
         assert all(torch.equal(gradient, known[key]) for key, gradient in gradients.items())
