@@ -121,31 +121,31 @@ SLOW = ("aten.grid_sampler.default", "nnscaler.grouped_mm")
 
 @cache
 def _rows(full: bool) -> tuple[SurveyRow, ...]:
-    """One of twenty-four of the operators, or all of them."""
+    """A sixth of the operators, or all of them."""
     registry = default_registry()
     names = list(dict.fromkeys(sample.operator for sample in SAMPLES if sample.operator not in TESTED))
-    chosen = names if full else [n for i, n in enumerate(names) if n in ALWAYS or (i % 24 == 0 and n not in SLOW)]
+    chosen = names if full else [n for i, n in enumerate(names) if n in ALWAYS or (i % 6 == 0 and n not in SLOW)]
     return survey(spec for spec in map(registry.lookup, chosen) if spec is not None)
 
 
-ALL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "all"])
+ALL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a sixth", "all"])
 
 
-@pytest.mark.long
-def test_most_is_proved() -> None:
+@pytest.mark.early
+@ALL
+def test_most_is_proved(full: bool) -> None:
     """Every claim about three of four operators, and four of five claims: a block that has to know its place, and what
-    has no rule, are tested only. Of which, a share of the operators says as much (`test_the_others_are_known...`)."""
-    rows = _rows(True)
+    has no rule, are tested only."""
+    rows = _rows(full)
     assert sum(row.complete for row in rows) >= 0.75 * len(rows)
     assert sum(row.proved for row in rows) >= 0.8 * sum(row.targets for row in rows)
-    assert sum(row.targets for row in rows) > 3000
+    assert sum(row.targets for row in rows) > (3000 if full else 500)
 
 
 @pytest.mark.early
 @ALL
 def test_the_others_are_known_and_say_why(full: bool) -> None:
     incomplete = {row.operator: row.blockers for row in _rows(full) if not row.complete}
-    assert sum(row.targets for row in _rows(full)) > (3000 if full else 120)
     assert set(incomplete) == set(UNPROVED) & {row.operator for row in _rows(full)}
     assert not full or set(incomplete) == set(UNPROVED)
     for name, blockers in incomplete.items():

@@ -5,27 +5,19 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-
-from op_registry.registry import default_registry
-from op_registry.samples import SAMPLES
-from op_registry.schema import schema_of
 
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.tracing import trace
-from tests.sampling import every
-from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
-from verify.evidence.inputs.draw_calls import builtin_call
+from tests.sampling import every, only
+from verify.programs.proof import Proof, ProofOptions, prove_program
 from verify.programs.typing import check_program
-from verify.programs.typing.lines.forms import _BINARY, _SYMMETRIC, dim_arguments, python_operator, wrapped
+from verify.programs.typing.lines.forms import _BINARY, _SYMMETRIC, python_operator
 from verify.programs.typing.roles.text import Variable
 from verify.self_test.programs.corpus import BASES, build
 from verify.self_test.programs.mutants.role_source import RightProgram
@@ -253,101 +245,6 @@ def test_symmetric_operators_are(name: str) -> None:
             assert a.dtype == b.dtype and torch.equal(a, b), (one, other)
 
 
-def test_dims_are_counted_from_the_first() -> None:
-    assert wrapped("aten.transpose.int", {"dim0": -1, "dim1": 0}, 3) == {"dim0": 2, "dim1": 0}
-    assert wrapped("aten.unsqueeze.default", {"dim": -1}, 3) == {"dim": 3}
-    assert wrapped("aten.stack.default", {"dim": -1}, 2) == {"dim": 2}
-    assert wrapped("aten.sum.dim_IntList", {"dim": [-1], "keepdim": True}, 2) == {"dim": [1], "keepdim": True}
-    assert wrapped("aten.softmax.int", {"dim": -5}, 2) == {"dim": -5}  # out of range stays what it is
-    assert wrapped("aten.roll.default", {"shifts": [-1], "dims": [-1]}, 2) == {"shifts": [-1], "dims": [1]}
-
-
-def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[Tensor | None] | None:
-    try:
-        return list(outputs_of(function(**arguments)))
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        return None
-
-
-def _equal(one: list[Tensor | None] | None, other: list[Tensor | None] | None) -> bool:
-    if one is None or other is None or len(one) != len(other):
-        return one is other
-    return all(
-        a is b
-        or (a is not None and b is not None and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()))
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def _ranked(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments, and the same with tensors of more or fewer dims: what is broadcast counts its dims elsewhere.
-    Not with indices, which kernels may trust."""
-    yield arguments
-    floats = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    for name, tensor in floats.items():
-        yield {**arguments, name: tensor.unsqueeze(0)}
-        if tensor.ndim:
-            yield {**arguments, name: tensor[0]}
-    yield {**arguments, **{name: tensor.unsqueeze(0) for name, tensor in floats.items()}}
-
-
-@pytest.fixture(scope="module")
-def compared_dims() -> tuple[set[str], list[str]]:
-    """Operators of whose samples negative dims were compared with those that stand for them; and where they differ."""
-    compared: set[str] = set()
-    differences: list[str] = []
-    generator, registry = torch.Generator().manual_seed(0), default_registry()
-    for sample in SAMPLES:
-        names = dim_arguments(sample.operator)
-        found = schema_of(sample.operator)
-        if not names or found is None:
-            continue
-        call = builtin_call(sample, "normal", generator)
-        function = function_of(sample.operator, registry.lookup(sample.operator))
-        args, kwargs = with_tensors(call.call, call.tensors, {})
-        lists = {a.name: "List" in str(a.type) for a in found.arguments}
-        defaults = {a.name: a.default_value for a in found.arguments if a.has_default_value()}
-        given = dict(zip(lists, args, strict=False)) | dict(kwargs)
-        for arguments, name in product(_ranked(given), sorted(names)):
-            first = next(v for v in tree_leaves(arguments) if isinstance(v, Tensor))
-            old = arguments.get(name, defaults.get(name))
-            more = list(old[1:]) if isinstance(old, list | tuple) else []
-            for dim in range(-max(first.ndim, 1) - 1, 0):
-                asked = {name: [dim, *more] if lists[name] else dim}
-                counted = wrapped(sample.operator, asked, first.ndim)
-                one, other = (_outcome(function, {**arguments, **a}) for a in (asked, counted))
-                if not _equal(one, other):
-                    differences.append(f"{sample.operator} {asked} {counted} {tuple(first.shape)}")
-                elif one is not None and counted != asked:
-                    compared.add(sample.operator)
-    return compared, differences
-
-
-def test_negative_dims_are_counted_as_torch_counts_them(compared_dims: tuple[set[str], list[str]]) -> None:
-    """Of every operator whose dims are taken for those of its first tensor; the others are in a list of exceptions."""
-    compared, differences = compared_dims
-    assert not differences
-    known = {name for name in default_registry().names() if dim_arguments(name)}
-    assert known <= compared, known - compared
-
-
-@pytest.mark.parametrize(
-    ("operator", "arguments"),
-    [
-        ("aten.diag_embed.default", {"dim1": -1}),
-        ("aten.cosine_similarity.default", {"dim": -1}),
-        ("aten.linalg_vecdot.default", {"dim": -2}),
-        ("aten.norm_except_dim.default", {"dim": -1}),
-        ("aten._weight_norm.default", {"dim": -1}),
-        ("aten.tile.default", {"dims": [-1]}),
-        ("aten._nobody_annotated.default", {"dim": -1}),
-        ("mylib.some.default", {"dim": -1}),
-    ],
-)
-def test_dims_of_other_tensors_stay_as_they_are(operator: str, arguments: dict[str, Any]) -> None:
-    assert wrapped(operator, arguments, 2) == arguments
-
-
 class _Largest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -369,3 +266,45 @@ def test_a_result_that_the_model_does_not_use_stands_for_nothing() -> None:
     changed, times = re.subn(r'return \{"loss": \w+\}', 'return {"loss": other}', changed)
     assert times == 1
     assert not check_program({"role_0.py": changed}, program.graph).proved
+
+
+@pytest.fixture(scope="module")
+def unedited(subject: Get) -> Proof:
+    program = subject("sharded stages").program
+    return prove_program(program.sources, program.graph, options=ProofOptions(cached=False))
+
+
+@pytest.mark.parametrize(
+    ("edit", "line"),
+    only(
+        (0, 4),
+        [
+            ("gelu = aten.slice(gelu, 0, 0, 6)", "gelu = aten.slice(gelu, 0, 0, 6)"),
+            ("gelu = aten.view(gelu, {shape})", "gelu = aten.view(gelu"),
+            ("unread = aten.add(gelu, gelu)", "unread = aten.add(gelu, gelu)"),
+            ("gelu = aten.squeeze(aten.unsqueeze(gelu, 0), 0)", "aten.squeeze("),
+            ("gelu = aten.transpose(aten.transpose(gelu, 0, 1), 1, 0)", ""),
+            ("gelu = aten.clone(gelu)", ""),
+            ("unread = aten.exp(gelu)", ""),
+        ],
+    ),
+)
+def test_an_idle_line_holds_for_the_sample_only_if_it_has_sizes(
+    edit: str, line: str, subject: Get, unedited: Proof
+) -> None:
+    found = subject("sharded stages")
+    graph, sources = found.program.graph, dict(found.program.sources)
+    file = next(name for name, text in sources.items() if " gelu = " in text)
+    width = next(op for op in graph.operations if op.operator == "aten.gelu.default").outputs[0]
+    edit = edit.format(shape=(-1, *graph.tensors[width].shape[1:-1], graph.tensors[width].shape[-1] // 2))
+    sources[file], count = re.subn(r"(        )(gelu = .*)", rf"\1\2\n\1{edit}", sources[file], count=1)
+    assert count == 1
+    whole = unedited
+    proof = prove_program(sources, graph, options=ProofOptions(cached=False))
+    assert proof.holds and proof.sizes is not None and whole.sizes is not None
+    assert whole.all_sizes or any(not s.blocker for s in whole.sizes.symbols)
+    if line:
+        assert proof.sizes.text.startswith("holds for the sizes of the sample\n")
+        assert all(line in s.blocker and file in s.blocker for s in proof.sizes.symbols)
+    else:
+        assert proof.sizes == whole.sizes
