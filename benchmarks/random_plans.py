@@ -47,6 +47,7 @@ OWN = ("on-any-devices", "unlike")  # where a parameter that two stages share is
 LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {  # by model, what is not drawn of it
     "llama_hf": (("sliced",), "its attention has a mask that is a tensor"),
     "vit_hf": (("sliced",), "its attention looks at later patches"),
+    "moe": (("sliced",), "its router is balanced over all tokens of a sequence"),
     "t5_hf": (("sliced", *OWN), "its encoder looks at later tokens, and shares its embedding with the decoder"),
 }
 OF_KIND = {"in-pieces": "chunk axes", "sliced": "slices", "on-any-devices": "shared stages", "unlike": "unlike meshes"}
@@ -57,7 +58,7 @@ def main() -> int:
     parser.add_argument("--gpt", type=int, default=400, metavar="N", help="plans of gpt.py")
     parser.add_argument("--others", type=int, default=100, metavar="N", help="plans of each other model")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed")
-    parser.add_argument("--models", nargs="*", default=["gpt", "llama_hf", "vit_hf", "t5_hf"])
+    parser.add_argument("--models", nargs="*", default=["gpt", "llama_hf", "vit_hf", "t5_hf", "moe"])
     parser.add_argument("--kinds", nargs="*", default=list(DRAWN), choices=list(DRAWN), help="of meshes")
     options = parser.parse_args()
     torch.set_num_threads(1)
