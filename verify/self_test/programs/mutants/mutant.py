@@ -26,6 +26,11 @@ class Edit:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {_shown(self.before)} -> {_shown(self.after)}"
 
+    @property
+    def places(self) -> frozenset[tuple[str, int]]:
+        """The file and number of each line that it changes."""
+        return frozenset((self.file, self.line + more) for more in range(self.before.count("\n") + 1))
+
 
 Edits = tuple[Edit, ...]
 State = Mapping[str, Tensor]

@@ -19,7 +19,7 @@ from verify.self_test.programs.soundness.role_draft import FED, STORED, Draft, P
 
 
 def _parts(draft: Draft, entry: DeclarationEntry, axis: str) -> int:
-    return draft.subject.program.plan.micro_batches if axis == MICRO else draft.subject.axes[entry.stage][axis]
+    return {**draft.subject.axes[entry.stage], **draft.in_time}[axis]
 
 
 def _shape(draft: Draft, entry: DeclarationEntry) -> tuple[int, ...]:
@@ -77,7 +77,9 @@ def _with_state(how: str) -> Propose:
         if entry is None or "{" not in entry.text:
             return None
         states = {axis: ast.unparse(state) for axis, state in entry.state_nodes.items()}
-        axes = [*draft.subject.axes[entry.stage], *([MICRO] if entry.section in ("inputs", "loss") else [])]
+        axes = [*draft.subject.axes[entry.stage], *(draft.in_time if entry.section in ("inputs", "loss") else [])]
+        if not axes:
+            return None
         axis = chance.choice(axes)
         shape = () if entry.section == "loss" else _shape(draft, entry)
         if how == "moved":

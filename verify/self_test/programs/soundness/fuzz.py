@@ -144,8 +144,7 @@ class Fuzz:
         edits: Edits = ()
         for _ in range(self.chance.randint(1, AT_ONCE)):
             kind, more = self._propose(self.right, BLIND)
-            taken = {(e.file, e.line) for e in edits}
-            if more and taken.isdisjoint((e.file, e.line) for e in more):
+            if more and all(one.places.isdisjoint(other.places) for one in edits for other in more):
                 steps, edits = [*steps, kind], (*edits, *more)
         if edits:
             self._judge(self.right, edits, tuple(steps))

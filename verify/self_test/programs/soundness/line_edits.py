@@ -11,7 +11,6 @@ from random import Random
 import torch
 
 from nnscaler.ir.conversion import ROWS
-from nnscaler.ir.layout import MICRO
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.role_source import Role, Statement
 from verify.self_test.programs.soundness.harmless import FORMS, PYTHON
@@ -169,7 +168,8 @@ def _schedule(draft: Draft, chance: Random) -> Edits | None:
 
 def _conversion(draft: Draft, chance: Random, variable: str, stage: int) -> str:
     """A call of a row of the table on a variable. Cuts are mostly those that the text has somewhere."""
-    axis = chance.choice([*draft.subject.axes[stage], *([MICRO] if chance.random() < 0.05 else [])])
+    axes, in_time = draft.subject.axes[stage], chance.random() < 0.05
+    axis = chance.choice([*axes, *(draft.in_time if in_time or not axes else [])])
     if chance.random() < 0.55:
         return f"comm.{chance.choice(_WHOLE)}({variable}, self.{axis})"
     known = [m.groups() for text in draft.sources.values() for m in _STATE.finditer(text)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeVar
 
+from nnscaler.ir.layout import MICRO, SLICE
 from verify.self_test.programs.mutants.mutant import Edits, apply_edits
 from verify.self_test.programs.mutants.role_source import (
     DeclarationEntry,
@@ -38,6 +39,11 @@ class Draft:
     lines: frozenset[tuple[str, int]] = frozenset()
     names: frozenset[str] = frozenset()
     said: str = ""
+
+    @property
+    def in_time(self) -> dict[str, int]:
+        """The axes in time and their sizes: micro-batches, and slices where there are some."""
+        return dict(zip((MICRO, SLICE), self.subject.program.plan.times, strict=False))
 
     def changed(self, edits: Edits) -> dict[str, str]:
         """Return the whole program with the edits. Raises ValueError where two of them change one line."""
