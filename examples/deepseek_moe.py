@@ -44,8 +44,11 @@ class LatentAttention(nn.Module):
         self.out = nn.Linear(heads * size, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, q_places = self.q(x).unflatten(-1, (-1, self.size + self.rotary)).transpose(1, 2).split(
-            [self.size, self.rotary], dim=-1
+        q, q_places = (
+            self.q(x)
+            .unflatten(-1, (-1, self.size + self.rotary))
+            .transpose(1, 2)
+            .split([self.size, self.rotary], dim=-1)
         )
         latent, places = self.down(x).split([self.latent, self.rotary], dim=-1)
         k, v = self.up(self.norm(latent)).unflatten(-1, (-1, 2 * self.size)).transpose(1, 2).chunk(2, dim=-1)

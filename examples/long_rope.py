@@ -4,10 +4,10 @@
     nnscaler train examples/long_rope_short.toml
     nnscaler train examples/long_rope.toml --ranks=2 --plan=cp=2
 
-A pair of channels that never turned once while it was trained meets angles in a longer context that it has not seen. So
-its frequency is divided, by more the slower it turns, up to the factor by which the context grows; fast pairs, which tell
-neighbours apart, stay as they are. Queries and keys grow a little with the context, for there are more keys to tell apart
-(LongRoPE: Ding et al. 2024). With `cp=2` two ranks have half of each sequence, and keys and values go around.
+A pair of channels that did not turn once while it was trained meets angles in a longer context that it has not seen. So
+its frequency is divided, by more the slower it turns, up to the factor by which the context grows. Fast pairs, which
+tell neighbours apart, stay as they are. Queries and keys grow a little, for there are more keys to tell apart (LongRoPE:
+Ding et al. 2024). With `cp=2` two ranks have half of each sequence, and keys and values go around.
 """
 
 from __future__ import annotations
@@ -102,11 +102,6 @@ def build_long() -> LongRope:
     """The same parameters, for SCALE times as many."""
     torch.manual_seed(0)
     return LongRope(SCALE)
-
-
-def build_unscaled() -> LongRope:
-    """What goes wrong otherwise: angles that were never seen."""
-    return build_model()
 
 
 class Passkeys(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -1,7 +1,7 @@
 """Rows of numbers, and the same numbers in order: what the T5 of t5_hf.py learns.
 
-    nnscaler train examples/t5.toml
-    nnscaler train examples/t5.toml --ranks=2 --plan=tp=2
+nnscaler train examples/t5.toml
+nnscaler train examples/t5.toml --ranks=2 --plan=tp=2
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pictures of shapes, as small as those of vit_hf.py: swin_train.py draws them.
 
-    nnscaler train examples/vit.toml
-    nnscaler train examples/vit.toml --ranks=2 --plan=dp=2,zero=1
+nnscaler train examples/vit.toml
+nnscaler train examples/vit.toml --ranks=2 --plan=dp=2,zero=1
 """
 
 from __future__ import annotations
