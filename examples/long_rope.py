@@ -6,8 +6,8 @@
 
 A pair of channels that did not turn once while it was trained meets angles in a longer context that it has not seen. So
 its frequency is divided, by more the slower it turns, up to the factor by which the context grows. Fast pairs, which
-tell neighbours apart, stay as they are. Queries and keys grow a little, for there are more keys to tell apart (LongRoPE:
-Ding et al. 2024). With `cp=2` two ranks have half of each sequence, and keys and values go around.
+tell neighbours apart, stay as they are. Queries and keys grow a little, for there are more keys to tell apart (Ding et
+al. 2024). With `cp=2` two ranks have half of each sequence, and keys and values go around.
 """
 
 from __future__ import annotations

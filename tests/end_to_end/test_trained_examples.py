@@ -1,7 +1,7 @@
 """Every example is in the table of examples/README.md, its commands run, and what trains learns as the table says.
 
-By default the table is compared with the folder, and an example takes a few steps on its data, under a plan, as the eager
-model does. The commands themselves are `long`.
+By default the table is compared with the folder, and an example takes a few steps on its data, under a plan, as the
+eager model does. The commands themselves are `long`.
 """
 
 from __future__ import annotations
