@@ -131,12 +131,12 @@ class Passkeys(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"ids": text[:-1], "labels": labels[1:]}
 
 
-def short() -> tuple[Passkeys, Passkeys]:
+def datasets() -> tuple[Passkeys, Passkeys]:
     """Sequences of SHORT tokens, to train on and for validation."""
     return Passkeys(0, 100_000, SHORT), Passkeys(100_000, 480, SHORT)
 
 
-def long() -> tuple[Passkeys, Passkeys]:
+def long_datasets() -> tuple[Passkeys, Passkeys]:
     """Of SCALE times as many."""
     return Passkeys(0, 100_000, SCALE * SHORT), Passkeys(100_000, 480, SCALE * SHORT)
 

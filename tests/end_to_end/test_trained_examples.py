@@ -109,13 +109,14 @@ def loss_of(outputs: Any) -> Tensor:
 def test_it_takes_the_steps_of_the_eager_model(load: Load, model: str, data: str, plan: str) -> None:
     """On its data, by AdamW and the rate of warmup.py, in float64. With buffers that the steps change."""
     rows, _ = load(data).datasets()
+    warmup_cosine = load("warmup.py").warmup_cosine
     batch = torch.utils.data.default_collate([rows[i] for i in range(ROWS)])
     torch.manual_seed(0)
     module = load(model).build_model().train()
     program = nnscaler.parallelize(module, batch, ranks=2, plan=plan)
 
     def course(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float]]:
-        schedule = load("warmup.py").warmup_cosine(optimizer, warmup=2, total_steps=STEPS)
+        schedule = warmup_cosine(optimizer, warmup=2, total_steps=STEPS)
         losses, rates = [], []
         for _ in range(STEPS):
             losses.append(float(step().detach()))
