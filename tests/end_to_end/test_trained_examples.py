@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.runtime.program.load_python import load_user_module
@@ -110,9 +110,18 @@ def test_it_takes_the_steps_of_the_eager_model(load: Load, model: str, data: str
     """On its data, by AdamW and the rate of warmup.py, in float64. With buffers that the steps change."""
     rows, _ = load(data).datasets()
     warmup_cosine = load("warmup.py").warmup_cosine
-    batch = torch.utils.data.default_collate([rows[i] for i in range(ROWS)])
-    torch.manual_seed(0)
-    module = load(model).build_model().train()
+    samples = [
+        {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in rows[i].items()}
+        for i in range(ROWS)
+    ]
+    batch = torch.utils.data.default_collate(samples)
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        made: nn.Module = load(model).build_model().double()
+        return made.train()
+
+    module = built()
     program = nnscaler.parallelize(module, batch, ranks=2, plan=plan)
 
     def course(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float]]:
@@ -127,16 +136,16 @@ def test_it_takes_the_steps_of_the_eager_model(load: Load, model: str, data: str
         return losses, rates
 
     def parallel(engine: Engine) -> tuple[Any, Mapping[str, Tensor]]:
-        return course(lambda: engine.step(batch), engine.optimizer(torch.optim.AdamW, lr=0.01)), engine.state_dict()
+        [own] = engine.loader(samples, batch_size=ROWS)
+        optimizer = engine.optimizer(torch.optim.AdamW, lr=0.01)
+        return course(lambda: engine.step(own), optimizer), engine.state_dict()
 
     found = on_ranks(program, parallel)
 
-    torch.manual_seed(0)
-    eager = load(model).build_model().train().double()
-    whole = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+    eager = built()
 
     def step() -> Tensor:
-        loss = loss_of(eager(**whole))
+        loss = loss_of(eager(**batch))
         loss.backward()
         return loss
 
