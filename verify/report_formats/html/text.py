@@ -119,7 +119,7 @@ def page(title: str, body: str) -> str:
 PALETTE = """
 :root { color-scheme: light dark;
   --page:#f4f5f7; --card:#fff; --text:#1b2230; --faint:#5a6475; --line:#dce1e8; --code:#eef1f5; --accent:#2f6feb;
-  --good:#1a7f37; --bad:#c9202c; --unsure:#8f5f00; --goodback:#e3f5e8; --badback:#fde8e8; --unsureback:#fdf3d6; }
+  --good:#18752f; --bad:#c9202c; --unsure:#8f5f00; --goodback:#e3f5e8; --badback:#fde8e8; --unsureback:#fdf3d6; }
 @media (prefers-color-scheme: dark) { :root {
   --page:#0e131a; --card:#161c25; --text:#e4e9f1; --faint:#98a4b5; --line:#2a3340; --code:#202835; --accent:#6ea3ff;
   --good:#4ac26b; --bad:#ff7b72; --unsure:#e3b341; --goodback:#12291b; --badback:#371a1d; --unsureback:#2f2610; } }
@@ -214,7 +214,7 @@ footer { color:var(--faint); font-size:.85em; margin-top:20px }
   .banner .word { font-size:1.4rem } h1 { font-size:1.12rem }
   .pair { grid-template-columns:1fr } dl { grid-template-columns:minmax(5em,max-content) 1fr; gap:2px 10px }
   dt { max-width:38vw }
-  thead { position:absolute; left:-9999px }
+  thead { position:absolute; width:1px; height:1px; overflow:hidden; clip-path:inset(50%) }
   table,tbody { display:block } tr { display:flex; flex-wrap:wrap; gap:1px 10px; padding:8px 0;
     border-bottom:1px solid var(--line) } tbody tr:last-child { border-bottom:0 }
   td { display:block; border:0; padding:0; width:auto!important; min-width:0!important;
