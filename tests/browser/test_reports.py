@@ -10,11 +10,11 @@ import pytest
 import verify
 from docs.pictures.draw import PICTURES, file_of
 from docs.pictures.report import MICRO_BATCHES, PLAN, RANKS, batch, network, verify_broken
+from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.signature import signatures
-from nnscaler.performance.predict import Replay, replay
+from nnscaler.performance.predict import replay
 from nnscaler.performance.step_events import step_events
 from nnscaler.planning.auto import AutoPlan, cluster_of, cost_of, search_plan
-from nnscaler.planning.planner.find_plan import Found
 from nnscaler.tracing import trace
 from tests.browser.chromium import Chromium, find_chromium
 from tests.browser.looks import HARD_TO_READ, TOO_WIDE
@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 WIDTHS = (400, 800, 1600)
+MACHINE = AutoPlan("h100x8")
 WRONG_PAGE = """<!DOCTYPE html><meta name="color-scheme" content="light dark"><body>
 <p style="color:#999;background:#eee">grey</p><div style="width:1700px">wide</div>
 <div style="overflow-x:auto"><div style="width:1800px">in a scroller</div></div>
@@ -51,22 +52,19 @@ def operator(_: Path) -> str:
     return source([verify.verify_op("aten.linear.default")])
 
 
-def searched() -> tuple[Found, Replay]:
-    graph = trace(network(), batch()).graph
-    known, wanted = signatures(graph), AutoPlan("h100x8")
-    found = search_plan(graph, known, RANKS, wanted)
-    return found, replay(graph, known, found.plan, cost_of(wanted, cluster_of(wanted, RANKS)))
-
-
 def planned(_: Path) -> str:
-    found, replayed = searched()
+    graph = trace(network(), batch()).graph
+    known = signatures(graph)
+    found = search_plan(graph, known, RANKS, MACHINE)
+    replayed = replay(graph, known, found.plan, cost_of(MACHINE, cluster_of(MACHINE, RANKS)))
     return plan_page("network.py", found, replayed, {"Explanation": ["up: a line " + "that is long " * 20]})
 
 
 def timed(_: Path) -> str:
-    found, replayed = searched()
-    events = step_events(replayed.communicated, replayed.prediction)
-    return events_page("network.py", found.certificate.configuration, events)
+    graph = trace(network(), batch()).graph
+    made = make(graph, WantedPlan(RANKS, PLAN, micro_batches=MICRO_BATCHES))
+    replayed = replay(graph, made.signatures, made.plan, cost_of(MACHINE, cluster_of(MACHINE, RANKS)))
+    return events_page("network.py", PLAN, step_events(replayed.communicated, replayed.prediction))
 
 
 MADE: dict[str, Callable[[Path], str]] = {
@@ -75,7 +73,9 @@ MADE: dict[str, Callable[[Path], str]] = {
     "operator": operator,
     "planned": planned,
     "timed": timed,
-    **{f"text {name}": lambda _, reports=reports: source(reports) for name, reports in SEQUENCES.items()},
+    "nasty": lambda _: source(SEQUENCES["wrong"]),
+    "several": lambda _: source(SEQUENCES["several"]),
+    "none": lambda _: source(SEQUENCES["none"]),
 }
 
 

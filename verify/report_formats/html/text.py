@@ -177,7 +177,7 @@ details { margin-top:8px } summary { cursor:pointer; color:var(--faint) }
 .finding .cause { background:var(--unsureback); border-radius:6px; padding:8px 12px; margin:8px 0;
   white-space:pre-wrap }
 .finding .help { white-space:pre-wrap }
-.label { color:var(--faint); font-size:.82em; font-weight:600; margin-right:.5em }
+.label { color:var(--faint); font-size:.82em; font-weight:600; margin-right:.5em; white-space:nowrap }
 .caret { color:var(--bad); font-weight:700 }
 dl { display:grid; grid-template-columns:minmax(7em,max-content) 1fr; gap:3px 16px; margin:6px 0 }
 dt { color:var(--faint) } dd { margin:0; min-width:0 } dd pre { margin:0 } dd dl { margin:0 }
