@@ -115,14 +115,18 @@ def page(title: str, body: str) -> str:
 
 # The style of the page. Light and dark by the reader's setting; on paper light, with everything unfolded.
 
-CSS = """
+# Colours, on light and on dark paper.
+PALETTE = """
 :root { color-scheme: light dark;
   --page:#f4f5f7; --card:#fff; --text:#1b2230; --faint:#5a6475; --line:#dce1e8; --code:#eef1f5; --accent:#2f6feb;
-  --good:#1a7f37; --bad:#c9202c; --unsure:#8f5f00; --goodback:#e3f5e8; --badback:#fde8e8; --unsureback:#fdf3d6; }
+  --good:#18752f; --bad:#c9202c; --unsure:#8f5f00; --goodback:#e3f5e8; --badback:#fde8e8; --unsureback:#fdf3d6; }
 @media (prefers-color-scheme: dark) { :root {
   --page:#0e131a; --card:#161c25; --text:#e4e9f1; --faint:#98a4b5; --line:#2a3340; --code:#202835; --accent:#6ea3ff;
   --good:#4ac26b; --bad:#ff7b72; --unsure:#e3b341; --goodback:#12291b; --badback:#371a1d; --unsureback:#2f2610; } }
-@media print { :root { color-scheme: light;
+"""
+CSS = (
+    PALETTE
+    + """@media print { :root { color-scheme: light;
   --page:#fff; --card:#fff; --text:#000; --faint:#444; --line:#bbb; --code:#f4f4f4; --accent:#1b4fb3;
   --good:#1a7f37; --bad:#c9202c; --unsure:#8f5f00; --goodback:#fff; --badback:#fff; --unsureback:#fff; } }
 * { box-sizing:border-box }
@@ -173,7 +177,7 @@ details { margin-top:8px } summary { cursor:pointer; color:var(--faint) }
 .finding .cause { background:var(--unsureback); border-radius:6px; padding:8px 12px; margin:8px 0;
   white-space:pre-wrap }
 .finding .help { white-space:pre-wrap }
-.label { color:var(--faint); font-size:.82em; font-weight:600; margin-right:.5em }
+.label { color:var(--faint); font-size:.82em; font-weight:600; margin-right:.5em; white-space:nowrap }
 .caret { color:var(--bad); font-weight:700 }
 dl { display:grid; grid-template-columns:minmax(7em,max-content) 1fr; gap:3px 16px; margin:6px 0 }
 dt { color:var(--faint) } dd { margin:0; min-width:0 } dd pre { margin:0 } dd dl { margin:0 }
@@ -193,7 +197,7 @@ svg text.allowed { fill:var(--bad) }
   align-self:stretch; display:flex; align-items:center; line-height:1.1 }
 .lane svg { background:var(--code); border-bottom:2px solid var(--card) } .lane.times svg { background:none }
 .lane svg rect { stroke:var(--card); stroke-width:.6 }
-.lane svg text.f { fill:#10151d } .lane svg text.b { fill:#fff }
+.lane svg text.dark { fill:#000 } .lane svg text.light { fill:#fff }
 .legend { display:flex; flex-wrap:wrap; gap:4px 14px; font-size:.85em; color:var(--faint); margin:0 0 10px }
 .legend i { display:inline-block; width:11px; height:11px; border-radius:2px; margin-right:5px; vertical-align:-1px }
 .bars { display:grid; grid-template-columns:minmax(4.5em,max-content) 1fr max-content; gap:5px 12px; align-items:center;
@@ -210,7 +214,7 @@ footer { color:var(--faint); font-size:.85em; margin-top:20px }
   .banner .word { font-size:1.4rem } h1 { font-size:1.12rem }
   .pair { grid-template-columns:1fr } dl { grid-template-columns:minmax(5em,max-content) 1fr; gap:2px 10px }
   dt { max-width:38vw }
-  thead { position:absolute; left:-9999px }
+  thead { position:absolute; width:1px; height:1px; overflow:hidden; clip-path:inset(50%) }
   table,tbody { display:block } tr { display:flex; flex-wrap:wrap; gap:1px 10px; padding:8px 0;
     border-bottom:1px solid var(--line) } tbody tr:last-child { border-bottom:0 }
   td { display:block; border:0; padding:0; width:auto!important; min-width:0!important;
@@ -229,3 +233,4 @@ footer { color:var(--faint); font-size:.85em; margin-top:20px }
   svg,.track,.legend i,.banner,.badge { -webkit-print-color-adjust:exact; print-color-adjust:exact }
 }
 """
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,9 +18,9 @@ _PIXELS = 11  # of the narrowest bar
 Calls = Mapping[int, tuple[CallMark, ...]]  # by role
 NO_CALLS: Calls = MappingProxyType({})
 # saturation and lightness, by kind
-_COLORS = {"F": "65% 70%", "B": "55% 40%", "I": "65% 28%", "W": "28% 82%", "U": "10% 55%"}
-_OTHER = "20% 50%"
-_LIGHT = ("F", "W")  # with dark numbers
+_COLORS = {"F": (65, 70), "B": (55, 40), "I": (65, 28), "W": (28, 82), "U": (10, 55)}
+_OTHER = (20, 50)
+_EVEN = 0.179  # the luminance on which black and white stand out alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +77,32 @@ def _lane(lane: Lane, end: float, hues: Mapping[int, int], height: int, width: i
     drawn: list[str] = []
     for bar in lane.bars:
         share = (bar.end - bar.start) / end
-        color = _color(hues[bar.stage], bar.kind)
+        fill = color(hues[bar.stage], bar.kind)
         title = f"{bar.kind} of micro-batch {bar.micro}, stage {bar.stage}: {bar.start:g} to {bar.end:g}"
         box = f'x="{percent(bar.start / end)}" width="{percent(share)}" height="{height}"'
-        drawn.append(f'<rect {box} fill="{color}"><title>{escape(title)}</title></rect>')
+        drawn.append(f'<rect {box} fill="{fill}"><title>{escape(title)}</title></rect>')
         if height >= 14 and share * width >= 6 * len(str(bar.micro)) + 1:
             middle = percent((bar.start + bar.end) / 2 / end)
-            style = "f" if bar.kind in _LIGHT else "b"
+            style = ink(hues[bar.stage], bar.kind)
             text = f'<text class="{style}" x="{middle}" y="{height / 2 + 4:g}" text-anchor="middle">'
             drawn.append(f"{text}{escape(bar.micro)}</text>")
     who = f'<div class="who">{escape(lane.name)}</div>'
     return f'<div class="lane">{who}<svg height="{height}">{"".join(drawn)}</svg></div>\n'
 
 
-def _color(hue: int, kind: str) -> str:
-    return f"hsl({hue} {_COLORS.get(kind, _OTHER)})"
+def color(hue: int, kind: str) -> str:
+    """Return the colour of a kind of pass, in that of its stage."""
+    saturation, lightness = _COLORS.get(kind, _OTHER)
+    return f"hsl({hue} {saturation}% {lightness}%)"
+
+
+def ink(hue: int, kind: str) -> str:
+    """Return `dark` or `light`: what is read on a pass of this kind, in the colour of its stage."""
+    saturation, lightness = _COLORS.get(kind, _OTHER)
+    shares = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
+    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "dark" if luminance > _EVEN else "light"
 
 
 def _remark(kinds: Sequence[str]) -> str:
@@ -135,4 +147,4 @@ def _legend(hues: Mapping[int, int], kinds: Sequence[str]) -> str:
 
 
 def _swatch(hue: int, kind: str) -> str:
-    return f'<i style="background:{_color(hue, kind)}"></i>'
+    return f'<i style="background:{color(hue, kind)}"></i>'
