@@ -1,7 +1,8 @@
 """Pages of the site that the product itself tells: commands from the parser, findings from the catalogue, public names.
 
-Takes nothing, gives Markdown by the path of the page in the site. Nothing here repeats what the product says; a new command,
-option, finding or public name has its page by itself. Needs no site generator: tests compare these texts with the product.
+Takes nothing, gives Markdown by the path of the page in the site. Nothing here repeats what the product says: a new
+command, option, finding or public name has its page by itself. Needs no site generator: tests compare these texts with
+the product.
 """
 
 from __future__ import annotations
