@@ -136,3 +136,16 @@ def test_the_site_builds_without_a_warning(repository: Path, tmp_path: Path) -> 
     assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
     fetched = [p for p in tmp_path.rglob("*.html") if re.search(r'(?:src|@import)[=( ]"?https?:', p.read_text())]
     assert not fetched and (tmp_path / "search" / "search_index.js").is_file()
+
+
+RAISED = re.compile(r'\b(?:NnscalerError|AnnotationError|annotation_error)\(\s*"(\w+)"')
+
+
+def test_every_error_code_is_explained(repository: Path, python_files: list[Path]) -> None:
+    product = [p for p in python_files if p.relative_to(repository).parts[0] in ("op_registry", "nnscaler", "verify")]
+    raised = {code for path in product for code in RAISED.findall(path.read_text(encoding="utf-8"))}
+    text = (repository / "docs" / "help" / "troubleshooting.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert len(raised) > 70 and not raised - explained
+    words = "\n".join(path.read_text(encoding="utf-8") for path in product)
+    assert not {code for code in explained if f'"{code}"' not in words}, "these are gone"
