@@ -29,16 +29,18 @@ from nnscaler.tracing.rewrite import dtype_of, is_floating
 
 # Time one call of an operator on this machine, on random tensors, forward and backward.
 
-AT_LEAST, AT_MOST = 5, 50  # repetitions
+AT_LEAST, AT_MOST = 2, 50  # repetitions
 ENOUGH = 0.02  # seconds of forward and backward together, after which no more are made
 SMALLEST = 1e-6  # seconds of a backward that is lost in the noise
 
 
-def time_call(call: Call, needs_grad: Sequence[bool], device: str = "cpu") -> tuple[float, float]:
+def time_call(
+    call: Call, needs_grad: Sequence[bool], device: str = "cpu", enough: float = ENOUGH
+) -> tuple[float, float]:
     """Time forward and backward, in seconds: each the median of some repetitions after one that does not count.
 
     Of backward, what it takes to start autograd is left out: a step does it once, not for each operator. `needs_grad`:
-    of each tensor. Raises what the operator raises.
+    of each tensor; `enough`: seconds of all repetitions, after which no more are made. Raises what the operator raises.
     """
     place = torch.device(device)
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +61,7 @@ def time_call(call: Call, needs_grad: Sequence[bool], device: str = "cpu") -> tu
     names = tuple(str(i) for i in range(len(tensors)))
     function = callable_of(Operation("timed", call.operator, names, (), (), ()), True, place)
     with torch.set_grad_enabled(bool(leaves)):
-        forward, backward = _repeat(lambda: function(*args, **kwargs), leaves, place)
+        forward, backward = _repeat(lambda: function(*args, **kwargs), leaves, place, enough)
         return forward, max(SMALLEST, backward - _start_of_autograd(place)) if backward else 0.0
 
 
@@ -69,10 +71,12 @@ def _start_of_autograd(device: torch.device) -> float:
     return _repeat(lambda: leaf.view(()), [leaf], device)[1]
 
 
-def _repeat(function: Callable[[], Any], leaves: list[Tensor], device: torch.device) -> tuple[float, float]:
+def _repeat(
+    function: Callable[[], Any], leaves: list[Tensor], device: torch.device, enough: float = ENOUGH
+) -> tuple[float, float]:
     forward: list[float] = []
     backward: list[float] = []
-    while len(forward) <= AT_LEAST or (len(forward) <= AT_MOST and sum(forward) + sum(backward) < ENOUGH):
+    while len(forward) <= AT_LEAST or (len(forward) <= AT_MOST and sum(forward) + sum(backward) < enough):
         start = _now(device)
         result = function()
         between = _now(device)
@@ -105,6 +109,8 @@ def _random(described: TensorArgument, bound: int, generator: torch.Generator, d
 
 
 _LIMIT = 600.0  # seconds for the collectives
+SECONDS = 45.0  # for all that is measured
+_OF_COLLECTIVES, _OF_STEPS = 0.15, 0.35  # of these seconds; operators have the rest
 
 
 def measure_model(
@@ -115,6 +121,7 @@ def measure_model(
     folder: Path,
     listener: Listener,
     every: int = 100,
+    within: float = SECONDS,
 ) -> Profile:
     """The profile of every shard that a plan over `ranks` ranks may run, on this machine.
 
@@ -122,17 +129,24 @@ def measure_model(
     server         where ranks come from; None for one rank
     folder         for programs of one rank, which stay there
     every          after so many operators the listener is told
+    within         seconds: what does not fit is repeated less often, but nothing is left out
     """
+    end = time.perf_counter() + within
     on_gpu = torch.cuda.is_available()
     cluster = found_cluster(ranks)
     cluster = replace(cluster, device=replace(found_cluster(1).device, memory=cluster.device.memory))
     if on_gpu and ranks > 1:
         listener.warning("links between GPUs are not measured: the cluster's description says what they do")
-    collectives = () if on_gpu or server is None else _collectives(ranks, server, listener)
-    steps = Steps() if on_gpu else time_steps(traced, ranks, micro_batches, folder, server, listener)
+    collectives = () if on_gpu or server is None else _collectives(ranks, server, listener, within * _OF_COLLECTIVES)
+    steps = Steps()
+    if not on_gpu:
+        steps = time_steps(traced, ranks, micro_batches, folder, server, listener, within * _OF_STEPS)
     start = time.perf_counter()
+    enough = ENOUGH
 
     def said(number: int, count: int) -> None:
+        nonlocal enough
+        enough = min(ENOUGH, (end - time.perf_counter()) / (count - number + 1))
         if number % every == 0 or number == count:
             listener.progress(f"operators    {time.perf_counter() - start:5.1f} s  {number} of {count}")
 
@@ -144,7 +158,7 @@ def measure_model(
             traced.graph,
             signatures(traced.graph),
             cluster,
-            lambda call: _timed(call, device),
+            lambda call: _timed(call, device, enough),
             collectives,
             micro_batches,
             said,
@@ -154,21 +168,21 @@ def measure_model(
         torch.set_num_threads(threads)
 
 
-def _timed(call: ShardCall, device: str) -> tuple[float, float] | str:
+def _timed(call: ShardCall, device: str, enough: float) -> tuple[float, float] | str:
     """Seconds of forward and of backward, or why they could not be measured."""
     try:
-        return time_call(call.call, call.needs_grad, device)
+        return time_call(call.call, call.needs_grad, device, enough)
     except Exception as error:  # noqa: BLE001 - a shard that cannot run is skipped, and said
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _collectives(ranks: int, server: ForkServer, listener: Listener) -> tuple[CollectiveEntry, ...]:
+def _collectives(ranks: int, server: ForkServer, listener: Listener, within: float) -> tuple[CollectiveEntry, ...]:
     """Time collectives between processes of this machine; none, with a warning, where these fail."""
     calls = collective_calls(ranks)
     start = time.perf_counter()
     groups = [tuple(range(first, first + n)) for n in sorted({n for _, n, _ in calls}) for first in range(0, ranks, n)]
     target = "nnscaler.runtime.communication.collective_times:time_collectives"
-    job = JobSpecification(target, ranks, {"calls": calls}, groups=tuple(groups))
+    job = JobSpecification(target, ranks, {"calls": calls, "seconds": within}, groups=tuple(groups))
     outcome = launch(job, timeout=_LIMIT, server=server)
     if not outcome.ok:
         listener.warning(f"collectives were not measured: {outcome.describe()}")

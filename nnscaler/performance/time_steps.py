@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -126,9 +127,16 @@ class Steps:
 
 
 def time_steps(
-    traced: Traced, ranks: int, micro_batches: int, folder: Path, server: ForkServer | None, listener: Listener
+    traced: Traced,
+    ranks: int,
+    micro_batches: int,
+    folder: Path,
+    server: ForkServer | None,
+    listener: Listener,
+    within: float = inf,
 ) -> Steps:
-    """Measures on the CPU. Empty, with the reason said, where no step can be run."""
+    """Measures on the CPU. Empty, with the reason said, where no step can be run. `within`: seconds after which no
+    round of steps begins, but for the first."""
     start = time.perf_counter()
     programs = _programs(traced, micro_batches, folder, listener)
     if not programs:
@@ -137,7 +145,7 @@ def time_steps(
     job = JobSpecification(
         "nnscaler.runtime.jobs.time_contention:time_crowded",
         ranks,
-        {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS},
+        {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS, "within": within},
     )
     outcome = launch(job, timeout=_LIMIT, server=server)
     if not outcome.ok:

@@ -40,6 +40,9 @@ class AnalyticCost:
     def collective(self, kind: Collective, size: float, ranks: AxisPlace) -> float:
         return collectives.seconds(self.cluster, kind, size, ranks)
 
+    def copied(self, size: float) -> float:
+        return 2 * size / (EFFICIENCY * self.cluster.device.bandwidth)
+
     def _seconds(self, work: Work, dtype: str) -> float:
         if work.nothing:
             return 0.0

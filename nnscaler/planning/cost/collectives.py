@@ -14,10 +14,11 @@ all_gather inside; the other kinds likewise. Each call takes the time of a launc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, log2
+from types import MappingProxyType
 
 import numpy as np
 
@@ -114,9 +115,19 @@ def bucket_limit(gradients: Iterable[int]) -> int:
     return min(BUCKET_BYTES, max(LEAST_BYTES, sum(gradients) // BUCKETS))
 
 
+# How often a bucket is copied between its flat memory and the tensors of parameters: a gradient into its place; a
+# gathered part into the whole, and the whole into the leaf.
+COPIES: Mapping[Collective, int] = MappingProxyType({"all_reduce": 1, "reduce_scatter": 1, "all_gather": 2})
+
+
+def bucket_seconds(cost: CostModel, kind: Collective, size: float, ranks: AxisPlace) -> float:
+    """Return the seconds of one bucket of so many bytes, whole along the axis, and of filling and emptying it."""
+    return cost.collective(kind, size, ranks) + cost.copied(COPIES[kind] * size)
+
+
 def seconds_per_byte(cost: CostModel, ranks: AxisPlace, kind: Collective = "all_reduce") -> float:
     """Return the seconds per byte of gradients that are added up over an axis, in full buckets."""
-    return cost.collective(kind, BUCKET_BYTES, ranks) / BUCKET_BYTES
+    return bucket_seconds(cost, kind, BUCKET_BYTES, ranks) / BUCKET_BYTES
 
 
 # Seconds of collectives by size, through measured points: algorithms change with the size, so that no line fits.

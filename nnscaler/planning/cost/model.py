@@ -73,3 +73,6 @@ class CostModel(Protocol):
         `size`: bytes of the tensor whole along the axis, as in `nnscaler.ir.conversion.volume`; of the message, for
         `send` to the next rank of the axis.
         """
+
+    def copied(self, size: float) -> float:
+        """Return the seconds in which a rank copies so many bytes within its memory, beside what it computes."""

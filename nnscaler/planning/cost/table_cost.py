@@ -80,6 +80,9 @@ class TableCost:
         curve = self._curves.get((kind, ranks.size))
         return predicted if curve is None else curve.seconds(size)
 
+    def copied(self, size: float) -> float:
+        return self._operators.copied(size)
+
     def coverage(self) -> Coverage:
         """Return how many of the shards that were asked for so far the table has."""
         return Coverage(len(self._asked), tuple(key for key, found in self._asked.items() if not found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 
@@ -13,28 +14,39 @@ REPEATS = 6
 TOGETHER = 3  # calls between two barriers, which ranks leave at different times
 
 
-def time_collectives(communicator: Communicator, calls: Sequence[tuple[str, int, int]]) -> list[float]:
+def time_collectives(
+    communicator: Communicator, calls: Sequence[tuple[str, int, int]], seconds: float = inf
+) -> list[float]:
     """Time each call (kind, ranks of a group, bytes) on this rank, in seconds.
 
-    A time is the lower quartile of some, since whatever else the machine does only adds to them. Groups of consecutive
-    ranks call at the same time. Bytes are those of the tensor whole along the group; of the message, for `send`. All
-    sizes are rounded up to elements of float32.
+    All calls take turns, in rounds: what disturbs the machine for a while disturbs all alike. A time is the lower
+    quartile of its turns, since whatever else the machine does only adds to them. Groups of consecutive ranks call at
+    the same time. Bytes are those of the tensor whole along the group; of the message, for `send`. All sizes are
+    rounded up to elements of float32. `seconds`: after which no round begins, but for the first that counts.
     """
     everyone = tuple(range(communicator.world_size))
-    taken: list[float] = []
+    functions = []
     for number, (kind, size, count) in enumerate(calls):
         first = communicator.rank // size * size
-        group = tuple(range(first, first + size))
-        function = _call(communicator, kind, group, -(-count // 4), number)
-        repeats: list[float] = []
-        for _ in range(REPEATS + 1):
+        functions.append(_call(communicator, kind, tuple(range(first, first + size)), -(-count // 4), number))
+    taken: list[list[float]] = [[] for _ in calls]
+    begin = time.perf_counter()
+    for number in range(REPEATS + 1):
+        for function, times in zip(functions, taken, strict=True):
             communicator.barrier(everyone)
             start = time.perf_counter()
             for _ in range(TOGETHER):
                 function()
-            repeats.append((time.perf_counter() - start) / TOGETHER)
-        taken.append(sorted(repeats[1:])[REPEATS // 4])
-    return taken
+            times.append((time.perf_counter() - start) / TOGETHER)
+        if number and later_than(communicator, begin + seconds):
+            break
+    return [sorted(times[1:])[(len(times) - 1) // 4] for times in taken]
+
+
+def later_than(communicator: Communicator, when: float) -> bool:
+    """Return on all ranks alike whether a moment of the clock has passed on one of them."""
+    passed = torch.tensor([float(time.perf_counter() > when)])
+    return bool(communicator.all_reduce(passed, tuple(range(communicator.world_size)), "max").item())
 
 
 def _call(
