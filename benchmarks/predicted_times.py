@@ -18,11 +18,10 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 
@@ -178,7 +177,7 @@ def main() -> None:
         for model in options.models:
             profiled[model], found = time_of(model, folder, options.rounds)
             rows += found
-        values: dict[str, Any] = {"profiled": profiled, "rows": [vars(r) if hasattr(r, "__dict__") else {} for r in rows]}
+        values = {"profiled": profiled, "rows": [asdict(row) for row in rows]}
         (folder / "times.json").write_text(json.dumps(values))
     for row in rows:
         ratio = row.predicted / row.measured

@@ -180,7 +180,9 @@ def _collectives(ranks: int, server: ForkServer, listener: Listener, within: flo
     """Time collectives between processes of this machine; none, with a warning, where these fail."""
     calls = collective_calls(ranks)
     start = time.perf_counter()
-    groups = [tuple(range(first, first + n)) for n in sorted({n for _, n, _ in calls}) for first in range(0, ranks, n)]
+    groups = [
+        tuple(range(first, first + n)) for n in sorted({n for _, n, _, _ in calls}) for first in range(0, ranks, n)
+    ]
     target = "nnscaler.runtime.communication.collective_times:time_collectives"
     job = JobSpecification(target, ranks, {"calls": calls, "seconds": within}, groups=tuple(groups))
     outcome = launch(job, timeout=_LIMIT, server=server)
@@ -189,4 +191,7 @@ def _collectives(ranks: int, server: ForkServer, listener: Listener, within: flo
         return ()
     listener.progress(f"collectives  {time.perf_counter() - start:5.1f} s  {len(calls)} between {ranks} processes")
     slowest = [max(times) for times in zip(*outcome.results(), strict=True)]
-    return tuple(CollectiveEntry(*call, taken) for call, taken in zip(calls, slowest, strict=True))
+    return tuple(
+        CollectiveEntry(kind, group, size, taken, at_once)
+        for (kind, group, size, at_once), taken in zip(calls, slowest, strict=True)
+    )

@@ -127,8 +127,9 @@ def predict(
     Each device gathers parameters and prepares, runs its order, and sums gradients when it is done with that. Of a
     stream it is for as many batches as its order is written for, with the sums where its updates are.
     """
-    graph, programs, overheads = communicated.partitioned.graph, communicated.stages, cost.overheads
-    ranks = communicated.partitioned.devices
+    graph, programs, ranks = communicated.partitioned.graph, communicated.stages, communicated.partitioned.devices
+    cost = cost.among(sum(map(len, ranks)))
+    overheads = cost.overheads
     around = calls_around(communicated, ranks, cost)
     prices = tuple(_prices(graph, p, signatures, cost, around[p.stage.devices[0]]) for p in programs)
     forward, backward, weights = (tuple(getattr(p, n) for p in prices) for n in ("ahead", "behind", "weights"))

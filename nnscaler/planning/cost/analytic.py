@@ -33,6 +33,9 @@ class AnalyticCost:
     def overheads(self) -> Overheads:
         return Overheads()
 
+    def among(self, ranks: int) -> AnalyticCost:
+        return self
+
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
         forward, backward = shard_work(signature, shapes_in, shapes_out, dtype)
         return self._seconds(forward, dtype), self._seconds(backward, dtype)

@@ -170,10 +170,22 @@ def fit_curve(measured: Iterable[CollectiveEntry]) -> Curve:
     return Curve(tuple(float(e.size) for e in entries), tuple(times))
 
 
-def fit_curves(measured: Sequence[CollectiveEntry]) -> dict[tuple[Collective, int], Curve]:
-    """Return a curve for each kind and number of ranks."""
-    keys = dict.fromkeys((e.kind, e.ranks) for e in measured)
-    return {key: fit_curve(e for e in measured if (e.kind, e.ranks) == key) for key in keys}
+def fit_curves(measured: Sequence[CollectiveEntry]) -> dict[tuple[Collective, int, int], Curve]:
+    """Return a curve for each kind, number of ranks, and number of those that call at once."""
+    found: dict[tuple[Collective, int, int], list[CollectiveEntry]] = {}
+    for entry in measured:
+        found.setdefault(_curve_of(entry), []).append(entry)
+    return {key: fit_curve(entries) for key, entries in found.items()}
+
+
+def busiest(measured: Sequence[CollectiveEntry]) -> list[CollectiveEntry]:
+    """Return the entries that hold while all ranks communicate."""
+    most = max((e.at_once for e in measured), default=0)
+    return [e for e in measured if e.at_once == most]
+
+
+def _curve_of(entry: CollectiveEntry) -> tuple[Collective, int, int]:
+    return entry.kind, entry.ranks, entry.at_once
 
 
 def from_others(measured: Sequence[CollectiveEntry]) -> list[tuple[float, float]]:
@@ -181,7 +193,7 @@ def from_others(measured: Sequence[CollectiveEntry]) -> list[tuple[float, float]
     kind."""
     found = []
     for entry in measured:
-        others = [e for e in measured if (e.kind, e.ranks) == (entry.kind, entry.ranks) and e is not entry]
+        others = [e for e in measured if _curve_of(e) == _curve_of(entry) and e is not entry]
         if any(e.size < entry.size for e in others) and any(e.size > entry.size for e in others):
             found.append((entry.seconds, fit_curve(others).seconds(entry.size)))
     return found

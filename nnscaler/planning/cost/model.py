@@ -60,6 +60,9 @@ class CostModel(Protocol):
     def overheads(self) -> Overheads:
         """Costs of a step beside its operators and collectives."""
 
+    def among(self, ranks: int) -> CostModel:
+        """Return the costs of a program that runs on so many ranks, while all of them compute."""
+
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
         """Return the seconds of one shard of an operation, forward and backward.
 

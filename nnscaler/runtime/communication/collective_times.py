@@ -15,9 +15,9 @@ TOGETHER = 3  # calls between two barriers, which ranks leave at different times
 
 
 def time_collectives(
-    communicator: Communicator, calls: Sequence[tuple[str, int, int]], seconds: float = inf
+    communicator: Communicator, calls: Sequence[tuple[str, int, int, int]], seconds: float = inf
 ) -> list[float]:
-    """Time each call (kind, ranks of a group, bytes) on this rank, in seconds.
+    """Time each call (kind, ranks of a group, bytes, ranks that call at once) on this rank, in seconds.
 
     All calls take turns, in rounds: what disturbs the machine for a while disturbs all alike. A time is the lower
     quartile of its turns, since whatever else the machine does only adds to them. Groups of consecutive ranks call at
@@ -25,8 +25,11 @@ def time_collectives(
     rounded up to elements of float32. `seconds`: after which no round begins, but for the first that counts.
     """
     everyone = tuple(range(communicator.world_size))
-    functions = []
-    for number, (kind, size, count) in enumerate(calls):
+    functions: list[Callable[[], object]] = []
+    for number, (kind, size, count, at_once) in enumerate(calls):
+        if communicator.rank >= at_once:
+            functions.append(_wait)
+            continue
         first = communicator.rank // size * size
         functions.append(_call(communicator, kind, tuple(range(first, first + size)), -(-count // 4), number))
     taken: list[list[float]] = [[] for _ in calls]
@@ -41,6 +44,10 @@ def time_collectives(
         if number and later_than(communicator, begin + seconds):
             break
     return [sorted(times[1:])[(len(times) - 1) // 4] for times in taken]
+
+
+def _wait() -> None:
+    """What a rank does that takes no part in a call."""
 
 
 def later_than(communicator: Communicator, when: float) -> bool:
