@@ -33,6 +33,12 @@ def taken(calls: Iterable[PricedCall], ranks: Collection[int], part: Part, stage
     return max((end for _, _, end in in_turn(own, ranks)), default=0.0)
 
 
+def last_of(calls: Iterable[PricedCall], part: Part, stage: int | None = None) -> float:
+    """Return the seconds of the last call of one part, which is left when all that it may lie under has run."""
+    own = [seconds for site, seconds in calls if site.part == part and stage in (None, site.call.stage)]
+    return own[-1] if own else 0.0
+
+
 def calls_around(
     communicated: CommunicatedGraph, ranks: Sequence[Sequence[int]], cost: CostModel
 ) -> tuple[tuple[PricedCall, ...], ...]:

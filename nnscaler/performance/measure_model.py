@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,7 +138,10 @@ def measure_model(
     cluster = replace(cluster, device=replace(found_cluster(1).device, memory=cluster.device.memory))
     if on_gpu and ranks > 1:
         listener.warning("links between GPUs are not measured: the cluster's description says what they do")
-    collectives = () if on_gpu or server is None else _collectives(ranks, server, listener, within * _OF_COLLECTIVES)
+    collectives: tuple[CollectiveEntry, ...] = ()
+    hidden: tuple[float, ...] = ()
+    if not on_gpu and server is not None:
+        collectives, hidden = _collectives(ranks, server, listener, within * _OF_COLLECTIVES)
     steps = Steps()
     if not on_gpu:
         steps = time_steps(traced, ranks, micro_batches, folder, server, listener, within * _OF_STEPS)
@@ -163,7 +167,8 @@ def measure_model(
             micro_batches,
             said,
         )
-        return profile if on_gpu else with_overheads(profile, steps, ranks)
+        profile = profile if on_gpu else with_overheads(profile, steps, ranks)
+        return replace(profile, overheads=replace(profile.overheads, hidden=hidden))
     finally:
         torch.set_num_threads(threads)
 
@@ -176,22 +181,28 @@ def _timed(call: ShardCall, device: str, enough: float) -> tuple[float, float] |
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _collectives(ranks: int, server: ForkServer, listener: Listener, within: float) -> tuple[CollectiveEntry, ...]:
-    """Time collectives between processes of this machine; none, with a warning, where these fail."""
+def _collectives(
+    ranks: int, server: ForkServer, listener: Listener, within: float
+) -> tuple[tuple[CollectiveEntry, ...], tuple[float, ...]]:
+    """Time collectives between processes of this machine, and what of them computing hides while 1, 2, ... ranks run;
+    nothing, with a warning, where these fail."""
     calls = collective_calls(ranks)
     start = time.perf_counter()
-    groups = [
-        tuple(range(first, first + n)) for n in sorted({n for _, n, _, _ in calls}) for first in range(0, ranks, n)
-    ]
+    sizes = sorted({size for _, size, _, _ in calls})
+    groups = [tuple(range(first, first + n)) for n in sizes for first in range(0, ranks, n)]
     target = "nnscaler.runtime.communication.collective_times:time_collectives"
     job = JobSpecification(target, ranks, {"calls": calls, "seconds": within}, groups=tuple(groups))
     outcome = launch(job, timeout=_LIMIT, server=server)
     if not outcome.ok:
         listener.warning(f"collectives were not measured: {outcome.describe()}")
-        return ()
+        return (), ()
     listener.progress(f"collectives  {time.perf_counter() - start:5.1f} s  {len(calls)} between {ranks} processes")
-    slowest = [max(times) for times in zip(*outcome.results(), strict=True)]
+    times, shares = zip(*outcome.results(), strict=True)
+    slowest = [max(taken) for taken in zip(*times, strict=True)]
+    counts = sorted(shares[0])
+    means = [fmean(share[count] for share in shares[:count]) for count in counts]
+    hidden = tuple(float(v) for v in np.interp(range(1, ranks + 1), counts, means))
     return tuple(
         CollectiveEntry(kind, group, size, taken, at_once)
         for (kind, group, size, at_once), taken in zip(calls, slowest, strict=True)
-    )
+    ), hidden

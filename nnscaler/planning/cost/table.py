@@ -165,7 +165,8 @@ def _profile(values: Mapping[str, Any]) -> Profile:
 
 def _overheads(values: Mapping[str, Any]) -> Overheads:
     statement, again, step = (float(values[name]) for name in ("statement", "again", "step"))
-    return Overheads(statement, again, step, tuple(map(float, values["crowding"])))
+    crowding, hidden = (tuple(map(float, values[name])) for name in ("crowding", "hidden"))
+    return Overheads(statement, again, step, crowding, hidden)
 
 
 def _entry(values: Mapping[str, Any]) -> CostEntry:

@@ -62,13 +62,14 @@ class TableCost:
     def overheads(self) -> Overheads:
         found, share = self.profile.overheads, self._share
         if not self._is_measured_host:
-            return replace(found, crowding=())
+            return replace(found, crowding=(), hidden=())
         return replace(
             found,
             statement=found.statement * share,
             again=found.again * share,
             step=found.step * share,
             crowding=found.crowding[: self.ranks],
+            hidden=found.hidden[: self.ranks],
         )
 
     def among(self, ranks: int) -> TableCost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from math import inf
+from statistics import fmean, median
 
 import torch
 
@@ -12,12 +13,14 @@ from nnscaler.runtime.communication.communicator import Communicator
 
 REPEATS = 6
 TOGETHER = 3  # calls between two barriers, which ranks leave at different times
+_HIDDEN = (1 << 18, 1 << 22)  # bytes of the sums that computing may hide
 
 
 def time_collectives(
     communicator: Communicator, calls: Sequence[tuple[str, int, int, int]], seconds: float = inf
-) -> list[float]:
-    """Time each call (kind, ranks of a group, bytes, ranks that call at once) on this rank, in seconds.
+) -> tuple[list[float], dict[int, float]]:
+    """Time each call (kind, ranks of a group, bytes, ranks that call at once) on this rank, in seconds; and, for each
+    number of ranks that call at once, the share of a sum of all of them which computing hides, see `hidden_share`.
 
     All calls take turns, in rounds: what disturbs the machine for a while disturbs all alike. A time is the lower
     quartile of its turns, since whatever else the machine does only adds to them. Groups of consecutive ranks call at
@@ -43,7 +46,43 @@ def time_collectives(
             times.append((time.perf_counter() - start) / TOGETHER)
         if number and later_than(communicator, begin + seconds):
             break
-    return [sorted(times[1:])[(len(times) - 1) // 4] for times in taken]
+    hidden = {count: hidden_share(communicator, count) for count in sorted({at_once for *_, at_once in calls})}
+    return [sorted(times[1:])[(len(times) - 1) // 4] for times in taken], hidden
+
+
+def hidden_share(communicator: Communicator, count: int) -> float:
+    """Return the share of a sum over the first `count` ranks that takes none of their time while they compute.
+
+    A sum alone, a product of matrices again and again that takes as long, and both at once are timed in turn. Where
+    ranks share cores with what carries their messages, both take longer than the longer of them. 0 on other ranks.
+    """
+    everyone, group = tuple(range(communicator.world_size)), tuple(range(count))
+    matrix = torch.full((128, 128), 1e-3)
+    shares: list[float] = []
+    for size in _HIDDEN:
+        values, products = torch.ones(size // 4), 1
+        alone: list[float] = []
+        computing: list[float] = []
+        both: list[float] = []
+        for number in range(REPEATS + 1):
+            for times, sums, computes in ((alone, True, False), (computing, False, True), (both, True, True)):
+                communicator.barrier(everyone)
+                if communicator.rank >= count:
+                    continue
+                start = time.perf_counter()
+                pending = communicator.start_all_reduce(values, group) if sums else None
+                for _ in range(products if computes else 0):
+                    torch.mm(matrix, matrix)
+                if pending is not None:
+                    pending.wait()
+                times.append(time.perf_counter() - start)
+            if not number and communicator.rank < count:
+                products = max(1, round(alone.pop() / max(computing.pop(), 1e-6)))
+                both.pop()
+        if both:
+            summed, computed, together = median(alone), median(computing), median(both)
+            shares.append((summed + computed - together) / min(summed, computed))
+    return min(1.0, max(0.0, fmean(shares))) if shares else 0.0
 
 
 def _wait() -> None:
