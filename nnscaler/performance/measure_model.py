@@ -111,7 +111,7 @@ def _random(described: TensorArgument, bound: int, generator: torch.Generator, d
 
 _LIMIT = 600.0  # seconds for the collectives
 SECONDS = 45.0  # for all that is measured
-_OF_COLLECTIVES, _OF_STEPS = 0.15, 0.35  # of these seconds; operators have the rest
+_OF_COLLECTIVES, _OF_STEPS = 0.2, 0.35  # of these seconds; operators have the rest
 
 
 def measure_model(

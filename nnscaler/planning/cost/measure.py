@@ -18,7 +18,7 @@ from nnscaler.planning.cost.shards import ShardCall, shard_calls
 from nnscaler.planning.cost.table import CollectiveEntry, CostEntry, Profile
 from nnscaler.planning.cost.work import Work, shard_work
 
-SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes of the tensors that collectives are timed on
+SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the tensors that collectives are timed on
 Timer = Callable[[ShardCall], tuple[float, float] | str]  # forward and backward, or why it could not be run
 CollectiveCall = tuple[Collective, int, int, int]  # kind, ranks of a group, bytes, ranks that call at once
 
