@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 
 import torch
 
-from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.communicator import Communicator, Pending
 
 REPEATS = 6
 TOGETHER = 3  # calls between two barriers, which ranks leave at different times
 LEAST = 1e-6  # seconds of a call that is lost in the noise
 BETWEEN = 4e-3  # seconds of computing before each call, while all ranks compute
-_HIDDEN = 1 << 20  # bytes of the sum that computing may hide
+_HIDDEN = (1 << 17, 1 << 20)  # bytes of the tensors that are under way while ranks compute
 
 
 def time_collectives(
@@ -79,32 +80,58 @@ class Products:
 
 
 def hidden_share(communicator: Communicator, count: int, products: Products) -> float:
-    """Return the share of a sum over the first `count` ranks that takes none of their time while they compute.
+    """Return the share of a collective over the first `count` ranks that takes none of their time where they begin it,
+    compute, and wait for it afterwards, as they do with the buckets of gradients and with parameters in shards.
 
-    A sum alone, products alone that take longer, and both at once are timed in turn. Where ranks share cores with what
-    carries their messages, both take longer than the longer of them. 0 on other ranks.
+    Products alone, a call after products, and a call under them are timed in turn: what is hidden is what the last
+    takes less than the one before. 0 on other ranks.
     """
     everyone, group = tuple(range(communicator.world_size)), tuple(range(count))
-    values, again = torch.ones(_HIDDEN // 4), 1
-    found: dict[tuple[bool, bool], list[float]] = {(True, False): [], (False, True): [], (True, True): []}
-    for number in range(2 * REPEATS + 1):
-        for (sums, computes), times in found.items():
-            communicator.barrier(everyone)
-            if communicator.rank >= count:
-                continue
-            start = time.perf_counter()
-            pending = communicator.start_all_reduce(values, group) if sums else None
-            for _ in range(again if computes else 0):
-                products.run()
-            if pending is not None:
-                pending.wait()
-            times.append(time.perf_counter() - start)
-        if not number and communicator.rank < count:
-            again = max(1, round(2 * found[True, False][0] / found[False, True][0]))
     if communicator.rank >= count:
-        return 0.0
-    alone, computing, both = (lower_quartile(times[1:]) for times in found.values())
-    return min(1.0, max(0.0, (alone + computing - both) / min(alone, computing)))
+        begins: list[Callable[[], Pending]] = [_no_call] * len(_begun(communicator, everyone))
+    else:
+        begins = _begun(communicator, group)
+    after = under = 0.0
+    for begin in begins:
+        found: list[list[float]] = [[], [], []]
+        for _ in range(REPEATS + 1):
+            for way, times in enumerate(found):
+                communicator.barrier(everyone)
+                if communicator.rank < count:
+                    times.append(_timed(begin, products, way))
+        if communicator.rank < count:
+            nothing, one, other = (lower_quartile(times[1:]) for times in found)
+            after, under = after + one - nothing, under + other - nothing
+    return min(1.0, max(0.0, 1 - under / after)) if after > 0 else 0.0
+
+
+def _timed(begin: Callable[[], Pending], products: Products, way: int) -> float:
+    """Return the seconds of products alone (0), with a call after them (1), or under them (2)."""
+    start = time.perf_counter()
+    pending = begin() if way == 2 else None
+    products.run()
+    products.run()
+    if way == 1:
+        pending = begin()
+    if pending is not None:
+        pending.wait()
+    return time.perf_counter() - start
+
+
+def _begun(communicator: Communicator, group: tuple[int, ...]) -> list[Callable[[], Pending]]:
+    """Return what begins each kind of call that is waited for later, on tensors of both sizes."""
+    found: list[Callable[[], Pending]] = []
+    for size in _HIDDEN:
+        whole, part = torch.ones(size // 4), torch.ones(size // 4 // len(group))
+        parts = [torch.empty_like(part) for _ in group]
+        found.append(partial(communicator.start_all_reduce, whole, group))
+        found.append(partial(communicator.start_all_gather, part, parts, group))
+        found.append(partial(communicator.start_reduce_scatter, [torch.ones_like(part) for _ in group], part, group))
+    return found
+
+
+def _no_call() -> Pending:
+    raise AssertionError("a rank that takes no part begins nothing")
 
 
 def lower_quartile(times: Sequence[float]) -> float:
