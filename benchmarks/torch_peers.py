@@ -38,8 +38,8 @@ class Size:
 
 
 SIZES = {
-    "compute": Size(256, 8, 8, 1024, 128, 16),
-    "communication": Size(512, 4, 8, 1024, 32, 16),
+    "compute": Size(256, 4, 8, 1024, 128, 8),
+    "communication": Size(512, 4, 8, 1024, 32, 8),
     "tiny": Size(64, 4, 4, 128, 16, 16),
 }
 
