@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: adds the generated pages, and mends links that leave `docs/`."""
+"""What mkdocs calls while it builds the site: adds the generated pages, and takes away links that leave `docs/`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:  # noqa: ARG001 - mkdocs gives all
-    """Mend links out of `docs/`, and lead from codes in tables to their pages."""
+    """Name files outside of `docs/` without a link, and lead from codes in tables to their pages."""
     source = page.file.src_uri
-    markdown = outside_links(markdown, source, f"{config.repo_url.rstrip('/')}/blob/main")
+    markdown = outside_links(markdown, source)
     return link_codes(markdown, "../" * source.count("/")) if not source.startswith(FINDINGS) else markdown
 
 

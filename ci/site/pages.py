@@ -26,6 +26,7 @@ PACKAGES = {
     "op_registry": "Operators, their annotations, and what a split of one means.",
 }
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)")
+WHOLE_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
 
 
 def make_pages() -> dict[str, str]:
@@ -94,16 +95,19 @@ def contributing_page() -> str:
     return LINK.sub(lambda found: found[1] + found[2].removeprefix("docs/"), text)
 
 
-def outside_links(text: str, source: str, repository: str) -> str:
-    """Return a page whose links to files that are not of the site (`../examples/gpt.py`) lead to the repository."""
+def outside_links(text: str, source: str) -> str:
+    """Return a page that names files which are not of the site (`../examples/gpt.py`) instead of linking to them."""
 
     def replaced(found: re.Match[str]) -> str:
         parts: list[str] = []
         for part in (PurePosixPath("docs", source).parent / found[2]).parts:
             parts = parts[:-1] if part == ".." else [*parts, part]
-        return found[0] if parts[:1] == ["docs"] else f"{found[1]}{repository}/{'/'.join(parts)}"
+        path = "/".join(parts)
+        if parts[:1] == ["docs"]:
+            return found[0]
+        return f"`{path}`" if found[1].strip("`").rstrip("/") in (path, parts[-1]) else f"{found[1]} (`{path}`)"
 
-    return LINK.sub(replaced, text)
+    return WHOLE_LINK.sub(replaced, text)
 
 
 def link_codes(text: str, up: str) -> str:

@@ -21,12 +21,12 @@ def documents(files: list[Path]) -> list[Path]:
 
 
 def test_links_lead_somewhere(documents: list[Path], repository: Path) -> None:
-    made = {os.path.normpath(repository / "docs" / path) for path in make_pages()}  # pages of the site that are no files
+    generated = {os.path.normpath(repository / "docs" / path) for path in make_pages()}
     broken = [
         f"{document.name}: {target}"
         for document in documents
         for target in LINK.findall(document.read_text(encoding="utf-8"))
-        if not (document.parent / target).exists() and os.path.normpath(document.parent / target) not in made
+        if not (document.parent / target).exists() and os.path.normpath(document.parent / target) not in generated
     ]
     assert not broken
 

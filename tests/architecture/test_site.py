@@ -95,11 +95,11 @@ def test_tables_of_docstrings_become_lists() -> None:
     assert with_lists(text) == f"What it is.\n\n{lists}\n\nProse that\ngoes on."
 
 
-def test_links_out_of_the_pages_lead_to_the_repository() -> None:
-    text = "[a](../examples/gpt.py) [b](train.md#x) [c](https://a.b/c) [d](reports/README.md)"
-    found = outside_links(text, "verify.md", "https://r")
-    assert found == text.replace("../examples", "https://r/examples")
-    assert outside_links("[a](../train.md)", "tutorials/a.md", "https://r") == "[a](../train.md)"
+def test_files_outside_of_the_pages_are_named_without_a_link() -> None:
+    inside = "[b](train.md#x) [c](https://a.b/c) [d](reports/README.md)"
+    found = outside_links(f"[a](../examples/gpt.py) [gpt.py](../examples/gpt.py) {inside}", "verify.md")
+    assert found == f"a (`examples/gpt.py`) `examples/gpt.py` {inside}"
+    assert outside_links("[a](../train.md)", "tutorials/a.md") == "[a](../train.md)"
     assert link_codes("| `loss_differs` | x |\n| `no_code` | y |", "../").count("](") == 1
 
 
