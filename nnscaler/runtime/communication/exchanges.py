@@ -122,7 +122,7 @@ def post(exchanges: Sequence[Exchange], agreement: Callable[[CommunicationCall],
                         else:
                             place.copy_(tensors[i][peer])
                     arrival.add(make(memory, peer, f"together {texts}"), memory)
-                for i in set(range(len(texts))).difference(small):
+                for i in (i for i in range(len(texts)) if i not in small):
                     together[i].arrivals[1].add(make(tensors[i][peer], peer, texts[i]), tensors[i][peer])
 
 
