@@ -1,6 +1,7 @@
 """The code blocks of the pages: README, CONTRIBUTING and docs/, in the order in which a reader meets them.
 
-A block is fenced, and says its language. What the test needs to know stands in HTML comments above it, which no reader sees:
+A block is fenced, and says its language. What the test needs to know stands in HTML comments above it, which no reader
+sees:
 
     <!-- not run: REASON -->       exempt
     <!-- run by: tests/... -->     another test runs it
@@ -12,8 +13,9 @@ A block is fenced, and says its language. What the test needs to know stands in 
     ... -->
     <!-- then: COMMAND -->         a command after the block, which the page does not show
 
-A block with a title (```python title="model.py") is a file, which later blocks use. `text` is a figure (a formula, a drawing,
-a synopsis), and no code, unless a comment says that it is output. Data without a title (toml, json, yaml) is read.
+A block with a title (```python title="model.py") is a file, which later blocks use. `text` is a figure (a formula, a
+drawing, a synopsis), and no code, unless a comment says that it is output. Data without a title (toml, json, yaml)
+is read.
 """
 
 from __future__ import annotations

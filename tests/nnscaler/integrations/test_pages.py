@@ -1,5 +1,5 @@
-"""The scripts on the pages of docs/ that need files, or a model, that the pages do not show: as they stand there, in one
-process. All other blocks: tests/pages/."""
+"""The scripts on the pages of docs/ that need files, or a model, that the pages do not show: as they stand there, in
+one process. All other blocks: tests/pages/."""
 
 from __future__ import annotations
 
