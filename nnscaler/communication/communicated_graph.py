@@ -206,7 +206,7 @@ class StageProgram:
 
     @property
     def gradient(self) -> bool:
-        """Whether a gradient arrives, so that the stage runs backward: of the loss, or of what it sends."""
+        """Say if a gradient arrives, so that the stage runs backward: of the loss, or of what it sends."""
         return self.loss is not None or any(message.needs_grad for message in self.sends)
 
 

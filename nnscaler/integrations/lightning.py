@@ -336,7 +336,7 @@ class _TrainingEnds(Callback):
 
 
 class _Saved:
-    """What Lightning saves, as a part of a checkpoint."""
+    """The state that Lightning saves, as a part of a checkpoint."""
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.held = held

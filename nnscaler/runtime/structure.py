@@ -30,7 +30,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Returned:
-    """What a model returned.
+    """The values that a model returned.
 
     structure   in JSON; empty where it is the loss alone
     tensors     by name, without the loss

@@ -1,4 +1,4 @@
-"""What the settings of a run name, loaded and made: data, program, optimizer, schedule, hooks."""
+"""Load and make what the settings of a run name: data, program, optimizer, schedule, hooks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DATA = '[data] source = "data.py::datasets"'
 
 @dataclass(frozen=True)
 class Parts:
-    """What the settings name.
+    """The objects that the settings name.
 
     build       makes the model
     described   the model, for the program's manifest

@@ -18,7 +18,7 @@ from nnscaler.tracing.sample_inputs import SampleInputs
 
 @dataclass(frozen=True)
 class CallInputs:
-    """What a call of a module must look like.
+    """The form that every call of a module must have.
 
     name       of the module
     signature  of its forward

@@ -1,4 +1,4 @@
-"""What each data part reads: its rows of each global batch, in an order that knows nothing of plans.
+"""Read each data part's rows of each global batch, in an order that knows nothing of plans.
 
 The order of an epoch is a function of (seed, epoch). A batch is a run of that order, and a data part has the rows of it
 that the program cuts for it: a contiguous block, the larger ones first where the batch does not divide. So the same

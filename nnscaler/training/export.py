@@ -32,7 +32,7 @@ FILE_BYTES = 5 << 30  # of one file of safetensors, as `transformers` has it
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     path       of its folder
     run        the record that it was saved with

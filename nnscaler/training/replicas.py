@@ -27,7 +27,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Holder(Protocol):
-    """What holds a rank's tensors: an Engine."""
+    """The holder of a rank's tensors: an Engine."""
 
     communicator: Communicator
     device: torch.device

@@ -85,7 +85,7 @@ class ParameterPlacement:
 
     @property
     def arrives(self) -> bool:
-        """Whether gradients rest in shards, and all of a backward are whole until it ends."""
+        """Say if gradients rest in shards, and all of a backward are whole until it ends."""
         return any(move.each for move in self.moves)
 
     @property

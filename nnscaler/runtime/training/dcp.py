@@ -36,7 +36,7 @@ Path_ = tuple[str, ...]  # where an entry stands in the nested state dict that t
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What this rank has of a logical tensor, or wants to read of it.
+    """A rank's share of a logical tensor: one that it has, or wants to read.
 
     path    of the entry: ("model", "words.weight")
     shape   of the logical tensor
@@ -63,7 +63,7 @@ def key_of(path: Path_) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a folder holds: the shape and dtype of each tensor, the other objects, and where each entry stands."""
+    """The contents of a folder: shape and dtype of each tensor, the other objects, and where each entry stands."""
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     objects: tuple[str, ...]
@@ -314,7 +314,7 @@ def _load_planner(
             return dcp.LoadPlan(items)
 
         def _item(self, index: MetadataIndex, parts: list[tuple[Shard, dcp.ReadItem]]) -> dcp.ReadItem:
-            """What one box of a shard takes of a chunk goes there at once; what several take, by way of the chunk."""
+            """Read a chunk straight into the shard if one box of it takes it; by way of the chunk if several do."""
             if len(parts) == 1:
                 return parts[0][1]
             return _read(dcp, dcp.LoadItemType.TENSOR, index, entries[index.fqn].chunks[index.index].sizes)

@@ -74,7 +74,7 @@ class Wanted:
 
     @property
     def travels(self) -> bool:
-        """Whether its division begins with a sum over ranks."""
+        """Say if its division begins with a sum over ranks."""
         return bool(self.divisions) and self.divisions[0].sums
 
     @property

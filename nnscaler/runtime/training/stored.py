@@ -1,4 +1,4 @@
-"""What a rank holds of the model between steps, as records: for checkpoints, optimizers and checks of replicas."""
+"""Records of the tensors that a rank holds between steps: for checkpoints, optimizers and checks of replicas."""
 
 from __future__ import annotations
 

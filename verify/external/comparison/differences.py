@@ -1,4 +1,4 @@
-"""What is compared in one run of a program, and what is found to differ."""
+"""Records of one run of a program: what is compared, and what differs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from verify.external.proof.terms import UNIT, Terms, WholeTerm, close
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a tensor at the end has to be: a multiple of the whole tensor, in these states."""
+    """The claim about a tensor at the end: it is a multiple of the whole tensor, in these states."""
 
     states: States
     factor: Fraction

@@ -1,4 +1,4 @@
-"""What is known of a rank's tensor: which logical tensor it has, how much of it, and how that lies on each mesh axis.
+"""Facts of a rank's tensor: which logical tensor it has, how much of it, and how that lies on each mesh axis.
 
 A fact is a true statement about one tensor of a rank's graph, for all values of parameters and inputs and on all
 ranks. A tensor may have several: what two ranks each have whole is also, halved, a term of a sum. Here is what

@@ -52,7 +52,7 @@ class Lost:
 
 @dataclass
 class Followed:
-    """What was found out of one graph. `typed`: calls with facts; `collectives`: those among them."""
+    """The facts of one graph. `typed`: calls with facts; `collectives`: those among them."""
 
     facts: dict[Ref, tuple[Fact, ...]] = field(default_factory=dict)
     lost: dict[Ref, Lost] = field(default_factory=dict)

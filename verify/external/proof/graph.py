@@ -1,4 +1,4 @@
-"""What one rank computes in one step, forward and backward, as a graph of ATen operators and collectives.
+"""The graph of one rank's step, forward and backward: calls of ATen operators and collectives.
 
 A graph is a list of calls in the order in which they ran. Nothing is mutated in it: a call that writes to a tensor
 makes a new value (`record.py`). Tensors have shapes and dtypes, and no values.

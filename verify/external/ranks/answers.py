@@ -21,7 +21,7 @@ _BLOCK = 1 << 15  # elements
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank hands in.
+    """One rank's share of a collective.
 
     rank     global
     call     that it makes

@@ -41,7 +41,7 @@ _TIMES = 4.0  # what a tensor may lose, in what it loses without any parallelism
 
 @dataclass(frozen=True)
 class SavingChecked:
-    """What came of the checks of saving."""
+    """The results of the checks of saving."""
 
     checks: tuple[Check, ...] = ()
     findings: tuple[Finding, ...] = ()
@@ -50,8 +50,10 @@ class SavingChecked:
 
 @dataclass(frozen=True)
 class _Tried:
-    """What was loaded of one form. `lossy`: how far tensors are from themselves after the plain model alone was saved
-    and loaded."""
+    """The tensors that were loaded from one form.
+
+    lossy   how far tensors are from themselves after the plain model alone was saved and loaded
+    """
 
     loaded: tuple[LoadedTensor, ...]
     lossy: Mapping[str, float]

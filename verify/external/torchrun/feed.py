@@ -30,7 +30,7 @@ Way = Literal["own", "whole", "turns", "part"]
 
 @dataclass(frozen=True)
 class Material:
-    """What the ranks took in and started from.
+    """The data that ranks took in, and the parameters that they started from.
 
     parts  the events of each data part
     taken  for each step: data event -> how many had come in on a rank

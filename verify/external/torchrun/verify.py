@@ -132,7 +132,7 @@ def _varied(runner: Runner, name: str, double: bool, notes: list[str], used: str
 
 @dataclass(frozen=True)
 class _Other:
-    """What a script does with other data on every rank."""
+    """The run of a script with other data on every rank."""
 
     records: tuple[ScriptRecord, ...]
     layout: Layout

@@ -57,7 +57,7 @@ class Start:
 
 
 class Feed(Protocol):
-    """What a run on one rank is given.
+    """The data and parameters that a run on one rank is given.
 
     steps  of optimizers, after which it is stopped
     """

@@ -1,4 +1,4 @@
-"""What mistakes in data, modes and rates would make of losses, learning rates, buffers and evaluations."""
+"""Predict how mistakes in data, modes and rates change losses, learning rates, buffers and evaluations."""
 
 from __future__ import annotations
 

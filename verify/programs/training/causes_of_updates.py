@@ -1,4 +1,4 @@
-"""What mistakes after forward would make of gradients, their norm, the optimizer's states and parameters."""
+"""Predict how mistakes after forward change gradients, their norm, the optimizer's states and parameters."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class TrainTask:
 
 @dataclass(frozen=True)
 class RankTraining:
-    """What one rank did. Tensors are local shards on the CPU.
+    """The training of one rank. Tensors are local shards on the CPU.
 
     part          index and count of its data part
     layouts       of its parameters and buffers

@@ -27,7 +27,7 @@ SHOWN = 4  # tensors of a rank that are told
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank found in its checkpoint.
+    """The comparison of a rank with its checkpoint.
 
     count  of tensors and numbers that were compared
     wrong  those that differ, in words

@@ -1,4 +1,4 @@
-"""What the ranks hold, put together by logical indices: each element has its owners, and all of them the same bits."""
+"""Join the tensors of ranks by logical indices: each element has its owners, and all of them the same bits."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Inner = Callable[[nn.Module, DeviceMesh], Any]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the trainer keeps of a pipeline.
+    """A pipeline as the trainer keeps it.
 
     schedule  that runs a step
     parts     the modules of this rank's stages

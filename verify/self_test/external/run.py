@@ -38,7 +38,7 @@ TIMEOUT = 120.0  # seconds of one run
 
 @dataclass(frozen=True, slots=True)
 class ExternalAnswer:
-    """What `verify-external` says of one program.
+    """The answer of `verify-external` to one program.
 
     codes   of the findings, in order
     causes  their classes of cause; "" where a finding names none
