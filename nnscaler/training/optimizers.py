@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.layout import Sharded, is_cut
-from nnscaler.runtime.training.stored import StoredTensor
+from nnscaler.runtime.training.saving.stored import StoredTensor
 from nnscaler.training.updates import (
     SIZES,
     OptimizerClass,

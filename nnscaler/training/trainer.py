@@ -24,7 +24,7 @@ from torch import nn
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, leave, torchrun_place
-from nnscaler.runtime.training.checkpoint import check_writable
+from nnscaler.runtime.training.saving.checkpoint import check_writable
 from nnscaler.training.assemble import (
     Parts,
     flops_of_step,
@@ -37,17 +37,17 @@ from nnscaler.training.assemble import (
     read_batches,
     step_schedule,
 )
-from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.config import ranks_of, settings_of
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepReport, ValidationReport, make_loggers, memory_in_use
 from nnscaler.training.replicas import check_replicas
+from nnscaler.training.saving.checkpoints import Checkpoints
+from nnscaler.training.saving.weights import as_user_error, load_weights
 from nnscaler.training.scaler import LossScaler
 from nnscaler.training.settings import TrainSettings
 from nnscaler.training.sizes import Vouch
-from nnscaler.training.weights import as_user_error, load_weights
 
 Ended = Literal["finished", "stopped", "not finite"]
 

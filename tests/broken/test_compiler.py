@@ -17,7 +17,9 @@ from nnscaler.communication import materialise, regions
 from nnscaler.ir import conversion
 from nnscaler.ir.conversion import ConversionRow
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
-from nnscaler.runtime.training import backward, buckets, executor, gradients
+from nnscaler.runtime.training import backward, executor
+from nnscaler.runtime.training.gradients import accumulate as gradients
+from nnscaler.runtime.training.gradients import buckets
 from nnscaler.transform.plan import AssignStep, Plan, SplitStep
 from tests.broken import models
 from tests.broken.planting import Original, assert_refuted

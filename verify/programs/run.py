@@ -22,7 +22,7 @@ from pathlib import Path
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.training.checkpoint import load_checkpoint
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.checks import resume, run_checks, timed
 from verify.programs.checks import trials as trial_check

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nnscaler.planning.planner.lagrangian_bound import Prices
+from nnscaler.planning.planner.bounds.lagrangian import Prices
+from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.layer_chain import Piece, Priced
-from nnscaler.planning.planner.pipeline_bound import Layered
 from nnscaler.planning.sharding.build_problem import once_at
 
 CHANGES = 7  # between ways, that are made in all combinations

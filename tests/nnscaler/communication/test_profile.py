@@ -22,7 +22,8 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.cost import collectives
 from nnscaler.records import encode
 from nnscaler.runtime.program.load_python import load_user_module
-from nnscaler.runtime.training import at_rest, buckets
+from nnscaler.runtime.training import at_rest
+from nnscaler.runtime.training.gradients import buckets
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from tests import halves, traced_examples

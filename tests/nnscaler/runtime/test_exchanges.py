@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.communication.exchanges import SHARED_BYTES, Exchange, gathering, post, summing
-from nnscaler.runtime.training.buckets import Flat
+from nnscaler.runtime.training.gradients.buckets import Flat
 
 Box = tuple[int, int, str]  # source, destination, agreement
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.shards import same_bits
-from nnscaler.runtime.training.checkpoint import highest
-from nnscaler.training.checkpoints import Checkpoints
+from nnscaler.runtime.training.saving.checkpoint import highest
 from nnscaler.training.engine import Engine
+from nnscaler.training.saving.checkpoints import Checkpoints
 from verify.programs.checks.context import CheckOutcome, Tally
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.training import executor
-from nnscaler.runtime.training.dcp import Folder, Shard
-from nnscaler.runtime.training.stored import StoredTensor
+from nnscaler.runtime.training.saving.dcp import Folder, Shard
+from nnscaler.runtime.training.saving.stored import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.running import Running
 from verify.programs.training import ranks

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Parameter, Stage
-from nnscaler.runtime.training import checkpoint, gradient_plan
-from nnscaler.runtime.training.buckets import SumBucket
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.gradient_plan import Holding, Wanted
-from nnscaler.runtime.training.gradients import Gradients
-from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
+from nnscaler.runtime.training.gradients import gradient_plan
+from nnscaler.runtime.training.gradients.accumulate import Gradients
+from nnscaler.runtime.training.gradients.buckets import SumBucket
+from nnscaler.runtime.training.gradients.gradient_plan import Holding, Wanted
+from nnscaler.runtime.training.saving import checkpoint
+from nnscaler.runtime.training.saving.stored import StoredTensor, stored_tensors
 from nnscaler.runtime.training.stream import StreamExecutor
 from nnscaler.runtime.training.versions import Versions
 
