@@ -23,8 +23,7 @@ import torch
 from verify.external.case import Settings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
-from verify.self_test.external.corpus import PROGRAMS
-from verify.self_test.external.run import TIMEOUT, ExternalAnswer
+from verify.self_test.external.run import PROGRAMS, TIMEOUT, ExternalAnswer
 from verify.self_test.runner import run_rows_apart
 
 

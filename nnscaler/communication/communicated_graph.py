@@ -11,11 +11,11 @@ from op_registry.registry import default_registry
 
 from nnscaler.ir import gradient_flow
 from nnscaler.ir.conversion import Move
+from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Layout, Sharded
 from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
 from nnscaler.ir.rotations import Circulates
-from nnscaler.transform.saved_tensors import kept_slots
 
 
 @dataclass(frozen=True, slots=True)

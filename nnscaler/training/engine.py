@@ -32,13 +32,13 @@ from nnscaler.runtime.program.program_directory import groups_of, pairs_of
 from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.saving.boxes import gathered_state
 from nnscaler.runtime.training.saving.stored import StoredTensor, stored_tensors
 from nnscaler.runtime.training.stream import StreamExecutor
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.replicas import check_replicas, check_same_model
 from nnscaler.training.running import NO_LOSS, EngineSettings, Running, named_buffers, run_program, stages_of_roles
-from nnscaler.training.saving.gathered import gathered_state
 from nnscaler.training.sizes import SentProgram, Shapes, SizeClass, agreed, compile_size, described, sent
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]

@@ -25,7 +25,6 @@ from verify.evidence.oracle.runner import CaseResult, Runner
 from verify.evidence.oracle.shrink import shrink
 from verify.evidence.oracle.subsets import check_subsets
 from verify.evidence.provers import prove_base
-from verify.evidence.strength import TESTED, Strength, weakest
 from verify.operators.audit.derivative import check_derivative
 from verify.operators.audit.opcheck import opcheck
 from verify.operators.audit.side_effects import audit
@@ -33,7 +32,7 @@ from verify.operators.audit.watched import Probed
 from verify.results.catalogue import INCOMPARABLE
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
-from verify.results.verdict import Verdict, merge
+from verify.results.verdict import TESTED, Strength, Verdict, merge, weakest
 
 Reproduce = Callable[[str, Case | None], str | None]  # (finding code, the case of it) -> a command line
 AUDITED = 3  # sample calls on which the operator itself is looked at

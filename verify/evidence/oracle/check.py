@@ -10,9 +10,8 @@ from verify.evidence.options import DRAWS
 from verify.evidence.oracle.claims import Claimed, exercised_by
 from verify.evidence.oracle.enumerate import Enumerator, Target
 from verify.evidence.oracle.runner import CaseResult, Declined, Runner, WholeRaised
-from verify.evidence.strength import TESTED, Strength
 from verify.results.report import Check
-from verify.results.verdict import Verdict
+from verify.results.verdict import TESTED, Strength, Verdict
 
 # The test result of one target: an identifier, a linear set, or a pair of them.
 

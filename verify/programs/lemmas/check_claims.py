@@ -22,12 +22,11 @@ from verify.evidence.oracle.enumerate import Base, Target
 from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
 from verify.evidence.oracle.runner import CaseResult, WholeRaised
 from verify.evidence.provers import prove_base
-from verify.evidence.strength import Strength
 from verify.programs.lemmas.representative import FREE, Representative, represent
 from verify.programs.lemmas.stand_in import Unrepresented
 from verify.programs.lemmas.statement import Claim, Passes, Splits, Together
 from verify.results.finding import Finding
-from verify.results.verdict import Verdict
+from verify.results.verdict import Strength, Verdict
 
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given")
 AGAIN, NEXT = 3, 101  # representative calls that are tried, and how far their seeds are apart

@@ -10,8 +10,7 @@ from verify.external.program import ExternalProgram
 from verify.self_test.external import by_hand as hand
 from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import divided_sequences as ds
-from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, Twice, supervised
-from verify.self_test.external.optimizers import adamw
+from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, Twice, adamw, supervised
 from verify.self_test.external.tensor_rows import SMALL, program
 
 

@@ -1,4 +1,4 @@
-"""The plain models that the programs of this corpus parallelise, their batches and their losses.
+"""The plain models that the programs of this corpus parallelise, their batches, losses and optimizers.
 
 They are tiny, and written as their authors would write them: nothing in them knows of ranks. Sizes are chosen so that
 2, 3 and 4 ranks divide them, except where a program wants them not to.
@@ -289,3 +289,18 @@ def supervised(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
     """Return the loss of one step, without its backward pass."""
     inputs, labels = batch
     return cross_entropy(model(inputs), labels)
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """AdamW over all parameters."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def adamw_each(model: Any) -> torch.optim.Optimizer:
+    """AdamW, one tensor after the other: for plain tensors beside DTensors."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def sgd_momentum(model: Any) -> torch.optim.Optimizer:
+    """SGD with momentum over all parameters."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

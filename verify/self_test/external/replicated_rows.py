@@ -9,8 +9,20 @@ from typing import Any
 from verify.external.program import ExternalProgram, Step
 from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import ddp_hooks
-from verify.self_test.external.models import Branched, ConvNet, Gpt, Llama, Mlp, Moe, Sizes, Twice, images, supervised
-from verify.self_test.external.optimizers import adamw, sgd_momentum
+from verify.self_test.external.models import (
+    Branched,
+    ConvNet,
+    Gpt,
+    Llama,
+    Mlp,
+    Moe,
+    Sizes,
+    Twice,
+    adamw,
+    images,
+    sgd_momentum,
+    supervised,
+)
 from verify.self_test.external.sharded_data import checkpoint_layers
 from verify.self_test.external.tensor_rows import SMALL, program
 

@@ -20,7 +20,7 @@ from verify.external.ranks.processes.call_log import CallReader, CallWriter, Ent
 from verify.external.ranks.rank_state import VARIABLES, environment_of, load_state, save_state
 from verify.external.ranks.records import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
-from verify.external.ranks.threads.memory import kept_memory
+from verify.external.ranks.threads.simulator import kept_memory
 from verify.results.catalogue import CATALOGUE
 
 

@@ -19,8 +19,7 @@ from nnscaler.runtime.training.gradients.buckets import SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import Holding, Wanted
 from nnscaler.runtime.training.saving import checkpoint
 from nnscaler.runtime.training.saving.stored import StoredTensor, stored_tensors
-from nnscaler.runtime.training.stream import StreamExecutor
-from nnscaler.runtime.training.versions import Versions
+from nnscaler.runtime.training.stream import StreamExecutor, Versions
 
 Fault = Callable[[], AbstractContextManager[None]]
 Summed = Callable[[Holding, Tensor, Tensor, Communicator], Tensor]  # of the own gradient, and the sum
