@@ -1,5 +1,7 @@
-"""Where gradients flow in straight-line code, and which values they need: one rule, for what the compiler writes and for
-a text that is read."""
+"""Where gradients flow in straight-line code, and which values they need.
+
+One rule, for what the compiler writes and for a text that is read.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ from nnscaler.runtime.training.results import total_loss
 
 
 class Versions:
-    """The versions of a stage's parameters: a batch reads the newest one, and its backward that one again. Batches are named by any number that is free again after `gradients`."""
+    """The versions of a stage's parameters: a batch reads the newest one, and its backward that one again.
+
+    Batches are named by any number that is free again after `gradients`.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
