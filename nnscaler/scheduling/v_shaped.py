@@ -14,7 +14,7 @@ from nnscaler.scheduling.search.bound import bound_of
 from nnscaler.scheduling.search.placements import equal_stages, pipeline_problem
 from nnscaler.scheduling.search.portfolio import Portfolio
 from nnscaler.scheduling.search.shop import orders_of, shop_of
-from nnscaler.scheduling.zero_bubble import Phase, in_phases
+from nnscaler.scheduling.schedule import Phase, in_phases
 
 
 def v_shape(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
