@@ -26,12 +26,12 @@ from torch import nn
 import nnscaler
 from nnscaler.runtime.communication.communicator import CommunicatorBase
 from nnscaler.runtime.layout import Sharded
-from nnscaler.runtime.training.checkpoint import SAVING, RunRecord, begin, model_shards, publish, run_objects
-from nnscaler.runtime.training.dcp import Folder, whole, write_part
-from nnscaler.runtime.training.stored import StoredTensor
-from nnscaler.training.checkpoints import Checkpoints
+from nnscaler.runtime.training.saving.checkpoint import SAVING, RunRecord, begin, model_shards, publish, run_objects
+from nnscaler.runtime.training.saving.dcp import Folder, whole, write_part
+from nnscaler.runtime.training.saving.stored import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.running import EngineSettings
+from nnscaler.training.saving.checkpoints import Checkpoints
 
 WIDTH = 1024
 REPEATS = 5
@@ -133,8 +133,8 @@ def memory(megabytes: int, folder: Path) -> None:
 def reshards() -> None:
     """Time the reshards of tests/nnscaler/training, bit by bit."""
     sys.path.append(str(Path(__file__).parents[1]))
-    from tests.nnscaler.training.resharding import PLANS, compiled
-    from tests.nnscaler.training.test_resharding import reshard
+    from tests.nnscaler.training.saving.resharding import PLANS, compiled
+    from tests.nnscaler.training.saving.test_resharding import reshard
 
     for plan in PLANS:
         compiled(plan)

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from verify.external.ranks.run import run_ranks
-from verify.external.ranks.threads.memory import kept_memory
+from verify.external.ranks.threads.simulator import kept_memory
 from verify.processes.pool import Done, run_forked
 
 RANKS = 4

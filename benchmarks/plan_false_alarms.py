@@ -117,7 +117,7 @@ def made_at_random(model: torch.nn.Module, sample: object, seed: int) -> Plan:
     traced = trace(model, sample)  # type: ignore[arg-type]
     meshes = (*MESHES, *PIPELINES)
     mesh = meshes[seed % len(meshes)]
-    plan = random_plan(traced.graph, signatures(traced.graph), mesh.axes, seed, micro_batches=mesh.micro_batches)
+    plan = random_plan(traced.graph, signatures(traced.graph), mesh, seed)
     compile_traced(traced, WantedPlan(plan.ranks, plan), model={"name": "random"})
     return plan
 

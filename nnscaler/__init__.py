@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from nnscaler.errors import NnscalerError
     from nnscaler.ir.precision import Precision
     from nnscaler.planning.auto import AutoPlan
-    from nnscaler.training.checkpoints import Checkpoints
     from nnscaler.training.engine import Engine, start
-    from nnscaler.training.export import export_weights
-    from nnscaler.training.part import parallelize_part
+    from nnscaler.training.part.module import parallelize_part
+    from nnscaler.training.saving.checkpoints import Checkpoints
+    from nnscaler.training.saving.export import export_weights
+    from nnscaler.training.saving.weights import load_weights
     from nnscaler.training.scaler import LossScaler
     from nnscaler.training.trainer import Trainer
-    from nnscaler.training.weights import load_weights
     from nnscaler.transform.plan import Plan
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
 
 _HOMES = {
     "AutoPlan": "nnscaler.planning.auto",
-    "Checkpoints": "nnscaler.training.checkpoints",
+    "Checkpoints": "nnscaler.training.saving.checkpoints",
     "Engine": "nnscaler.training.engine",
     "LossScaler": "nnscaler.training.scaler",
     "NnscalerError": "nnscaler.errors",
@@ -52,10 +52,10 @@ _HOMES = {
     "Precision": "nnscaler.ir.precision",
     "Program": "nnscaler.codegen.program",
     "Trainer": "nnscaler.training.trainer",
-    "export_weights": "nnscaler.training.export",
-    "load_weights": "nnscaler.training.weights",
+    "export_weights": "nnscaler.training.saving.export",
+    "load_weights": "nnscaler.training.saving.weights",
     "parallelize": "nnscaler.compile",
-    "parallelize_part": "nnscaler.training.part",
+    "parallelize_part": "nnscaler.training.part.module",
     "register_op": "op_registry.register",
     "start": "nnscaler.training.engine",
 }

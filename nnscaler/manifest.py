@@ -95,7 +95,7 @@ class ResultRecord:
 
 @dataclass(frozen=True, slots=True)
 class Returns:
-    """What the model returns.
+    """The results of the model.
 
     structure   how (`nnscaler.runtime.structure`); empty where it is the loss alone
     results     the tensors, the loss first

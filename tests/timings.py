@@ -15,7 +15,7 @@ import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.runtime.communication import parameter_reads
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.training import buckets
+from nnscaler.runtime.training.gradients import buckets
 from nnscaler.training.engine import Engine, EngineSettings
 
 ROWS, WORDS, WIDTH = 12, 17, 8

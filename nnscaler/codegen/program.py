@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a program was compiled from, to compile it again for a batch of another size.
+    """The sources of a program, from which it is compiled again for a batch of another size.
 
     module         of the user; its tensors are those of the program
     rebuild        makes the module's arguments (positional, by keyword) from tensors by name

@@ -1,4 +1,4 @@
-"""What a step communicates of a parameter between its tensor at rest and its leaf, beside the lines of the program.
+"""List the communication between a parameter at rest and its leaf, which no line of the program shows.
 
 Under ZeRO-1 and 2 the leaf is gathered from the tensors at rest before the first forward, and its gradient is summed
 and divided like them, after the last backward or after each one. What is still a partial sum then is summed once a

@@ -33,15 +33,15 @@ from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, WEIGHT, Op
 from nnscaler.planning.specification import parse_spec
 from nnscaler.runtime.communication.process_group import ProcessPlace
 from nnscaler.runtime.training.batch import DataPart
-from nnscaler.runtime.training.checkpoint import load_checkpoint
-from nnscaler.runtime.training.dcp import Folder
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
+from nnscaler.runtime.training.saving.dcp import Folder
 from nnscaler.tracing.sample_inputs import flatten_inputs
-from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.compile_once import compile_once
 from nnscaler.training.engine import Engine, start
-from nnscaler.training.run_folder import RunFolder
+from nnscaler.training.saving.checkpoints import Checkpoints
+from nnscaler.training.saving.run_folder import RunFolder
+from nnscaler.training.saving.weights import as_user_error
 from nnscaler.training.sizes import SizeClass
-from nnscaler.training.weights import as_user_error
 from nnscaler.transform.plan import DP, SHARD, Plan
 
 PREFIX = "module."  # of the module's names in the program
@@ -336,7 +336,7 @@ class _TrainingEnds(Callback):
 
 
 class _Saved:
-    """What Lightning saves, as a part of a checkpoint."""
+    """The state that Lightning saves, as a part of a checkpoint."""
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.held = held

@@ -1,4 +1,4 @@
-"""What a LightningModule, its optimizer and its data must be for a compiled step, checked."""
+"""Check that a LightningModule, its optimizer and its data fit a compiled step."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _refused_callbacks(trainer: Trainer) -> Iterator[tuple[bool, str, str]]:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What a step was compiled with besides values of tensors: numbers and texts in a batch, names of its tensors."""
+    """The constants of a compiled step, besides tensors: numbers and texts in a batch, names of its tensors."""
 
     numbers: Sequence[int | float]
     texts: Sequence[str | bytes]

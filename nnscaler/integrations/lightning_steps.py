@@ -21,7 +21,7 @@ Options = dict[str, dict[str, Any]]  # of `self.log`, by name; a number that was
 
 
 class LogOptions:
-    """What `self.log` was told by the last call of each step. No module's attribute: tracing puts those back."""
+    """The options of the last call of `self.log` of each step. No module's attribute: tracing puts those back."""
 
     def __init__(self) -> None:
         self.by_mode: dict[bool, Options] = {}

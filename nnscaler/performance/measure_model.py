@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -17,7 +16,7 @@ from op_registry.call import Call, DType, TensorArgument
 
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.signature import signatures
-from nnscaler.performance.time_steps import Listener, Steps, time_steps, with_overheads
+from nnscaler.performance.time_steps import Listener, Steps, Workplace, time_steps, with_overheads
 from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.planning.cost.measure import collective_calls, measure
 from nnscaler.planning.cost.shards import ShardCall
@@ -118,8 +117,7 @@ def measure_model(
     traced: Traced,
     ranks: int,
     micro_batches: int,
-    server: ForkServer | None,
-    folder: Path,
+    workplace: Workplace,
     listener: Listener,
     every: int = 100,
     within: float = SECONDS,
@@ -127,8 +125,6 @@ def measure_model(
     """The profile of every shard that a plan over `ranks` ranks may run, on this machine.
 
     micro_batches  shards of a batch that is cut into so many, or a divisor of it, are measured too
-    server         where ranks come from; None for one rank
-    folder         for programs of one rank, which stay there
     every          after so many operators the listener is told
     within         seconds: what does not fit is repeated less often, but nothing is left out
     """
@@ -140,11 +136,11 @@ def measure_model(
         listener.warning("links between GPUs are not measured: the cluster's description says what they do")
     collectives: tuple[CollectiveEntry, ...] = ()
     hidden: tuple[float, ...] = ()
-    if not on_gpu and server is not None:
-        collectives, hidden = _collectives(ranks, server, listener, within * _OF_COLLECTIVES)
+    if not on_gpu and workplace.server is not None:
+        collectives, hidden = _collectives(ranks, workplace.server, listener, within * _OF_COLLECTIVES)
     steps = Steps()
     if not on_gpu:
-        steps = time_steps(traced, ranks, micro_batches, folder, server, listener, within * _OF_STEPS)
+        steps = time_steps(traced, ranks, micro_batches, workplace, listener, within * _OF_STEPS)
     start = time.perf_counter()
     enough = ENOUGH
 

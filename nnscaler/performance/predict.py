@@ -6,7 +6,7 @@ the two can be compared, and any plan can be given a time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -16,17 +16,18 @@ from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.profile_memory import stage_work
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
 from nnscaler.communication.searched_order import with_orders
+from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.performance.calls_around import PricedCall, calls_around, last_of, taken
-from nnscaler.performance.crowded import simulate_crowded
 from nnscaler.performance.stage_prices import StagePrices, place_of, stage_prices
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
+from nnscaler.scheduling.dependencies import check_acyclic, dependencies
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.schedule import Schedule
-from nnscaler.scheduling.timeline import PassCosts, Timeline, simulate
+from nnscaler.scheduling.timeline import PassCosts, Span, Timeline, simulate, timeline_of
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
 
@@ -213,3 +214,51 @@ def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: 
         for device in order.devices[calls.call.stage]:
             sent[device] += calls.wire_bytes
     return Replay(plan, communicated, order, found, busy, profile, tuple(sent))
+
+
+def simulate_crowded(
+    schedule: Schedule,
+    edges: Collection[StageEdge],
+    costs: PassCosts,
+    ranks: Sequence[int],
+    relief: Callable[[int], float],
+    before: Sequence[float] | None = None,
+) -> Timeline:
+    """Simulate as `timeline.simulate`, with costs per stage that hold while every rank computes.
+
+    `ranks`: of each device; `relief(n)`: the share of its cost that an instruction takes while n ranks compute. A
+    device that waits computes nothing. `before`: cost of what each device does before its first instruction.
+    """
+    check_acyclic(schedule, edges)
+    waits = dependencies(schedule, edges)
+    position = [0] * len(schedule.orders)
+    rows: list[list[Span]] = [[] for _ in schedule.orders]
+    finished: set[Instruction] = set()
+    # device: what, since when, cost that is left
+    running: dict[int, tuple[Instruction | None, float, float]] = {
+        device: (None, 0.0, cost) for device, cost in enumerate(before or ()) if cost
+    }
+    now = 0.0
+    while True:
+        for device, order in enumerate(schedule.orders):
+            if device in running or position[device] == len(order):
+                continue
+            instruction = order[position[device]]
+            together = schedule.devices[instruction.stage]
+            there = all(d not in running and schedule.orders[d][position[d] :][:1] == (instruction,) for d in together)
+            if there and all(w in finished for w in waits[instruction]):
+                running.update(dict.fromkeys(together, (instruction, now, costs.of(instruction))))
+        if not running:
+            return timeline_of(schedule, rows)
+        share = relief(sum(ranks[device] for device in running))
+        passed = min(left for _, _, left in running.values())
+        now += passed * share
+        for device, (run, start, left) in list(running.items()):
+            if left <= passed:
+                if run is not None:
+                    rows[device].append(Span(run, start, now))
+                    finished.add(run)
+                    position[device] += 1
+                del running[device]
+            else:
+                running[device] = run, start, left - passed

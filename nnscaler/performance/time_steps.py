@@ -143,19 +143,30 @@ class Steps:
     crowded: Mapping[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """The place where programs are measured.
+
+    folder   for programs of one rank, which stay there
+    server   where ranks come from; None for one rank
+    """
+
+    folder: Path
+    server: ForkServer | None = None
+
+
 def time_steps(
     traced: Traced,
     ranks: int,
     micro_batches: int,
-    folder: Path,
-    server: ForkServer | None,
+    workplace: Workplace,
     listener: Listener,
     within: float = inf,
 ) -> Steps:
     """Measures on the CPU. Empty, with the reason said, where no step can be run. `within`: seconds after which no
     round of steps begins, but for the first."""
     start = time.perf_counter()
-    programs = _programs(traced, micro_batches, folder, listener)
+    programs = _programs(traced, micro_batches, workplace.folder, listener)
     if not programs:
         return Steps()
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -164,7 +175,7 @@ def time_steps(
         ranks,
         {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS, "within": within},
     )
-    outcome = launch(job, timeout=_LIMIT, server=server)
+    outcome = launch(job, timeout=_LIMIT, server=workplace.server)
     if not outcome.ok:
         listener.warning(f"steps were not measured: {outcome.describe()}")
         return Steps()

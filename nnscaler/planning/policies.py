@@ -198,7 +198,6 @@ def make_plan(
     schedule: str | ScheduleKind | None = None,
     micro_batches: int | None = None,
     replicate: Sequence[str] = (),
-    chunks: int | None = None,
     slices: tuple[int, ...] = (),
 ) -> Plan:
     """Return the product of the policies data_parallel, context_parallel, tensor_parallel and pipeline; with `zero`,
@@ -210,10 +209,9 @@ def make_plan(
     """
     dp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule or DEFAULT
-    if chunks is None:
-        chunks = kind.chunks if pp > 1 else 1
-        runs = len(runs_of(graph)) if chunks > 1 and kind.any_chunks else 1
-        chunks = runs if runs > 1 else chunks
+    chunks = kind.chunks if pp > 1 else 1
+    runs = len(runs_of(graph)) if chunks > 1 and kind.any_chunks else 1
+    chunks = runs if runs > 1 else chunks
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None and kind.stream:
         micro_batches = 1  # each batch is one, with an update of its own

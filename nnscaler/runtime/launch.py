@@ -33,15 +33,15 @@ from nnscaler.runtime.program.program_directory import (
     read_program,
 )
 from nnscaler.runtime.training.batch import Batch
-from nnscaler.runtime.training.checkpoint import (
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
+from nnscaler.runtime.training.saving.checkpoint import (
     CannotWrite,
     Checkpoint,
     check_writable,
     load_checkpoint,
     save_checkpoint,
 )
-from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.executor_settings import ExecutorSettings
 
 COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 

@@ -38,7 +38,7 @@ Received = tuple[Tensor | None, ...]  # by output of a node, the gradient that a
 
 @dataclass(slots=True)
 class _Group:
-    """What hangs off the trunk in one place, and is run at once.
+    """A part of the graph that hangs off the trunk in one place, and is run at once.
 
     leaves   the parameters
     roots    outputs of the stage that lie in it: where its backward begins, with the gradient

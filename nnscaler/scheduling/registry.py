@@ -13,9 +13,8 @@ from nnscaler.instructions import FORM, SLICES
 from nnscaler.scheduling.given import GivenOrder, read_orders
 from nnscaler.scheduling.gpipe import GPIPE
 from nnscaler.scheduling.interlaced import INTERLACED
-from nnscaler.scheduling.interleaved import INTERLEAVED
 from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
-from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
+from nnscaler.scheduling.one_f_one_b import INTERLEAVED, ONE_F_ONE_B
 from nnscaler.scheduling.pipedream import PIPEDREAM, written_for
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.slices import in_slices

@@ -9,8 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.phases import Phase, in_phases
-from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind
+from nnscaler.scheduling.schedule import Phase, Schedule, ScheduleFigures, ScheduleKind, in_phases
 from nnscaler.scheduling.search.bound import bound_of
 from nnscaler.scheduling.search.placements import equal_stages, pipeline_problem
 from nnscaler.scheduling.search.portfolio import Portfolio

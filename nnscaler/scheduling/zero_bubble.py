@@ -8,8 +8,7 @@ would be a bubble. Figures below have F = I = W = 1 and p devices.
 from __future__ import annotations
 
 from nnscaler.instructions import Instruction
-from nnscaler.scheduling.phases import in_phases
-from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind
+from nnscaler.scheduling.schedule import Schedule, ScheduleFigures, ScheduleKind, in_phases
 from nnscaler.transform.plan import stage_devices
 
 

@@ -1,4 +1,4 @@
-"""What the settings of a run name, loaded and made: data, program, optimizer, schedule, hooks."""
+"""Load and make what the settings of a run name: data, program, optimizer, schedule, hooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.training.compile_once import compile_once
 from nnscaler.training.config import compile_request
-from nnscaler.training.data import Loader, loader
+from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.engine import Engine
 from nnscaler.training.settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.training.sizes import Vouch
@@ -41,7 +41,7 @@ _DATA = '[data] source = "data.py::datasets"'
 
 @dataclass(frozen=True)
 class Parts:
-    """What the settings name.
+    """The objects that the settings name.
 
     build       makes the model
     described   the model, for the program's manifest
@@ -99,7 +99,7 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
 def first_batch(settings: TrainSettings, dataset: Any, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:
     """Return the first global batch, by which the model is traced and the program compiled."""
     before = dataset.state_dict() if hasattr(dataset, "state_dict") else None
-    whole = loader(dataset, settings.data.batch_size, DataPart(0, 1), **loader_options(settings, dataset))
+    whole = loader(dataset, training_order(settings, dataset), DataPart(0, 1), packed=settings.data.packed or None)
     batch = next(read_batches(whole, settings.data.source), None)
     if before is not None:
         dataset.load_state_dict(before)
@@ -134,16 +134,11 @@ def read_batches(batches: Loader, source: str) -> Iterator[Any]:
         yield batch
 
 
-def loader_options(settings: TrainSettings, dataset: Any) -> dict[str, Any]:
-    """Return what `loader` takes besides dataset, batch size and part; a stream comes in its own order."""
+def training_order(settings: TrainSettings, dataset: Any) -> SampleOrder:
+    """Return the order of the training data; a stream comes in its own."""
     data = settings.data
     stream = isinstance(dataset, torch.utils.data.IterableDataset)
-    return {
-        "shuffle": data.shuffle and not stream,
-        "seed": settings.seed,
-        "drop_last": data.drop_last,
-        "packed": data.packed or None,
-    }
+    return SampleOrder(data.batch_size, data.shuffle and not stream, settings.seed, data.drop_last)
 
 
 def make_program(

@@ -1,4 +1,4 @@
-"""What each data part reads: its rows of each global batch, in an order that knows nothing of plans.
+"""Read each data part's rows of each global batch, in an order that knows nothing of plans.
 
 The order of an epoch is a function of (seed, epoch). A batch is a run of that order, and a data part has the rows of it
 that the program cuts for it: a contiguous block, the larger ones first where the batch does not divide. So the same
@@ -36,8 +36,8 @@ def rows_of(part: DataPart, size: int) -> range:
 
 
 @dataclass(frozen=True)
-class Order:
-    """Which samples make up which batch.
+class SampleOrder:
+    """The samples of each batch.
 
     batch_size  rows of a global batch
     shuffle     by (seed, epoch)
@@ -46,9 +46,9 @@ class Order:
     """
 
     batch_size: int
-    shuffle: bool
-    seed: int
-    drop_last: bool
+    shuffle: bool = False
+    seed: int = 0
+    drop_last: bool = False
 
     def end(self, size: int) -> int:
         """Return how many of `size` samples an epoch uses."""
@@ -81,7 +81,7 @@ class _Batches(Sampler[list[int]]):
     A part that has no row of a short batch gets the complement of an index: that sample for its form alone.
     """
 
-    def __init__(self, order: Order, part: DataPart, size: int, place: _Place) -> None:
+    def __init__(self, order: SampleOrder, part: DataPart, size: int, place: _Place) -> None:
         self._order, self._part, self._size, self._place = order, part, size, place
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class _Stream(IterableDataset[tuple[Any, int, Any]]):
     Every part reads the whole stream. Of several worker processes each makes one batch in turn.
     """
 
-    def __init__(self, dataset: Any, order: Order, part: DataPart, collate: Collate, place: _Place) -> None:
+    def __init__(self, dataset: Any, order: SampleOrder, part: DataPart, collate: Collate, place: _Place) -> None:
         self._dataset, self._order, self._part, self._place = dataset, order, part, place
         self._collate = _Collated(collate)
 
@@ -171,7 +171,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
     """
 
     def __init__(
-        self, dataset: Any, order: Order, part: DataPart, collate: Collate, options: Mapping[str, Any]
+        self, dataset: Any, order: SampleOrder, part: DataPart, collate: Collate, options: Mapping[str, Any]
     ) -> None:
         self.order, self.part = order, part
         self._place = _Place()
@@ -256,18 +256,15 @@ def _unchanged(batch: Any) -> Any:
 
 def loader(
     dataset: Any,
-    batch_size: int,
+    order: SampleOrder,
     part: DataPart,
     *,
-    shuffle: bool = False,
-    seed: int = 0,
-    drop_last: bool = False,
     collate: Collate | None = None,
     workers: int = 0,
     packed: int | None = None,
     **options: Any,
 ) -> Loader:
-    """Return a loader of this part's rows of each global batch of `batch_size`.
+    """Return a loader of this part's rows of each global batch of an order.
 
     `dataset`: map-style or iterable; of an iterable one every part reads the whole stream and takes its rows.
     `packed`: the dataset has documents of tokens, which are packed into rows of this length (`pack`). `workers`:
@@ -275,22 +272,21 @@ def loader(
     Random augmentation in a dataset is resumed where it draws from a generator keyed by the sample and its epoch.
     Raises NnscalerError `bad_data`.
     """
-    if batch_size < 1 or workers < 0:
-        what = f"batch_size {batch_size}" if batch_size < 1 else f"workers {workers}"
+    if order.batch_size < 1 or workers < 0:
+        what = f"batch_size {order.batch_size}" if order.batch_size < 1 else f"workers {workers}"
         raise NnscalerError("bad_data", f"{what}: a batch has at least 1 row, and workers are not fewer than 0")
     if packed is not None:
         dataset = pack(dataset, packed)
     if isinstance(dataset, IterableDataset):
-        if shuffle:
+        if order.shuffle:
             raise NnscalerError("bad_data", "an iterable dataset comes in its own order: no shuffle", help=_STREAM)
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise NnscalerError("bad_data", f"a {type(dataset).__name__} is no dataset", help=_FORMS)
     elif len(dataset) == 0:
         raise NnscalerError("bad_data", "the dataset has no samples")
-    elif drop_last and len(dataset) < batch_size:
-        message = f"the dataset has {len(dataset)} samples, a batch {batch_size}, and short ones are dropped"
+    elif order.drop_last and len(dataset) < order.batch_size:
+        message = f"the dataset has {len(dataset)} samples, a batch {order.batch_size}, and short ones are dropped"
         raise NnscalerError("bad_data", message, help="take a smaller batch, or keep the last one")
-    order = Order(batch_size, shuffle, seed, drop_last)
     return Loader(dataset, order, part, collate or default_collate, {"num_workers": workers, **options})
 
 
@@ -298,7 +294,7 @@ def loader(
 # first of its document, predicted once.
 
 
-class _Piece(NamedTuple):
+class _DocumentRun(NamedTuple):
     """A run of a document's tokens in a row, and the tokens that they predict."""
 
     tokens: torch.Tensor
@@ -359,7 +355,7 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
             self._documents.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        pieces: list[_Piece] = []
+        pieces: list[_DocumentRun] = []
         room = self._length
         for document in self._documents:
             tokens, first = _tokens(document), 0
@@ -382,12 +378,12 @@ def _tokens(document: Any) -> torch.Tensor:
     return tokens.long()
 
 
-def _piece(tokens: torch.Tensor, first: int, end: int) -> _Piece:
+def _piece(tokens: torch.Tensor, first: int, end: int) -> _DocumentRun:
     following = torch.cat([tokens[first + 1 : end + 1], tokens.new_full((1,), LABELS_IGNORED)])
-    return _Piece(tokens[first:end], following[: end - first])
+    return _DocumentRun(tokens[first:end], following[: end - first])
 
 
-def _row(pieces: Sequence[_Piece], length: int) -> dict[str, torch.Tensor]:
+def _row(pieces: Sequence[_DocumentRun], length: int) -> dict[str, torch.Tensor]:
     sizes = [len(piece.tokens) for piece in pieces]
     padding = length - sum(sizes)
     sizes = [*sizes, padding] if padding else sizes

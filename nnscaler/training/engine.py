@@ -32,10 +32,10 @@ from nnscaler.runtime.program.program_directory import groups_of, pairs_of
 from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
+from nnscaler.runtime.training.saving.boxes import gathered_state
+from nnscaler.runtime.training.saving.stored import StoredTensor, stored_tensors
 from nnscaler.runtime.training.stream import StreamExecutor
-from nnscaler.training.data import Loader, loader
-from nnscaler.training.gathered import gathered_state
+from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.replicas import check_replicas, check_same_model
 from nnscaler.training.running import NO_LOSS, EngineSettings, Running, named_buffers, run_program, stages_of_roles
@@ -97,8 +97,7 @@ class Engine:
     ) -> None:
         self.communicator = communicator or CommunicatorBase(0, 1)
         self.rank, self.world_size = self.communicator.rank, self.communicator.world_size
-        settings = settings or EngineSettings()
-        self.settings = settings
+        self.settings = settings = settings or EngineSettings()
         self.device = torch.device("cpu" if settings.device == "auto" else settings.device)
         self.compilations: list[str] = []
         self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
@@ -187,9 +186,10 @@ class Engine:
         running.executor.forward_only(rows, keep=None)
         return running.executor.results
 
-    def loader(self, dataset: Any, batch_size: int, **options: Any) -> Loader:
-        """Return a loader of this part's rows of each global batch of `batch_size`; `options`: of `data.loader`."""
-        return loader(dataset, batch_size, self.data_part, **options)
+    def loader(self, dataset: Any, batch_size: int, *, shuffle: bool = False, **options: Any) -> Loader:
+        """Return a loader of this part's rows of each batch; `options`: of `data.SampleOrder` and `data.loader`."""
+        order = SampleOrder(batch_size, shuffle, options.pop("seed", 0), options.pop("drop_last", False))
+        return loader(dataset, order, self.data_part, **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that the norm of the whole model's is at most `max_norm`; return the norm before."""

@@ -60,7 +60,7 @@ class ValidationReport:
 
 
 class Logger(Protocol):
-    """What a run tells."""
+    """A receiver of a run's reports."""
 
     def step(self, report: StepReport) -> None: ...
     def validation(self, report: ValidationReport) -> None: ...

@@ -20,14 +20,14 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_coordinates
-from nnscaler.runtime.training.stored import StoredTensor
+from nnscaler.runtime.training.saving.stored import StoredTensor
 
 _ODD = 6364136223846793005  # of Knuth's generator: what each place is weighted with
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Holder(Protocol):
-    """What holds a rank's tensors: an Engine."""
+    """The holder of a rank's tensors: an Engine."""
 
     communicator: Communicator
     device: torch.device

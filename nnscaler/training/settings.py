@@ -14,7 +14,7 @@ Code = str | Callable[..., Any]  # a function or class: named in a file of setti
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is trained on.
+    """The training data.
 
     source      `file.py::function` that returns the training data, or (training, validation); a dataset each
     batch_size  rows of a global batch
@@ -112,7 +112,7 @@ class ValidationSettings:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What stays of the run, and where it goes on.
+    """The checkpoints of the run, and where it goes on.
 
     folder        one folder a checkpoint in it, from the newest of which the run goes on; empty: none are written
     every         steps from one to the next, besides the last step; 0: only the last

@@ -35,7 +35,7 @@ class SizeClass:
 
 @dataclass(frozen=True, slots=True)
 class SentProgram:
-    """What a rank needs of a program for another size.
+    """A program for another size, as it is sent to a rank.
 
     sources    file name -> text of a role
     manifest   describes the program

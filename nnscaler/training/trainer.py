@@ -24,30 +24,30 @@ from torch import nn
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, leave, torchrun_place
-from nnscaler.runtime.training.checkpoint import check_writable
+from nnscaler.runtime.training.saving.checkpoint import check_writable
 from nnscaler.training.assemble import (
     Parts,
     flops_of_step,
     load_parts,
-    loader_options,
     make_optimizer,
     make_program,
     make_schedule,
     peak_flops,
     read_batches,
     step_schedule,
+    training_order,
 )
-from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.config import ranks_of, settings_of
-from nnscaler.training.data import Loader, loader
+from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepReport, ValidationReport, make_loggers, memory_in_use
 from nnscaler.training.replicas import check_replicas
+from nnscaler.training.saving.checkpoints import Checkpoints
+from nnscaler.training.saving.weights import as_user_error, load_weights
 from nnscaler.training.scaler import LossScaler
 from nnscaler.training.settings import TrainSettings
 from nnscaler.training.sizes import Vouch
-from nnscaler.training.weights import as_user_error, load_weights
 
 Ended = Literal["finished", "stopped", "not finite"]
 
@@ -172,7 +172,7 @@ class Trainer:
         )
         self.optimizer = make_optimizer(settings.optimizer, self.engine)
         self._scaler = LossScaler(self.engine) if settings.precision.scale_loss else None
-        self.loader = self._loader(self._parts.training, settings.data.batch_size, training=True)
+        self.loader = self._loader(self._parts.training, training_order(settings, self._parts.training))
         self._steps = self._count_steps()
         self.schedule = make_schedule(settings.schedule, self.optimizer, self._steps)
         chosen = settings.checkpoints
@@ -192,12 +192,9 @@ class Trainer:
         if place.rank == 0:
             self._loggers = make_loggers(settings, self._write)
 
-    def _loader(self, dataset: Any, batch_size: int, *, training: bool) -> Loader:
-        options = loader_options(self.settings, dataset)
-        if not training:
-            options |= {"shuffle": False, "drop_last": False}
-        workers = self.settings.data.workers
-        return loader(dataset, batch_size, self.engine.data_part, workers=workers, **options)
+    def _loader(self, dataset: Any, order: SampleOrder) -> Loader:
+        data = self.settings.data
+        return loader(dataset, order, self.engine.data_part, workers=data.workers, packed=data.packed or None)
 
     def _count_steps(self) -> int:
         """Return how many steps the run has; 0 where only the end of a stream tells."""
@@ -295,9 +292,8 @@ class Trainer:
     def _validate(self) -> None:
         settings = self.settings.validation
         begin = time.perf_counter()
-        batches = self._loader(
-            self._parts.validation, settings.batch_size or self.settings.data.batch_size, training=False
-        )
+        order = SampleOrder(settings.batch_size or self.settings.data.batch_size, seed=self.settings.seed)
+        batches = self._loader(self._parts.validation, order)
         total, rows, count = 0.0, 0, 0
         for batch in islice(self._read(batches), settings.batches or None):
             size = batches.samples - rows

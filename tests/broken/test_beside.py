@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 import verify
-from nnscaler.runtime.training import boxes, buckets, checkpoint, clipping, executor, gradients
+from nnscaler.runtime.training import executor
+from nnscaler.runtime.training.gradients import accumulate as gradients
+from nnscaler.runtime.training.gradients import buckets, clipping
+from nnscaler.runtime.training.saving import boxes, checkpoint
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
 from verify.programs.checks.context import LOCALISED

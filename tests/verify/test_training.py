@@ -16,10 +16,10 @@ import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
-from nnscaler.runtime.training import checkpoint
-from nnscaler.runtime.training.boxes import leads
-from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
-from nnscaler.runtime.training.stored import StoredTensor
+from nnscaler.runtime.training.saving import checkpoint
+from nnscaler.runtime.training.saving.boxes import leads
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint
+from nnscaler.runtime.training.saving.stored import StoredTensor
 from nnscaler.tracing.precision import exact
 from tests.sampling import every
 

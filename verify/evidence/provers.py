@@ -13,17 +13,16 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
 from verify.evidence.dimension_types.prove import prove
 from verify.evidence.oracle.enumerate import Base, Target
-from verify.evidence.oracle.runner import Runner, WholeRaised
+from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 from verify.evidence.smt.prove import prove_bounded
-from verify.evidence.strength import Strength
-from verify.results.verdict import Verdict
+from verify.results.verdict import Strength, Verdict
 
 BOUNDED_STEPS = 2_500_000  # for one target of one sample call
 SPENT = "the limit of processor time was reached before it was proved"
 
 
 def prove_base(
-    runner: Runner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
+    runner: OperatorRunner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
 ) -> Mapping[Target, Strength]:
     """Return how strong each claim about one sample call is.
 

@@ -1,4 +1,4 @@
-"""What one step of a program communicates, holds at rest, and redistributes on its own: read from a run, for people.
+"""Profile one step for people: what it communicates, holds at rest, and redistributes on its own.
 
 None of it is a verdict. A profile is of the second step: the first one sets up groups, buckets and hooks.
 """

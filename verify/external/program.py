@@ -1,4 +1,4 @@
-"""What is verified: a parallel program of somebody else, and the plain model that it must equal."""
+"""The subject of `verify-external`: a parallel program of somebody else, and the plain model that it must equal."""
 
 from __future__ import annotations
 

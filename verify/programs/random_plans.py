@@ -35,7 +35,7 @@ from nnscaler.transform.complete_plan import follow_batch, tokens_of
 from nnscaler.transform.plan import PP, AssignStep, Axes, ChunkStep, Plan, RestStep, Step
 from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared, matched_draws
-from verify.programs.reference.eager import Settings, randomise_parameters, run_reference
+from verify.programs.reference.eager import ReferenceSettings, randomise_parameters, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.run import run_and_compare
 from verify.results.finding import Finding
@@ -48,30 +48,24 @@ from verify.results.verdict import Verdict, merge
 def random_plan(
     graph: Graph,
     signatures: Mapping[str, Signature],
-    mesh: Sequence[tuple[str, int]],
+    mesh: Mesh,
     seed: int,
-    *,
-    micro_batches: int = 1,
-    stage_axes: Sequence[Axes] = (),
-    regions: int = 0,
-    slices: tuple[int, ...] = (),
 ) -> Plan:
     """Draw a choice for every operation on every axis among whole, whole with deferred gradients, partial sums and
     splits.
 
-    `mesh` may have `pp`: the stages are cut as `stages_of` cuts them. `stage_axes`: as in `Plan`, with other names on
-    other devices. Micro-batches follow the batch. Parameters may rest in shards over any axis. `regions`: how many runs
-    of operations are to be run in pieces, as far as legal ones are found. `slices`: shares of tokens.
+    `mesh` may have `pp`: the stages are cut as `stages_of` cuts them. Micro-batches follow the batch. Parameters may
+    rest in shards over any axis.
     """
     random = Random(seed)
-    plan = Plan(tuple(mesh), (), micro_batches, data_axes=(), stage_axes=tuple(stage_axes), slices=slices)
+    plan = Plan(mesh.axes, (), mesh.micro_batches, data_axes=(), stage_axes=mesh.stage_axes, slices=mesh.slices)
     steps: list[Step] = []
     if plan.devices > 1:
         steps += assign_steps(graph, stages_of(graph, signatures, plan.devices, plan.devices))
     assigned = {n: s.stages for s in steps if isinstance(s, AssignStep) for n in s.operations}
     steps += _random_choices(graph, signatures, plan, assigned, random)
     plan = replace(plan, steps=(*steps, *_rests(graph, plan, Random(f"at rest {seed}"))))
-    return _with_regions(graph, signatures, plan, regions, Random(f"in pieces {seed}"))
+    return _with_regions(graph, signatures, plan, mesh.regions, Random(f"in pieces {seed}"))
 
 
 def random_ordered_plan(graph: Graph, signatures: Mapping[str, Signature], mesh: Mesh, seed: int) -> Plan:
@@ -203,8 +197,8 @@ class Mesh:
 
     axes: Axes
     micro_batches: int = 1
-    stage_axes: tuple[Axes, ...] = ()
-    regions: int = 0  # that run in pieces
+    stage_axes: tuple[Axes, ...] = ()  # with other names on other devices
+    regions: int = 0  # runs of operations that run in pieces, as far as legal ones are found
     shared: int = 0  # stages, each of them on several devices or one
     ways: int = 0  # that the stages go over the devices, there and back: 2 is a V
     slices: tuple[int, ...] = ()  # shares of the tokens
@@ -303,23 +297,15 @@ def random_plans(
     known = signatures(traced.graph)
     sample = flatten_inputs(model, sample_inputs)
     draws, unmatched = matched_draws(model, sample, traced.graph)
-    reference = run_reference(model, sample, steps=2, settings=Settings(draws=draws))
+    reference = run_reference(model, sample, steps=2, settings=ReferenceSettings(draws=draws))
     tokens = tokens_of(traced.graph)
     for seed in seeds:
         mesh = meshes[seed % len(meshes)]
         if mesh.shared or mesh.ways:
             plan = random_ordered_plan(traced.graph, known, mesh, seed)
         else:
-            plan = random_plan(
-                traced.graph,
-                known,
-                mesh.axes,
-                seed,
-                micro_batches=mesh.micro_batches,
-                stage_axes=mesh.stage_axes,
-                regions=mesh.regions,
-                slices=_lengths(mesh.slices, tokens),
-            )
+            cut = replace(mesh, slices=_lengths(mesh.slices, tokens))
+            plan = random_plan(traced.graph, known, cut, seed)
         try:
             program = compile_traced(traced, WantedPlan(plan.ranks, plan), model={"name": type(model).__name__})
         except NnscalerError as error:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from verify.report_formats import concise, full, github, html, json_lines, json_text, junit, sarif
+from verify.report_formats import concise, full, github, html, json_text, junit, sarif
 from verify.results.line import StyledLine
 from verify.results.report import Report
 
@@ -26,7 +26,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "full": full.render,
         "concise": concise.render,
         "json": json_text.render,
-        "jsonl": json_lines.render,
+        "jsonl": json_text.render_lines,
         "junit": junit.render,
         "sarif": sarif.render,
         "github": github.render,

@@ -8,7 +8,8 @@ crash, a time-out, a skip and an empty run are never a pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -57,3 +58,26 @@ _RANK = {verdict: position for position, verdict in enumerate(Verdict)}  # stron
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the verdict on all of these together: the weakest; INCONCLUSIVE where there are none."""
     return max(verdicts, key=_RANK.__getitem__, default=Verdict.INCONCLUSIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Strength:
+    """`verdict`: PROVED (all sizes), PROVED (bounded) or TESTED (exact). `blocker`: what stopped the stronger proof.
+
+    `counter_example`: values for which the claim fails, found by Z3 and confirmed by exact arithmetic, which no draw
+    had hit; the claim is then REFUTED. `open`: the limit of time was reached before all proofs were tried.
+    """
+
+    verdict: Verdict
+    blocker: str = ""
+    counter_example: Mapping[str, str] | None = None
+    open: bool = False
+
+
+TESTED = Strength(Verdict.TESTED_EXACT)
+_ORDER = (Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED, Verdict.TESTED_EXACT, Verdict.REFUTED)
+
+
+def weakest(strengths: Sequence[Strength]) -> Strength:
+    """The strength of what all of these are needed for; TESTED where there are none."""
+    return max(strengths, key=lambda s: _ORDER.index(s.verdict), default=TESTED)

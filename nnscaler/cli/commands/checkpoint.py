@@ -66,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run_info(options: argparse.Namespace) -> int:
     """Print what a checkpoint holds."""
-    from nnscaler.training.export import open_checkpoint, summarise
+    from nnscaler.training.saving.export import open_checkpoint, summarise
 
     console: Console = options.console
     summary = summarise(open_checkpoint(options.path))
@@ -90,7 +90,7 @@ def run_info(options: argparse.Namespace) -> int:
 
 def run_convert(options: argparse.Namespace) -> int:
     """Write the model of a checkpoint for others."""
-    from nnscaler.training.export import FILE_BYTES, Export, export, open_checkpoint
+    from nnscaler.training.saving.export import FILE_BYTES, Export, export, open_checkpoint
 
     form = options.format or ("transformers" if options.config else "safetensors")
     size = options.file_bytes or FILE_BYTES
@@ -102,7 +102,7 @@ def run_convert(options: argparse.Namespace) -> int:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Read all of a checkpoint; exit code 1 where something is wrong with it."""
-    from nnscaler.training.export import compare, open_checkpoint
+    from nnscaler.training.saving.export import compare, open_checkpoint
 
     console: Console = options.console
     folder = open_checkpoint(options.path)

@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     check_temporary()
     check_targets(options.model, options.loss_fn)
     from nnscaler.performance.measure_model import measure_model
+    from nnscaler.performance.time_steps import Workplace
     from nnscaler.runtime.jobs.launcher import ForkServer
 
     model = load_model_file(options.model, options.seed, options.loss_fn)
@@ -81,8 +82,7 @@ def run(options: argparse.Namespace) -> int:
             found,
             options.ranks,
             options.micro_batches,
-            server,
-            folder,
+            Workplace(folder, server),
             console,
             10 if console.verbosity >= 2 else 100,
             end - time.monotonic() - _WRITING,

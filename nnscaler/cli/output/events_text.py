@@ -12,7 +12,7 @@ _MOST = 12  # kinds of calls that are listed
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What the ranks of a device do, as seconds of a step: the mean of them.
+    """The time of a device in a step, in seconds: the mean over its ranks.
 
     ranks, stages  as text
     computes       in passes, outside of calls

@@ -9,10 +9,10 @@ from math import prod
 from op_registry.annotation.sizes import BoundDim
 from op_registry.registry import facts_of
 
+from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import Shape, Shapes
-from nnscaler.transform.saved_tensors import kept_slots
 
 
 @dataclass(frozen=True, slots=True)

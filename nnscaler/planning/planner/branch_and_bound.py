@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.planner.bounds import (
+from nnscaler.planning.planner.bounds.configuration import (
     bound_within,
     coarse_bound,
     gathering,
@@ -28,14 +28,14 @@ from nnscaler.planning.planner.bounds import (
     rough_bound,
     summing_rates,
 )
+from nnscaler.planning.planner.bounds.lagrangian import Prices
+from nnscaler.planning.planner.bounds.pipeline import Layered
+from nnscaler.planning.planner.bounds.rough import Least
 from nnscaler.planning.planner.evaluate import Evaluated, beside, evaluate, evaluated, weights_of
-from nnscaler.planning.planner.lagrangian_bound import Prices
 from nnscaler.planning.planner.layer_chain import Chain
 from nnscaler.planning.planner.layer_strategies import Way
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.memory_fit import StageFill, fill
-from nnscaler.planning.planner.pipeline_bound import Layered
-from nnscaler.planning.planner.rough_bound import Least
 from nnscaler.planning.planner.stage_partition_dp import StagePartition
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE
 from nnscaler.planning.sharding.tables import Tables

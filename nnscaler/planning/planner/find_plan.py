@@ -9,7 +9,7 @@ than the best plan in hand are never solved, and the least bound of all that is 
 plan can be. There are three levels, each with a method from the literature:
 
 1  which configuration (dp, tp, pp, micro-batches, recomputation, ZeRO): best-first search (`branch_and_bound`)
-2  what a stage spends its memory on: Lagrangian relaxation of the limit of memory (`lagrangian_bound`,
+2  what a stage spends its memory on: Lagrangian relaxation of the limit of memory (`bounds/lagrangian.py`,
    `solver.pareto_frontier`)
 3  which strategy each operation takes: min-weight variable elimination, and min-plus powers of equal layers, which
    are both exact (`solver.eliminate`, `solver.fold`)

@@ -15,16 +15,14 @@ from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.experts import find_experts
-from nnscaler.planning.planner.given_axes import given_axes
-from nnscaler.planning.planner.items import Repeated, halves_of_items, items_of_operations
+from nnscaler.planning.planner.bounds.pipeline import Layered
+from nnscaler.planning.planner.bounds.rough import Least, Rough
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
-from nnscaler.planning.planner.parameters_by_layer import ParametersByLayer
-from nnscaler.planning.planner.pipeline_bound import Layered
-from nnscaler.planning.planner.rough_bound import Least, Rough
+from nnscaler.planning.planner.layers import ParametersByLayer, Repeated, halves_of_items, items_of_operations
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, kept_by
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, ParameterPlacement
-from nnscaler.planning.sharding.problem_config import Setting
+from nnscaler.planning.sharding.problem_config import Setting, given_axes
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve

@@ -15,11 +15,11 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.planner.lagrangian_bound import Pieces, Prices, StageKind
+from nnscaler.planning.planner.bounds.lagrangian import Pieces, Prices, StageKind
+from nnscaler.planning.planner.bounds.pipeline import Layered, adding
 from nnscaler.planning.planner.layer_chain import Priced
 from nnscaler.planning.planner.layer_strategies import Ends, Way, ways_of
 from nnscaler.planning.planner.lean_tables import Numbers
-from nnscaler.planning.planner.pipeline_bound import Layered, adding
 from nnscaler.planning.planner.stage_partition_dp import StagePartition, best_cut
 
 STATES = 4  # of the cut that are tried

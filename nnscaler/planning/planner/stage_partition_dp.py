@@ -31,7 +31,7 @@ class StagePartition(NamedTuple):
 
 
 class Together(NamedTuple):
-    """What a stage takes and adds, together.
+    """The time of a stage itself, and the time that it adds to the step, as one bound.
 
     seconds   of the same shape as those of the stages: at least what a stage takes, and 1 / often of what it adds
     often     so that where no stage takes more than t, this one adds at least often * (seconds - t)

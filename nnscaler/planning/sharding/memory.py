@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from op_registry.registry import facts_of
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import HALF, Graph, element_bytes, gradient_dtype
 from nnscaler.ir.signature import Signature
-from nnscaler.transform.saved_tensors import kept_slots
 
 # Memory of a parameter on one rank, in bytes, with its gradient and optimizer states.
 

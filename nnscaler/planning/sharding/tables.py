@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Sharded
 from nnscaler.ir.rotations import Circulates, Direction, as_computed, circulation, rotations
@@ -30,7 +31,6 @@ from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, parameter_m
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, PlacedParameter, leaf_of, placed
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
-from nnscaler.transform.saved_tensors import kept_slots
 
 Column = NDArray[np.float64]
 

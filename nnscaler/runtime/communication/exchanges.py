@@ -20,23 +20,23 @@ SHARED_BYTES = 1 << 16  # up to which a tensor shares a message with others
 _ALIGNED = 16  # bytes: places in a message, for tensors of any dtype
 
 
-class Work(Protocol):
-    """What torch returns for a message under way. It is waited for once."""
+class PostedMessage(Protocol):
+    """A message under way, as torch returns it. It is waited for once."""
 
     def wait(self) -> object: ...
 
 
-Post = Callable[[Tensor, int, str], Work | None]  # memory, the other rank, and what both must agree on
+Post = Callable[[Tensor, int, str], PostedMessage | None]  # memory, the other rank, and what both must agree on
 
 
 class Arrival:
     """Messages under way, which several collectives may wait for."""
 
     def __init__(self) -> None:
-        self._works: list[Work] = []
+        self._works: list[PostedMessage] = []
         self._kept: list[Tensor] = []  # memory that they read
 
-    def add(self, work: Work | None, memory: Tensor) -> None:
+    def add(self, work: PostedMessage | None, memory: Tensor) -> None:
         if work is not None:
             self._works.append(work)
             self._kept.append(memory)
@@ -49,8 +49,8 @@ class Arrival:
 
 
 @dataclass(eq=False)
-class Exchange:
-    """A collective of one round.
+class OneRoundCollective:
+    """A collective of one round: each rank sends to every other one, and receives from it.
 
     outgoing  what each other rank is sent
     incoming  contiguous memory for what each other rank sends
@@ -70,7 +70,7 @@ class Exchange:
         self.finish(self.incoming)
 
 
-def gathering(call: CommunicationCall, own: Tensor, into: Sequence[Tensor], rank: int) -> Exchange:
+def gathering(call: CommunicationCall, own: Tensor, into: Sequence[Tensor], rank: int) -> OneRoundCollective:
     """Return the gather of tensors into places, which may be views."""
     places = dict(zip(call.ranks, into, strict=True))
     places.pop(rank).copy_(own)
@@ -82,10 +82,10 @@ def gathering(call: CommunicationCall, own: Tensor, into: Sequence[Tensor], rank
             if arrived[other] is not place:
                 place.copy_(arrived[other])
 
-    return Exchange(call, outgoing, incoming, finish)
+    return OneRoundCollective(call, outgoing, incoming, finish)
 
 
-def summing(call: CommunicationCall, pieces: Sequence[Tensor], into: Tensor, rank: int) -> Exchange:
+def summing(call: CommunicationCall, pieces: Sequence[Tensor], into: Tensor, rank: int) -> OneRoundCollective:
     """Return the sum of this rank's pieces, in the order of the group."""
     outgoing = dict(zip(call.ranks, pieces, strict=True))
     own = outgoing.pop(rank)
@@ -97,12 +97,14 @@ def summing(call: CommunicationCall, pieces: Sequence[Tensor], into: Tensor, ran
         for part in rest:
             into.add_(part)
 
-    return Exchange(call, outgoing, incoming, finish)
+    return OneRoundCollective(call, outgoing, incoming, finish)
 
 
-def post(exchanges: Sequence[Exchange], agreement: Callable[[CommunicationCall], str], send: Post, recv: Post) -> None:
+def post(
+    exchanges: Sequence[OneRoundCollective], agreement: Callable[[CommunicationCall], str], send: Post, recv: Post
+) -> None:
     """Send and receive. What has one group shares messages: every rank of a group posts the same of it at once."""
-    groups: dict[tuple[int, ...], list[Exchange]] = {}
+    groups: dict[tuple[int, ...], list[OneRoundCollective]] = {}
     for exchange in exchanges:
         groups.setdefault(exchange.call.ranks, []).append(exchange)
     for together in groups.values():

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """What one rank did for a while.
+    """One activity of a rank, with its begin and end.
 
     kind         of the call; "run" for an instruction, or what the executor does beside those
     start, end   by the clock, in seconds
@@ -58,7 +58,7 @@ class RecordedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank did in one step, in the order in which it ended."""
+    """The activities of one rank in one step, in the order in which they ended."""
 
     rank: int
     events: tuple[RecordedEvent, ...]

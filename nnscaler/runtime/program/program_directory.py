@@ -18,7 +18,7 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Exchange, Receive, RunContext, Stage
 from nnscaler.runtime.shards import same_bits, unravel
-from nnscaler.runtime.training.gradient_plan import holding
+from nnscaler.runtime.training.gradients.gradient_plan import holding
 
 _CONSTANT = "_constants."  # of the names of tensors that the model's code makes
 _AGAIN = "compile the model again"

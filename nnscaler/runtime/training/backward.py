@@ -14,7 +14,7 @@ from nnscaler.runtime.communication.communicator import Communicator, ProgramErr
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
 from nnscaler.runtime.role import Stage, number_of, place_of
 from nnscaler.runtime.split_backward import SplitBackward
-from nnscaler.runtime.training.gradients import Gradients
+from nnscaler.runtime.training.gradients.accumulate import Gradients
 from nnscaler.runtime.training.messages import Mail
 
 

@@ -37,9 +37,9 @@ from nnscaler.runtime.training.autocast import autocast_on, dtype_named, dtype_o
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.batch import Batch, BatchCutter
 from nnscaler.runtime.training.build import Held, Key, StageBuilder, adopted, stages_of
-from nnscaler.runtime.training.clipping import clip_gradients, gradient_norm
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
-from nnscaler.runtime.training.gradients import Gradients
+from nnscaler.runtime.training.gradients.accumulate import Gradients
+from nnscaler.runtime.training.gradients.clipping import clip_gradients, gradient_norm
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.observe import observed_copy
 from nnscaler.runtime.training.results import Kept, Results, check_outputs, total_loss

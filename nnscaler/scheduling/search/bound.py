@@ -26,7 +26,7 @@ SLACK = 1e-9  # relative: what sums of floats may differ by
 
 @dataclass(frozen=True, slots=True)
 class ScheduleBound:
-    """What no schedule can beat.
+    """Lower bounds of every schedule.
 
     makespan   unit of the durations: of the whole step
     period     unit of the durations: mean time from one micro-batch to the next in a long step

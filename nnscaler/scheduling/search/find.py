@@ -1,12 +1,18 @@
 """The search for a schedule: rules, then all states of a small problem, then repetends, each only if a gap is left.
 
 All limits count work, so that the same problem has the same answer on every machine.
+
+The parts of the search that count have times in whole units. Where all times are multiples of one unit, and not too
+many of it, nothing changes. Elsewhere they are rounded down: what is then proved to be impossible is impossible with
+the real times too, and an order is replayed with those.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from importlib.metadata import version
+from math import floor, gcd, lcm
 
 from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
@@ -19,7 +25,6 @@ from nnscaler.scheduling.search.problem import ScheduleProblem
 from nnscaler.scheduling.search.repetend import SEED, search_repetend
 from nnscaler.scheduling.search.segments import longer_step
 from nnscaler.scheduling.search.shop import Shop, Starts, orders_of, peaks_of, sequences, shop_of
-from nnscaler.scheduling.search.units import UnitShop, in_units
 
 COARSEST = 4  # units in the work of the busiest machine: with fewer, times say nothing
 
@@ -220,3 +225,47 @@ class _Search:
             seed=SEED,
         )
         return FoundSchedule(problem, best.starts, orders, certificate)
+
+
+FINEST = 10**6  # parts of a time unit that are told apart
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShop:
+    """A shop in whole units.
+
+    shop    with whole numbers as times
+    unit    of them, in the times of the problem
+    exact   whether nothing was rounded
+    """
+
+    shop: Shop
+    unit: float
+    exact: bool
+
+
+def in_units(shop: Shop, most: int) -> UnitShop:
+    """Return the shop in whole units, at most `most` of them in the work of the busiest machine."""
+    problem = shop.problem
+    times = [b.duration for b in problem.blocks] + [d.lag for d in problem.dependencies]
+    load = max(shop.loads)
+    unit = _common_unit([t for t in times if t])
+    exact = unit is not None and load <= unit * most * (1 + SLACK)
+    chosen = float(unit) if exact and unit is not None else load / most if load else 1.0
+
+    def whole(time: float) -> int:
+        return round(time / chosen) if exact else floor(time / chosen + SLACK)
+
+    blocks = tuple(replace(b, duration=whole(b.duration)) for b in problem.blocks)
+    edges = tuple(replace(d, lag=whole(d.lag)) for d in problem.dependencies)
+    scaled = ScheduleProblem(blocks, edges, problem.limits, problem.micro_batches)
+    return UnitShop(shop_of(scaled), chosen, exact)
+
+
+def _common_unit(times: list[float]) -> Fraction | None:
+    """Return the largest time of which all are multiples; None where there is none worth it."""
+    parts = [Fraction(t).limit_denominator(FINEST) for t in times]
+    if not parts or any(abs(float(p) - t) > SLACK * t for p, t in zip(parts, times, strict=True)):
+        return None
+    below = lcm(*(p.denominator for p in parts))
+    return Fraction(gcd(*(int(p * below) for p in parts)), below)

@@ -1,4 +1,4 @@
-"""What a search returns: a schedule with its certificate."""
+"""The result of a search: a schedule with its certificate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nnscaler.scheduling.search.shop import Starts
 
 @dataclass(frozen=True, slots=True)
 class PeriodProof:
-    """What is known of repetends: of each block once in a period, in whole units.
+    """The shortest repetend found, and a refutation of shorter ones: each block once in a period, in whole units.
 
     period     unit of the durations: of the shortest one found
     refuted    unit of the durations: no repetend has this period or a shorter one, in whole units
@@ -30,7 +30,7 @@ class PeriodProof:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCertificate:
-    """What is proved of a schedule, and what was tried.
+    """The proof of a schedule, and what was tried.
 
     makespan       unit of the durations: of the step
     bound          unit of the durations: no schedule of the problem is shorter

@@ -17,7 +17,7 @@ Keys = Sequence[Sequence[float]]  # by block and micro-batch: the less, the more
 
 
 class MemoryGuard:
-    """What is held on one device, and whether more may be. Changes as blocks start and end."""
+    """The memory of one device, held and still free. Changes as blocks start and end."""
 
     def __init__(self, shop: Shop, device: int) -> None:
         blocks = shop.problem.blocks

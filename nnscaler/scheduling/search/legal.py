@@ -1,4 +1,4 @@
-"""Whether a schedule is one of its problem: read from the times and the orders alone, not from how they were found."""
+"""Check a schedule against its problem: from the times and the orders alone, not from how they were found."""
 
 from __future__ import annotations
 

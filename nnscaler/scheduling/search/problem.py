@@ -65,7 +65,7 @@ class Dependency:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleProblem:
-    """What is to be scheduled.
+    """A scheduling problem: the blocks of a micro-batch, and what bounds them.
 
     blocks          of one micro-batch
     dependencies    between them

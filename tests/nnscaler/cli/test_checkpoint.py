@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nnscaler.cli.main import main
-from nnscaler.runtime.training.checkpoint import RunRecord, begin, publish, run_objects
-from nnscaler.runtime.training.dcp import whole, write_part
-from nnscaler.training.weights import INDEX
+from nnscaler.runtime.training.saving.checkpoint import RunRecord, begin, publish, run_objects
+from nnscaler.runtime.training.saving.dcp import whole, write_part
+from nnscaler.training.saving.weights import INDEX
 
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "b.count": torch.tensor(3)}
 

@@ -22,13 +22,14 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.cost import collectives
 from nnscaler.records import encode
 from nnscaler.runtime.program.load_python import load_user_module
-from nnscaler.runtime.training import at_rest, buckets
+from nnscaler.runtime.training import at_rest
+from nnscaler.runtime.training.gradients import buckets
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from tests import halves, traced_examples
 from tests.calls import Made, check, profile_of, said
 from tests.sampling import every, only
-from verify.programs.random_plans import random_plan
+from verify.programs.random_plans import Mesh, random_plan
 
 
 def example(name: str) -> ModuleType:
@@ -90,9 +91,7 @@ def test_stages_of_different_shape(stage_axes: Any, tmp_path: Path) -> None:
     model = module.GPT(module.GPTConfig(layers=2))
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     traced = trace(model, module.sample_inputs(batch=24), self_check=False)
-    drawn = random_plan(
-        traced.graph, dict(signatures(traced.graph)), (("pp", 2),), 3, micro_batches=2, stage_axes=stage_axes
-    )
+    drawn = random_plan(traced.graph, dict(signatures(traced.graph)), Mesh((("pp", 2),), 2, stage_axes), 3)
     steps = tuple(s for s in drawn.steps if getattr(s, "axis", "") != "dp")  # dp follows the batch
     made = check(traced, Plan((("pp", 2),), steps, 2, stage_axes=stage_axes), drawn.ranks, tmp_path)
     assert {"send", "recv"} <= kinds(made)
@@ -118,14 +117,14 @@ def test_random_plans(gpt: Traced, seed: int, tmp_path: Path) -> None:
         ((("a", 3), ("pp", 2)), 2),
     ]
     mesh, micro_batches = meshes[seed % len(meshes)]
-    plan = random_plan(gpt.graph, dict(signatures(gpt.graph)), mesh, seed, micro_batches=micro_batches)
+    plan = random_plan(gpt.graph, dict(signatures(gpt.graph)), Mesh(mesh, micro_batches), seed)
     check(gpt, plan, plan.ranks, tmp_path)
 
 
 @pytest.mark.parametrize("seed", only((1,), range(2)))
 def test_random_plans_of_llama(llama: Traced, seed: int, tmp_path: Path) -> None:
     mesh = (("a", 2), ("b", 2), ("pp", 2)) if seed else (("a", 2), ("b", 3))
-    plan = random_plan(llama.graph, dict(signatures(llama.graph)), mesh, seed, micro_batches=1 + seed)
+    plan = random_plan(llama.graph, dict(signatures(llama.graph)), Mesh(mesh, 1 + seed), seed)
     check(llama, plan, plan.ranks, tmp_path)
 
 
@@ -160,7 +159,7 @@ def test_what_gets_no_gradient_communicates_none(seed: int, tmp_path: Path) -> N
     torch.manual_seed(0)
     traced = trace(Detached(), {"x": torch.randn(12, 12)}, self_check=False)
     mesh = ((("a", 2), ("b", 2)), (("a", 3),))[seed % 2]
-    plan = random_plan(traced.graph, dict(signatures(traced.graph)), mesh, seed)
+    plan = random_plan(traced.graph, dict(signatures(traced.graph)), Mesh(mesh), seed)
     check(traced, plan, plan.ranks, tmp_path)
 
 

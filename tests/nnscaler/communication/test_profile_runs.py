@@ -16,7 +16,7 @@ from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import ChunkStep
 from tests.calls import check
 from tests.sampling import every
-from verify.programs.random_plans import random_plan
+from verify.programs.random_plans import Mesh, random_plan
 from verify.self_test.programs.tiny_models import Recycled
 
 
@@ -68,5 +68,5 @@ def test_the_calls_in_pieces_are_counted(gpt: Traced, spec: dict[str, int], tmp_
 
 @pytest.mark.parametrize("seed", every(2, range(4)))
 def test_random_regions_in_pieces(gpt: Traced, seed: int, tmp_path: Path) -> None:
-    plan = random_plan(gpt.graph, signatures(gpt.graph), [("a", 2), ("b", 2)], seed, regions=3)
+    plan = random_plan(gpt.graph, signatures(gpt.graph), Mesh((("a", 2), ("b", 2)), regions=3), seed)
     check(gpt, plan, 4, tmp_path, micro_batches=None)

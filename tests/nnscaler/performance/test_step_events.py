@@ -35,7 +35,7 @@ from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep
 from tests import halves
 from tests.sampling import every
-from verify.programs.random_plans import random_plan
+from verify.programs.random_plans import Mesh, random_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "docs" / "reports" / "events.schema.json").read_text())
@@ -179,7 +179,7 @@ def test_every_rank_makes_these_calls_in_this_order(
 @pytest.mark.parametrize("seed", every(2, range(4)))
 def test_random_plans(gpt: Traced, seed: int, tmp_path: Path) -> None:
     mesh, micro_batches = ((("a", 2), ("b", 3)), 1) if seed % 2 else ((("a", 2), ("b", 2), ("pp", 2)), 2)
-    plan = random_plan(gpt.graph, dict(signatures(gpt.graph)), mesh, seed, micro_batches=micro_batches)
+    plan = random_plan(gpt.graph, dict(signatures(gpt.graph)), Mesh(mesh, micro_batches), seed)
     step = step_of(gpt, plan, plan.ranks)
     check_totals(step)
     check_times(step)
@@ -240,9 +240,7 @@ def test_stages_of_different_shape_exchange_pieces_in_order(stage_axes: Any, tmp
     model = module.GPT(module.GPTConfig(layers=2))
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     traced = trace(model, module.sample_inputs(batch=24), self_check=False)
-    drawn = random_plan(
-        traced.graph, dict(signatures(traced.graph)), (("pp", 2),), 3, micro_batches=2, stage_axes=stage_axes
-    )
+    drawn = random_plan(traced.graph, dict(signatures(traced.graph)), Mesh((("pp", 2),), 2, stage_axes), 3)
     steps = tuple(s for s in drawn.steps if getattr(s, "axis", "") != "dp")  # dp follows the batch
     step = step_of(traced, Plan((("pp", 2),), steps, 2, stage_axes=stage_axes), drawn.ranks)
     check_totals(step)

@@ -43,7 +43,7 @@ from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 from tests.sampling import every
 from tests.traced_examples import loaded
-from verify.programs.random_plans import random_plan
+from verify.programs.random_plans import Mesh, random_plan
 
 
 def found(graph: Graph, ranks: int, *kept: Constraint) -> Found:
@@ -282,7 +282,7 @@ def test_all_constraints_of_a_policy_give_its_plan(name: str, given: dict[str, i
 def test_all_constraints_of_any_choices_give_them(seed: int) -> None:
     """Of a plan that nobody would make."""
     graph = graph_of("gpt")
-    drawn = random_plan(graph, signatures(graph), (("tp", 4),), seed)
+    drawn = random_plan(graph, signatures(graph), Mesh((("tp", 4),)), seed)
     whole = tuple(step for step in drawn.steps if not isinstance(step, RestStep))  # shards over tp are not searched
     drawn = replace(drawn, steps=whole, data_axes=("dp",))
     told = found(graph, 4, constraints_of(drawn, graph, signatures(graph)))

@@ -162,7 +162,7 @@ def test_more_stages_than_operations_is_illegal(graph: Graph) -> None:
 
 def test_a_plan_between_layers_has_no_notes(graph: Graph) -> None:
     assert make_plan(graph, signatures(graph), {"pp": 3}).notes == ()
-    assert make_plan(graph, signatures(graph), {"pp": 3}, schedule="interleaved", chunks=2, micro_batches=3).notes == ()
+    assert make_plan(graph, signatures(graph), {"pp": 3}, schedule="interleaved:2", micro_batches=3).notes == ()
 
 
 # -- specifications -----------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from nnscaler.runtime.communication.exchanges import SHARED_BYTES, Exchange, gathering, post, summing
-from nnscaler.runtime.training.buckets import Flat
+from nnscaler.runtime.communication.exchanges import SHARED_BYTES, OneRoundCollective, gathering, post, summing
+from nnscaler.runtime.training.gradients.buckets import Flat
 
 Box = tuple[int, int, str]  # source, destination, agreement
 
@@ -23,7 +23,7 @@ class Line:
         self.sent: dict[Box, deque[Tensor]] = {}
         self.count = 0
 
-    def post(self, rank: int, exchanges: list[Exchange]) -> None:
+    def post(self, rank: int, exchanges: list[OneRoundCollective]) -> None:
         post(
             exchanges,
             lambda call: f"{call.kind} {call.shapes} {call.dtype}",

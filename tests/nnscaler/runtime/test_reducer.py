@@ -8,9 +8,9 @@ import torch
 from nnscaler.runtime import Parameter, Sharded, Simulator, Stage
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 from nnscaler.runtime.role import RunContext
-from nnscaler.runtime.training.buckets import Departures, Flat, SumBucket, filled
-from nnscaler.runtime.training.gradient_plan import holding, sums_of, wanted
-from nnscaler.runtime.training.gradients import Gradients
+from nnscaler.runtime.training.gradients.accumulate import Gradients
+from nnscaler.runtime.training.gradients.buckets import Departures, Flat, SumBucket, filled
+from nnscaler.runtime.training.gradients.gradient_plan import holding, sums_of, wanted
 
 
 class Meshed(Stage):

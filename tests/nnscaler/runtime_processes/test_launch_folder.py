@@ -16,8 +16,8 @@ import torch
 from nnscaler.records import encode
 from nnscaler.runtime import launch
 from nnscaler.runtime.program.program_directory import describe_state
-from nnscaler.runtime.training.checkpoint import RunRecord, begin, publish, run_objects
-from nnscaler.runtime.training.dcp import whole, write_part
+from nnscaler.runtime.training.saving.checkpoint import RunRecord, begin, publish, run_objects
+from nnscaler.runtime.training.saving.dcp import whole, write_part
 from tests.nnscaler.runtime_processes.test_launch import write_program_of_one_rank
 
 

@@ -13,7 +13,7 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.training.batch import DataPart
-from nnscaler.training.data import Loader, PackedRows, loader, pack, rows_of
+from nnscaler.training.data import Loader, PackedRows, SampleOrder, loader, pack, rows_of
 
 
 class Numbers:
@@ -56,9 +56,14 @@ class StatefulStream(Stream):
         self.at = state["at"]
 
 
+def load(dataset: Any, batch_size: int, part: DataPart, **options: Any) -> Loader:
+    of_order = {name: options.pop(name) for name in ("shuffle", "seed", "drop_last") if name in options}
+    return loader(dataset, SampleOrder(batch_size, **of_order), part, **options)
+
+
 def made(dataset: Any, count: int, **options: Any) -> list[Loader]:
     options = {"shuffle": not isinstance(dataset, IterableDataset), **options}
-    return [loader(dataset, 5, DataPart(index, count), seed=3, **options) for index in range(count)]
+    return [load(dataset, 5, DataPart(index, count), seed=3, **options) for index in range(count)]
 
 
 def numbers(batch: Any) -> list[int]:
@@ -165,9 +170,9 @@ def test_an_epoch_can_be_chosen() -> None:
 
 
 def test_the_order_is_that_of_seed_and_epoch() -> None:
-    orders = {tuple(flat(steps([loader(Numbers(), 5, DataPart(0, 1), shuffle=True, seed=s)]))) for s in range(9)}
+    orders = {tuple(flat(steps([load(Numbers(), 5, DataPart(0, 1), shuffle=True, seed=s)]))) for s in range(9)}
     assert len(orders) == 9
-    assert flat(steps([loader(Numbers(), 5, DataPart(0, 1), shuffle=False)])) == list(range(23))
+    assert flat(steps([load(Numbers(), 5, DataPart(0, 1), shuffle=False)])) == list(range(23))
 
 
 DOCUMENTS = [torch.arange(size) + 100 * number for number, size in enumerate((3, 9, 1, 4, 6))]
@@ -206,7 +211,7 @@ def test_packed_tokens_come_once_under_every_number_of_parts(documents: Any) -> 
 
 def refused(dataset: Any, **options: Any) -> str:
     with pytest.raises(NnscalerError) as error:
-        loader(dataset, options.pop("batch_size", 4), DataPart(0, 1), **options)
+        load(dataset, options.pop("batch_size", 4), DataPart(0, 1), **options)
     assert error.value.code == "bad_data"
     return str(error.value)
 
@@ -230,4 +235,4 @@ def test_a_place_in_other_data_is_refused() -> None:
         made(Numbers(24), 1)[0].load_state_dict(state)
     assert error.value.code == "other_data"
     with pytest.raises(NnscalerError, match="seed 3, and this loader's is 4"):
-        loader(Numbers(), 5, DataPart(0, 1), shuffle=True, seed=4).load_state_dict(state)
+        load(Numbers(), 5, DataPart(0, 1), shuffle=True, seed=4).load_state_dict(state)

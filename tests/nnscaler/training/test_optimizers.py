@@ -21,7 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.layout import Invariant, Sharded, State
 from nnscaler.runtime.program.load_python import load_user_module
-from nnscaler.runtime.training.stored import StoredTensor
+from nnscaler.runtime.training.saving.stored import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.optimizers import (
     check_update,

@@ -20,9 +20,9 @@ from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.engine import Engine
 from nnscaler.training.running import EngineSettings
+from nnscaler.training.saving.checkpoints import Checkpoints
 from tests.sampling import every
 
 PLANS = [("dp=2,zero=1,owned=1", 2), ("dp=3,zero=2,owned=1", 3), ("dp=2,shard=2,zero=1,owned=1", 4)]

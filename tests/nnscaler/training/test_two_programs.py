@@ -20,9 +20,9 @@ from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.engine import Engine
 from nnscaler.training.running import EngineSettings
+from nnscaler.training.saving.checkpoints import Checkpoints
 from tests.sampling import every
 
 ROWS = (12, 12, 7, 12)  # one batch is short

@@ -19,13 +19,12 @@ from op_registry.spec import Shards
 
 from nnscaler.ir.placement import RunReplicated, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, stated, users
-from verify.evidence.strength import Strength
 from verify.operators.run.cache import Cache
 from verify.programs.lemmas import LemmaResult, Memo, check_claims, prove_obligations
 from verify.programs.lemmas.check_claims import Evidence
 from verify.programs.lemmas.representative import represent
 from verify.programs.lemmas.statement import Claim, Splits, Stated
-from verify.results.verdict import Verdict
+from verify.results.verdict import Strength, Verdict
 
 
 def linear() -> Stated:

@@ -52,8 +52,7 @@ def test_right_programs_are_proved(spec: str, micro_batches: int) -> None:
 @pytest.mark.parametrize("seed", every(2, range(12)))
 def test_random_regions_are_proved(seed: int) -> None:
     found, mesh = traced("gpt"), IN_PIECES[seed % len(IN_PIECES)]
-    sizes = {"micro_batches": mesh.micro_batches, "regions": mesh.regions}
-    plan = random_plan(found.graph, signatures(found.graph), mesh.axes, 1000 + seed, **sizes)
+    plan = random_plan(found.graph, signatures(found.graph), mesh, 1000 + seed)
     assert any(isinstance(step, ChunkStep) for step in plan.steps)
     made = compile_traced(found, WantedPlan(plan.ranks, plan), model={"name": "gpt"})
     result = check_program(made.sources, made.graph, "", made.manifest)

@@ -85,9 +85,7 @@ def test_random_plans_are_proved(name: str) -> None:
     for seed in range(100, 100 + len(meshes)):
         mesh = meshes[seed % len(meshes)]
         try:
-            plan = random_plan(
-                example.graph, known, mesh.axes, seed, micro_batches=mesh.micro_batches, stage_axes=mesh.stage_axes
-            )
+            plan = random_plan(example.graph, known, mesh, seed)
             program = compile_traced(example, WantedPlan(plan.ranks, plan), model={"name": name})
         except NnscalerError:
             continue

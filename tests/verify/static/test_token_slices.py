@@ -45,14 +45,7 @@ def test_right_programs_are_proved(spec: str, ranks: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_plans_in_slices_are_proved(seed: int) -> None:
     found, mesh = traced("gpt"), SLICED[seed % len(SLICED)]
-    plan = random_plan(
-        found.graph,
-        signatures(found.graph),
-        mesh.axes,
-        100 + seed,
-        micro_batches=mesh.micro_batches,
-        slices=mesh.slices,
-    )
+    plan = random_plan(found.graph, signatures(found.graph), mesh, 100 + seed)
     made = compile_traced(found, WantedPlan(plan.ranks, plan), model={"name": "gpt"})
     result = check_program(made.sources, made.graph, "", made.manifest)
     assert result.proved, [f.message for o in result.outcomes for f in o.findings]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_random_plans_with_unequal_shards_are_proved(odd: Traced, seed: int) -> 
     meshes: tuple[Mesh, ...] = (*MESHES, *PIPELINES, *UNLIKE)
     mesh, known = meshes[seed % len(meshes)], signatures(odd.graph)
     micro = 2 if mesh.micro_batches > 1 else 1
-    plan = random_plan(odd.graph, known, mesh.axes, seed, micro_batches=micro, stage_axes=mesh.stage_axes)
+    plan = random_plan(odd.graph, known, replace(mesh, micro_batches=micro), seed)
     program = compiled(odd, plan, plan.ranks)
     result = check_program(program.sources, program.graph)
     assert not findings(result)
@@ -90,7 +91,7 @@ def test_every_wrong_size_is_refuted(odd: Traced, plan: Any, ranks: int) -> None
 
 def check_planted(odd: Traced, plan: Any, ranks: int, every: int, most: int) -> None:
     if isinstance(plan, int):
-        plan = random_plan(odd.graph, signatures(odd.graph), (("a", 2), ("b", 3)), plan)
+        plan = random_plan(odd.graph, signatures(odd.graph), Mesh((("a", 2), ("b", 3))), plan)
     program = compiled(odd, plan, ranks)
     tried = 0
     seen: set[str] = set()

@@ -1,1 +1,1 @@
-"""What ranks computed against what the plain model computes: differences, causes and repairs."""
+"""Compare what the ranks computed with the plain model: differences, causes and repairs."""

@@ -1,4 +1,4 @@
-"""What is compared in one run of a program, and what is found to differ."""
+"""Records of one run of a program: what is compared, and what differs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PartGradients = Callable[[int, int], Tensor]  # step and data part -> gradients 
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramRun:
     """One run of a program in one dtype, and its oracle.
 
     tolerance       what agrees
@@ -76,7 +76,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparisonResult:
     """The result of one kind of comparison."""
 
     name: str

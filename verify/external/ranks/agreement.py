@@ -1,4 +1,4 @@
-"""What the ranks of one group must agree on."""
+"""Check what the ranks of one group must agree on."""
 
 from __future__ import annotations
 

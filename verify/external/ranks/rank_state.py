@@ -1,4 +1,4 @@
-"""What Python and torch keep once per process, and each rank must have for itself while ranks take turns."""
+"""Keep for each rank what Python and torch keep once per process, while ranks take turns."""
 
 from __future__ import annotations
 

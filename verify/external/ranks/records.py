@@ -1,4 +1,4 @@
-"""What a run of several ranks returns, and how it fails."""
+"""The result of a run of several ranks, and its failures."""
 
 from __future__ import annotations
 

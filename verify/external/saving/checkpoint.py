@@ -54,8 +54,11 @@ class SavedShard:
 
 @dataclass(frozen=True)
 class HeldValues:
-    """What the ranks held when they saved, over all addresses: copies that differ span from `low` to `high`, and any of
-    them may have been saved. Infinite, and low above high, where nobody held anything."""
+    """The values that ranks held when they saved, over all addresses.
+
+    Copies that differ span from `low` to `high`, and any of them may have been saved.
+    Infinite, and low above high, where nobody held anything.
+    """
 
     low: Tensor  # [addresses] float64
     high: Tensor  # [addresses] float64

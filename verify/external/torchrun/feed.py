@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from verify.external.torchrun.data import close, settings_of
-from verify.external.torchrun.names import put
 from verify.external.torchrun.records import Events, Settings, Tensors, Unmatched
 
 Way = Literal["own", "whole", "turns", "part"]
@@ -30,7 +29,7 @@ Way = Literal["own", "whole", "turns", "part"]
 
 @dataclass(frozen=True)
 class Material:
-    """What the ranks took in and started from.
+    """The data that ranks took in, and the parameters that they started from.
 
     parts  the events of each data part
     taken  for each step: data event -> how many had come in on a rank
@@ -200,3 +199,10 @@ def _same_elements(one: Tensor, other: Tensor) -> bool:
     if one.dtype == torch.bool:
         return int(one.sum()) == int(other.sum())
     return close(torch.sort(one.reshape(-1)).values, torch.sort(other.to(one.dtype)).values)
+
+
+def put(parameter: Tensor, values: Tensor) -> None:
+    """Give a parameter of a run on one rank the values of the whole tensor."""
+    with torch.no_grad():
+        target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        target.copy_(values.to(target.dtype).view(target.shape))

@@ -1,4 +1,4 @@
-"""What a process of a script leaves behind: the data that it took in, and what its optimizers saw and made."""
+"""The record of a script's process: the data that it took in, and what its optimizers saw and made."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ in its place.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,11 +24,10 @@ from torch.utils.data import DataLoader
 
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.precision import exact, exact_tensor
-from verify.external.addresses import local_value
+from verify.external.addresses import Addresses, StateMap, claimed, clean_name, layout_words, local_value
 from verify.external.observe import local_gradient
 from verify.external.torchrun.data import ScriptMode, exchanged, settings_of, varied
 from verify.external.torchrun.devices import left_as_filled, replaced
-from verify.external.torchrun.names import held, outermost, parameters_of
 from verify.external.torchrun.records import HeldInScript, ScriptRecord, SeenStep, Stopped, Tensors
 
 State = dict[str, tuple[nn.Parameter, tuple[str, ...]]]  # name -> parameter, its other names
@@ -57,7 +57,7 @@ class Start:
 
 
 class Feed(Protocol):
-    """What a run on one rank is given.
+    """The data and parameters that a run on one rank is given.
 
     steps  of optimizers, after which it is stopped
     """
@@ -333,3 +333,36 @@ def _scalar(loss: Tensor) -> Tensor:
     value = loss.detach()
     value = value.full_tensor() if isinstance(value, DTensor) else value
     return local_value(value).reshape(()).clone().double()
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """Return the module that holds this one and that no other module holds: the smallest, where there are several."""
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    inner = {id(part) for found in modules for part in found.children()}
+    holders = [m for m in modules if id(m) not in inner and any(part is module for part in m.modules())]
+    return min(holders, key=lambda m: sum(1 for _ in m.modules()), default=module)
+
+
+def parameters_of(root: nn.Module, number: int) -> Iterator[tuple[str, nn.Parameter, tuple[str, ...]]]:
+    """Yield each parameter of a model once: its name, and the other names that it has."""
+    names: dict[int, list[str]] = {}
+    found: dict[int, nn.Parameter] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        found[id(parameter)] = parameter
+        names.setdefault(id(parameter), []).append(clean_name(name) or name)
+    before = f"model {number + 1}: " if number else ""
+    for key, parameter in found.items():
+        first, *rest = dict.fromkeys(before + name for name in names[key])
+        yield first, parameter, tuple(rest)
+
+
+def held(name: str, parameter: nn.Parameter, tied: tuple[str, ...]) -> HeldInScript:
+    """Describe a parameter as this rank holds it."""
+    places: Addresses | None = None
+    if isinstance(parameter, DTensor):
+        shapes = {name: parameter.shape}
+        places = claimed(parameter, name, StateMap({name: 0}, shapes, {name: "parameter"}, parameter.numel(), (name,)))
+    shape = tuple(local_value(parameter).shape)
+    return HeldInScript(
+        name, tuple(parameter.shape), shape, places, layout_words(parameter), parameter.requires_grad, tied
+    )

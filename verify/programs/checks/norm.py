@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nnscaler.runtime.training.clipping import EPSILON
+from nnscaler.runtime.training.gradients.clipping import EPSILON
 from verify.programs.checks.cause import CLOSE
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding

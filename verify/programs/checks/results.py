@@ -1,4 +1,4 @@
-"""What the program returns besides the loss, against the eager model: as it lies on the ranks, and gathered."""
+"""Compare the results besides the loss with the eager model's: as they lie on the ranks, and gathered."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.files import save_tensors
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.shards import same_bits
-from nnscaler.runtime.training.checkpoint import load_checkpoint
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally, merge_outcomes
 from verify.programs.checks.logical import Holding, holdings_of

@@ -17,9 +17,9 @@ from torch import Tensor
 from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
+from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint
 from verify.evidence.oracle.checked_kernels import CheckedKernels
 
 # Observation parses the program's text, and Python 3.11's `ast` is not safe to use from several threads at once.

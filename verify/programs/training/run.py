@@ -69,7 +69,7 @@ CLIP_SHARE = 0.5  # of the norm of the first gradients: clipping is active
 
 @dataclass(frozen=True)
 class Training:
-    """What is compared: the course, the model that goes through it, and the program.
+    """The two sides of a comparison: the course, the model that goes through it, and the program.
 
     notes  what was left out
     sizes  programs that were compiled before; the engine compiles others when a batch comes

@@ -10,8 +10,7 @@ from verify.external.program import ExternalProgram
 from verify.self_test.external import by_hand as hand
 from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import divided_sequences as ds
-from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, Twice, supervised
-from verify.self_test.external.optimizers import adamw
+from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, Twice, adamw, supervised
 from verify.self_test.external.tensor_rows import SMALL, program
 
 
@@ -53,7 +52,7 @@ def _divided() -> Iterator[ExternalProgram]:
     yield program("by hand each use", Twice, dp.EachUse(), 2, **twice)
     both: dict[str, Any] = {"mesh": (("dp", 2),), "data_axes": ("dp",)}
     step = dp.ReducedStep(dp.average_each)
-    yield program("by hand owned state", Mlp, dp.Replicated(), 2, step, **both, optimizer=ds.owned_sgd)
+    yield program("by hand owned state", Mlp, dp.HandWrittenReplicas(), 2, step, **both, optimizer=ds.owned_sgd)
     ddp = dp.Ddp(before=(hand.Megatron(),))
     axes: dict[str, Any] = {"mesh": (("dp", 2), ("tp", 2)), "data_axes": ("dp",)}
     yield program("ddp=2 hand tp=2 gpt", gpt, ddp, 0, supervised, **axes)

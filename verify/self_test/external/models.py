@@ -1,4 +1,4 @@
-"""The plain models that the programs of this corpus parallelise, their batches and their losses.
+"""The plain models that the programs of this corpus parallelise, their batches, losses and optimizers.
 
 They are tiny, and written as their authors would write them: nothing in them knows of ranks. Sizes are chosen so that
 2, 3 and 4 ranks divide them, except where a program wants them not to.
@@ -32,7 +32,7 @@ class Sizes:
     normed: bool = False
 
 
-class Layer(nn.Module):
+class ResidualPair(nn.Module):
     """A residual pair of linear layers."""
 
     def __init__(self, width: int, hidden: int, bias: bool, dropout: float) -> None:
@@ -53,7 +53,7 @@ class Mlp(nn.Module):
         self, width: int = 12, hidden: int = 24, layers: int = 2, bias: bool = True, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): Layer(width, hidden, bias, dropout) for i in range(layers)})
+        self.layers = nn.ModuleDict({str(i): ResidualPair(width, hidden, bias, dropout) for i in range(layers)})
         self.norm: nn.Module | None = nn.LayerNorm(width)
         self.head: nn.Module | None = nn.Linear(width, 6, bias=bias)
 
@@ -84,7 +84,7 @@ class Twice(nn.Module):
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
-        self.shared = Layer(width, 2 * width, True, 0.0)
+        self.shared = ResidualPair(width, 2 * width, True, 0.0)
         self.head = nn.Linear(width, 6)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -289,3 +289,18 @@ def supervised(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
     """Return the loss of one step, without its backward pass."""
     inputs, labels = batch
     return cross_entropy(model(inputs), labels)
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """AdamW over all parameters."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def adamw_each(model: Any) -> torch.optim.Optimizer:
+    """AdamW, one tensor after the other: for plain tensors beside DTensors."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def sgd_momentum(model: Any) -> torch.optim.Optimizer:
+    """SGD with momentum over all parameters."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -23,7 +23,7 @@ Inner = Callable[[nn.Module, DeviceMesh], Any]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the trainer keeps of a pipeline.
+    """A pipeline as the trainer keeps it.
 
     schedule  that runs a step
     parts     the modules of this rank's stages
@@ -120,7 +120,7 @@ class Pipelined:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedPipeline:
     """A pipeline that `pipeline()` cuts out of the traced model.
 
     schedule  class of the schedule

@@ -9,8 +9,20 @@ from typing import Any
 from verify.external.program import ExternalProgram, Step
 from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import ddp_hooks
-from verify.self_test.external.models import Branched, ConvNet, Gpt, Llama, Mlp, Moe, Sizes, Twice, images, supervised
-from verify.self_test.external.optimizers import adamw, sgd_momentum
+from verify.self_test.external.models import (
+    Branched,
+    ConvNet,
+    Gpt,
+    Llama,
+    Mlp,
+    Moe,
+    Sizes,
+    Twice,
+    adamw,
+    images,
+    sgd_momentum,
+    supervised,
+)
 from verify.self_test.external.sharded_data import checkpoint_layers
 from verify.self_test.external.tensor_rows import SMALL, program
 
@@ -66,8 +78,8 @@ def _by_hand() -> Iterator[ExternalProgram]:
     }  # fmt: skip
     for number, (name, step) in enumerate(steps.items()):
         ranks = 2 + number % 3
-        yield program(f"by hand {name}", Mlp, dp.Replicated(), ranks, step, **_ranks(ranks, optimizer=adamw))
-    hooked = dp.Replicated(hooked=dp.average_gradient)
+        yield program(f"by hand {name}", Mlp, dp.HandWrittenReplicas(), ranks, step, **_ranks(ranks, optimizer=adamw))
+    hooked = dp.HandWrittenReplicas(hooked=dp.average_gradient)
     yield program("by hand hooks", Mlp, hooked, 2, **_ranks(2, max_norm=0.5))
     whole = {"mesh": (("dp", 3),)}
     for rows in (dp.interleaved_rows, dp.contiguous_rows, dp.shuffled_rows):

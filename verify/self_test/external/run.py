@@ -12,16 +12,21 @@ from dataclasses import dataclass
 
 import torch
 
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
+from verify.external.program import ExternalProgram
 from verify.external.verify import verify_program
 from verify.results.line import StyledLine, plain
 from verify.results.report import Report
 from verify.results.verdict import Verdict
-from verify.self_test.external import known_bugs
-from verify.self_test.external.corpus import PROGRAMS
+from verify.self_test.external import hand_rows, known_bugs, pipeline_rows, replicated_rows, sharded_rows, tensor_rows
 from verify.self_test.external.edits import ExternalMutant
 from verify.self_test.external.mutants import by_hand, data, meetings, plans, sharded, stages
 from verify.self_test.runner import Progress, closing_line, run_rows, run_rows_apart
+
+_TABLES = (tensor_rows, sharded_rows, replicated_rows, pipeline_rows, hand_rows)
+PROGRAMS: Mapping[str, ExternalProgram] = {name: p for table in _TABLES for name, p in table.PROGRAMS.items()}
+assert len(PROGRAMS) == sum(len(table.PROGRAMS) for table in _TABLES), "two programs have one name"
+
 
 ROWS: tuple[ExternalMutant, ...] = (
     *plans.ROWS,
@@ -38,7 +43,7 @@ TIMEOUT = 120.0  # seconds of one run
 
 @dataclass(frozen=True, slots=True)
 class ExternalAnswer:
-    """What `verify-external` says of one program.
+    """The answer of `verify-external` to one program.
 
     codes   of the findings, in order
     causes  their classes of cause; "" where a finding names none
@@ -113,7 +118,7 @@ class ExternalTable:
 def ask(name: str, edit: ExternalMutant | None = None, seed: int = 0, executor: str = "simulator") -> ExternalAnswer:
     """Verify a right program, or a mutant of it."""
     program = PROGRAMS[name] if edit is None else edit.edit(PROGRAMS[name])
-    settings = Settings(executor=executor, seed=seed, timeout=TIMEOUT, isolate=False)
+    settings = ExternalSettings(executor=executor, seed=seed, timeout=TIMEOUT, isolate=False)
     return ExternalAnswer.of(verify_program(program, settings))
 
 

@@ -13,8 +13,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from verify.external.program import ExternalProgram
 from verify.self_test.external import sharded_data as sd
 from verify.self_test.external import tensor_parallel as tp
-from verify.self_test.external.models import ConvNet, Gpt, Llama, Mlp, Moe, Sizes, Twice, images, vectors
-from verify.self_test.external.optimizers import adamw, sgd_momentum
+from verify.self_test.external.models import (
+    ConvNet,
+    Gpt,
+    Llama,
+    Mlp,
+    Moe,
+    Sizes,
+    Twice,
+    adamw,
+    images,
+    sgd_momentum,
+    vectors,
+)
 from verify.self_test.external.tensor_rows import SMALL, program
 
 LAYERS = ("layers.*",)

@@ -12,8 +12,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from verify.external.program import ExternalProgram, Step
 from verify.self_test.external import tensor_parallel as tp
-from verify.self_test.external.models import Gpt, Llama, Mlp, Moe, Sizes, sentences, supervised, vectors
-from verify.self_test.external.optimizers import adamw, sgd_momentum
+from verify.self_test.external.models import (
+    Gpt,
+    Llama,
+    Mlp,
+    Moe,
+    Sizes,
+    adamw,
+    sentences,
+    sgd_momentum,
+    supervised,
+    vectors,
+)
 from verify.self_test.external.sharded_data import SummedStep
 
 SMALL = Sizes()

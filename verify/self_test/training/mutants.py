@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.training import checkpoints
 from nnscaler.training.engine import Engine
+from nnscaler.training.saving import checkpoints
 from verify.programs.training import ranks
 from verify.programs.training.ranks import Loop
 from verify.self_test.training import faults

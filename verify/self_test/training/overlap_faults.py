@@ -10,9 +10,9 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
-from nnscaler.runtime.training import buckets
-from nnscaler.runtime.training.buckets import Bucket, Departures, SumBucket
-from nnscaler.runtime.training.gradients import Gradients
+from nnscaler.runtime.training.gradients import buckets
+from nnscaler.runtime.training.gradients.accumulate import Gradients
+from nnscaler.runtime.training.gradients.buckets import Bucket, Departures, SumBucket
 from verify.self_test.training.faults import Change, Fault, changed
 
 

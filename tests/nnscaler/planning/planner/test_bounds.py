@@ -9,7 +9,7 @@ import pytest
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import replicate
 from nnscaler.planning.planner import layered_graph
-from nnscaler.planning.planner.bounds import bound_within
+from nnscaler.planning.planner.bounds.configuration import bound_within
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
 from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.sharding.build_problem import Weights, pose

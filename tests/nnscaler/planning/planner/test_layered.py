@@ -16,7 +16,7 @@ from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration, configurations, uneven_ramps
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.planner import layer_chain
-from nnscaler.planning.planner.bounds import bound_within, coarse_bound, near_bound, rough_bound
+from nnscaler.planning.planner.bounds.configuration import bound_within, coarse_bound, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import evaluate_chain, search
 from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.planning.planner.layer_chain import price

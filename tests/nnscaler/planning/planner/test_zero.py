@@ -16,7 +16,7 @@ from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import all_of, constraints_of, data_parallel, read_constraints, sizes
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
+from nnscaler.planning.planner.bounds.configuration import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import CLOSE, evaluate_chain, search
 from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.find_plan import Found, find_plan

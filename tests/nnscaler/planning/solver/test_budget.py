@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from nnscaler.planning.planner.bounds import bound_by_prices
+from nnscaler.planning.planner.bounds.configuration import bound_by_prices
 from nnscaler.planning.solver import eliminate as elimination
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import relax

@@ -9,9 +9,8 @@ import pytest
 from tests.sampling import every
 from verify.external.ranks.records import FAILURES
 from verify.results.catalogue import CODES
-from verify.self_test.external.corpus import PROGRAMS
 from verify.self_test.external.edits import ExternalMutant
-from verify.self_test.external.run import ROWS, JudgedExternal, ask
+from verify.self_test.external.run import PROGRAMS, ROWS, JudgedExternal, ask
 
 QUICK = ("tp=2 mlp", "fsdp=2 columns", "ddp=3 mlp uneven rows", "pp=2 mlp zero bubble v", "hand tp=3 gpt sequence",
          "ep=2 moe sent")  # fmt: skip

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Stage
-from nnscaler.runtime.training import clipping, executor
+from nnscaler.runtime.training import executor
+from nnscaler.runtime.training.gradients import clipping
 from verify.programs.typing import check_program
 from verify.results.finding import Finding
 from verify.self_test.programs.corpus import BASES, build

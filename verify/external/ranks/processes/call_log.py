@@ -1,4 +1,4 @@
-"""What the ranks of a run in processes write down of their calls, and what the parent reads from it.
+"""Log the calls of ranks that are processes, and read the logs in the parent.
 
 Each call is written to the rank's file before it is made, so that it is known however the process ends. Two ranks that
 disagree are found by comparing the files: the n-th call of a group is the same on all its ranks.

@@ -48,7 +48,7 @@ _FAREWELL = 2.0  # seconds that finished ranks have to close their groups
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a child has to know: the function, and where to write."""
+    """The task of a child: the function, and where to write."""
 
     function: Callable[[int], Any]
     ranks: int

@@ -28,7 +28,7 @@ _CUT = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", 
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What a rank sends when it has finished.
+    """The message of a rank that has finished.
 
     result    pickled
     error     one line of what it raised; "" where it returned

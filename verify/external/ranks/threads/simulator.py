@@ -7,7 +7,8 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -19,9 +20,8 @@ from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
 from verify.external.ranks.places import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
 from verify.external.ranks.records import RankRun, RanksFailed
-from verify.external.ranks.threads.exchange import Exchange
+from verify.external.ranks.threads.exchange import ThreadExchange
 from verify.external.ranks.threads.helpers import helpers_of_ranks
-from verify.external.ranks.threads.memory import kept_memory
 from verify.external.ranks.threads.simulated_group import SimulatedGroup, SimulatedStore
 from verify.external.ranks.threads.turns import RankStopped, Turns
 from verify.external.ranks.torch_private import RankWorlds, new_world, ranks_as_threads, unwaited_collectives
@@ -48,7 +48,7 @@ def run_simulated(
     `note` is told what the ranks do, before they do it.
     """
     turns = Turns(ranks, not free_threads, note)
-    exchange = Exchange(turns, ranks)
+    exchange = ThreadExchange(turns, ranks)
     results: dict[int, T] = {}
     unwaited: dict[int, int] = {}
     before = save_state()
@@ -195,3 +195,32 @@ def _stop(threads: list[threading.Thread]) -> None:
             thread.join(0.05)
             if thread.is_alive() and thread.ident is not None and time.monotonic() > until - _GRACE / 2:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(RankStopped))
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # parameters of glibc's mallopt
+_LARGEST = 32 << 20  # bytes: where glibc's own threshold ends that grows with what is freed
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Keep the memory that ranks free for the next rank, rather than give it back to the system.
+
+    Inside, large blocks come from one heap that does not shrink; at the end it does. Does nothing without glibc.
+    Programs over shards make and free buffers as large as layers, and each rank of the process does: page faults of
+    fresh memory took more than half of a step of `fully_shard`, three times as long as the copying itself.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
+        yield
+        return
+    library.mallopt(_ARENA_MAX, 1)  # heaps of threads are too small for large blocks
+    library.mallopt(_MMAP_MAX, 0)
+    library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    try:
+        yield
+    finally:
+        library.mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)  # these three: what glibc comes to by itself
+        library.mallopt(_MMAP_THRESHOLD, _LARGEST)
+        library.mallopt(_MMAP_MAX, 65536)
+        library.mallopt(_ARENA_MAX, 0)
+        library.malloc_trim(0)

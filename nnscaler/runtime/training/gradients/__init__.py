@@ -1,0 +1,1 @@
+"""Gradients of a step: added up, summed over ranks in buckets, and clipped."""

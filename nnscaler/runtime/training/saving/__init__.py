@@ -1,0 +1,1 @@
+"""The tensors that a rank holds between steps, and their checkpoints."""

@@ -1,0 +1,73 @@
+"""Records of the tensors that a rank holds between steps: for checkpoints, optimizers and checks of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nnscaler.runtime.layout import States
+from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
+from nnscaler.runtime.training.gradients.clipping import holds_first_copy
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A parameter or buffer as one rank holds it between steps.
+
+    fqn          its first name in the model
+    names        all its names
+    shape        logical
+    states       between steps, by axis
+    sizes        of the mesh axes
+    coordinates  of this rank on them
+    tensor       this rank's shard; the very object that the optimizer updates
+    kind         "parameter", "frozen" or "buffer"
+    first        no rank before this one, and no stage before, holds the same elements
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    states: States
+    sizes: Mapping[str, int]
+    coordinates: Mapping[str, int]
+    tensor: Tensor
+    kind: str
+    first: bool
+
+
+def stored_tensors(stages: Sequence[Stage], tied: Sequence[Sequence[str]] = ()) -> list[StoredTensor]:
+    """Return what these stages of one rank hold, each tensor once, in the order of the model's stages.
+
+    `tied`: all names of each tensor that has several.
+    """
+    names = {name: tuple(group) for group in tied for name in group}
+    found: dict[int, StoredTensor] = {}
+    for stage in stages:
+        sizes, here = stage.sizes(), stage.coordinates()
+        groups: tuple[tuple[str, Mapping[str, Parameter | Buffer]], ...] = (
+            ("parameter", stage.parameters),
+            ("frozen", stage.frozen),
+            ("buffer", stage.buffers),
+        )
+        for kind, declared in groups:
+            for attribute, description in declared.items():
+                if description.fqn.startswith(INPUT_GRADIENT):
+                    continue  # nothing that is kept
+                tensor = getattr(stage, attribute) if kind == "buffer" else stage.at_rest[attribute]
+                known = found.get(id(tensor))
+                first = holds_first_copy(stage, description) or (known is not None and known.first)
+                found[id(tensor)] = StoredTensor(
+                    description.fqn,
+                    names.get(description.fqn, (description.fqn,)),
+                    tuple(description.shape),
+                    {axis: state for axis, state in description.at_rest.items() if axis in sizes},
+                    sizes,
+                    here,
+                    tensor,
+                    kind,
+                    first,
+                )
+    return list(found.values())

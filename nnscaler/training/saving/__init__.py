@@ -1,0 +1,1 @@
+"""Checkpoints of a training run, weights into and out of an engine, and exports for others."""
