@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 from verify.self_test.external.run import PROGRAMS, TIMEOUT, ExternalAnswer
@@ -46,7 +46,7 @@ def judge(run: Run) -> tuple[ExternalAnswer, float]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     started = time.perf_counter()
-    settings = Settings(executor=run.executor, seed=run.seed, timeout=TIMEOUT, isolate=False)
+    settings = ExternalSettings(executor=run.executor, seed=run.seed, timeout=TIMEOUT, isolate=False)
     report = verify_program(PROGRAMS[run.program], settings, dtypes=run.dtypes)
     return ExternalAnswer.of(report), time.perf_counter() - started
 

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from nnscaler.errors import NnscalerError
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
 from verify.external.reference import initial_model
 from verify.external.transformers.config import library, targets
 from verify.external.transformers.flags import FlagVariant, flag_variants
@@ -54,7 +54,7 @@ CASES: Mapping[str, PlanSizes] = {
     "tp2-fsdp2": PlanSizes(tp=2, fsdp=2),
 }
 FLAGS = "flags"  # every flag, under tp2
-SETTINGS = Settings(steps=1, isolate=False, timeout=60.0)
+SETTINGS = ExternalSettings(steps=1, isolate=False, timeout=60.0)
 Result = TypeVar("Result")
 
 

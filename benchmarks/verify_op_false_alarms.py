@@ -23,10 +23,10 @@ import torch
 from op_registry.builtin import SPECS
 from op_registry.spec import OperatorSpec
 
-from verify.evidence.cases import Case
+from verify.evidence.cases import SplitCase
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate import Unusable, enumerate_cases
-from verify.evidence.oracle.runner import CaseResult, Runner, WholeRaised
+from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaised
 
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -41,7 +41,7 @@ def results(spec: OperatorSpec, seed: int) -> Iterator[CaseResult]:
         print(f"  cannot be run: {spec.name}: {problem}")
 
 
-def in_dtypes(runner: Runner, case: Case) -> Iterator[CaseResult]:
+def in_dtypes(runner: OperatorRunner, case: SplitCase) -> Iterator[CaseResult]:
     for dtype in DTYPES:
         try:
             yield runner.run(replace(case, inputs=replace(case.inputs, dtype=dtype)))

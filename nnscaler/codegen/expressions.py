@@ -10,7 +10,7 @@ from typing import Any
 from op_registry.call import AxisArgument, Call, DType, TensorArgument
 from op_registry.expression import Coefficient, Expression
 
-from nnscaler.ir.conversion import Move
+from nnscaler.ir.conversion import ConversionStep
 from nnscaler.ir.layout import Axis, Invariant, Layout, Partial, Prefix, Replicated, Sharded, local_outer
 
 
@@ -94,7 +94,7 @@ def layout_text(shape: Sequence[int], layout: Layout, axes: Sequence[Axis]) -> s
 # A conversion as a call of the runtime's function for its row.
 
 
-def conversion_text(move: Move, sizes: Sequence[int], value: str, axis: str, target: str) -> str:
+def conversion_text(move: ConversionStep, sizes: Sequence[int], value: str, axis: str, target: str) -> str:
     """`comm.shard(x, self.tp, dim=0, outer=3)`; `sizes` are those of all axes, `axis` is the text of the move's,
     `target` the variable that it makes: what slices keep is kept under its name."""
     after = move.target[move.axis]
@@ -112,7 +112,7 @@ def local_state_text(layout: Layout, sizes: Sequence[int], axis: int) -> str:
     return str(state) if isinstance(state, Partial) else f"{state}()"
 
 
-def _cut(move: Move, sizes: Sequence[int]) -> list[str]:
+def _cut(move: ConversionStep, sizes: Sequence[int]) -> list[str]:
     """Return where the dim is cut, in the local coordinates that the other axes leave."""
     before, after = move.source[move.axis], move.target[move.axis]
     if isinstance(before, Sharded) and isinstance(after, Sharded):

@@ -10,7 +10,7 @@ from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
     Feed,
-    Message,
+    StageMessage,
     StageProgram,
     Stored,
     Version,
@@ -227,7 +227,7 @@ def _feed(feed: Feed, stage: Stage) -> str:
     return f'"{version.variable}": Input("{version.tensor}", {states_text(version.layout, stage)}),'
 
 
-def _receive(graph: Graph, message: Message, every: Sequence[StageProgram]) -> str:
+def _receive(graph: Graph, message: StageMessage, every: Sequence[StageProgram]) -> str:
     source, target = every[message.source_stage].stage, every[message.target_stage].stage
     tensor = graph.tensors[message.tensor]
     shape = _shape(message.target, target, graph)
@@ -239,14 +239,14 @@ def _receive(graph: Graph, message: Message, every: Sequence[StageProgram]) -> s
     )
 
 
-def _send(graph: Graph, message: Message, every: Sequence[StageProgram]) -> str:
+def _send(graph: Graph, message: StageMessage, every: Sequence[StageProgram]) -> str:
     source, target = every[message.source_stage].stage, every[message.target_stage].stage
     if not source.mesh.same_shape(target.mesh):
         return _exchange(graph, message, every, message.target_stage, _shape(message.source, source, graph))
     return f'Send("{message.key}", {message.target_stage}, peers={target.mesh.ranks!r}{_without_grad(message)})'
 
 
-def _exchange(graph: Graph, message: Message, every: Sequence[StageProgram], other: int, shape: str) -> str:
+def _exchange(graph: Graph, message: StageMessage, every: Sequence[StageProgram], other: int, shape: str) -> str:
     source, target = every[message.source_stage].stage, every[message.target_stage].stage
     tensor = graph.tensors[message.tensor]
     there, here = (
@@ -270,7 +270,7 @@ def _shape(version: Version, stage: Stage, graph: Graph) -> str:
     return repr(tuple(size if isinstance(size, int) else dict(size.terms) for size in sizes)).replace("'", '"')
 
 
-def _without_grad(message: Message) -> str:
+def _without_grad(message: StageMessage) -> str:
     return "" if message.needs_grad else ", needs_grad=False"
 
 

@@ -90,7 +90,7 @@ def layer_of(module: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StatementGroup:
     """Consecutive statements of one region of the model, of one recomputed group, or of one region that runs in pieces.
 
     statements   in order
@@ -109,7 +109,9 @@ class Block:
     join: Join | None = None
 
 
-def blocks(graph: Graph, statements: Sequence[Statement], after: frozenset[str], stored: frozenset[str]) -> list[Block]:
+def blocks(
+    graph: Graph, statements: Sequence[Statement], after: frozenset[str], stored: frozenset[str]
+) -> list[StatementGroup]:
     """Consecutive statements of one region or group. Conversions stand outside of regions: what they make may be
     read where gradients are recorded. `after`: variables read later; `stored`: attributes, which are no variables."""
     runs: list[tuple[tuple[str, str | Chunk | None], list[Statement]]] = []
@@ -119,24 +121,26 @@ def blocks(graph: Graph, statements: Sequence[Statement], after: frozenset[str],
             runs[-1][1].append(statement)
         else:
             runs.append((key, [statement]))
-    result: list[Block] = []
+    result: list[StatementGroup] = []
     names: dict[str, int] = {}
     for position, ((header, group), run) in enumerate(runs):
         last = run[-1]
         if isinstance(last, Join):
             results = tuple(v.variable for v in last.sources)
             given = tuple(sorted(_given(run[:-1]) - stored))
-            result.append(Block(tuple(run), "", last.chunk.name, given, results, last))
+            result.append(StatementGroup(tuple(run), "", last.chunk.name, given, results, last))
             continue
         if not isinstance(group, str):
-            result.append(Block(tuple(run), header))
+            result.append(StatementGroup(tuple(run), header))
             continue
         later = {v.variable for _, rest in runs[position + 1 :] for s in rest for v in reads(s)} | after
         made = [v.variable for s in run for v in writes(s)]
         names[group] = names.get(group, 0) + 1
         name = group if names[group] == 1 else f"{group}_{names[group]}"
         result.append(
-            Block(tuple(run), "", name, tuple(sorted(_given(run) - stored)), tuple(n for n in made if n in later))
+            StatementGroup(
+                tuple(run), "", name, tuple(sorted(_given(run) - stored)), tuple(n for n in made if n in later)
+            )
         )
     return result
 
@@ -210,7 +214,7 @@ class StageWriter:
         return lines
 
     def _plain(
-        self, block: Block, statements: Sequence[Statement], start: int, places: SourceComments
+        self, block: StatementGroup, statements: Sequence[Statement], start: int, places: SourceComments
     ) -> Iterator[str]:
         """Statements, in their region of the model."""
         inner = INDENT if block.header else ""
@@ -220,14 +224,14 @@ class StageWriter:
                 yield block.header
             yield inner + self._line(statement)
 
-    def _recomputed(self, block: Block, name: str, places: SourceComments) -> Iterator[str]:
+    def _recomputed(self, block: StatementGroup, name: str, places: SourceComments) -> Iterator[str]:
         """Yield a function of the statements, and its call."""
         yield from self._function(block, name, block.statements, places)
         results = _targets(block.writes)
         yield from ("", f"{results} = recompute({', '.join((name, *block.reads))})")
         places.forget_line()
 
-    def _in_pieces(self, block: Block, name: str, join: Join, places: SourceComments) -> Iterator[str]:
+    def _in_pieces(self, block: StatementGroup, name: str, join: Join, places: SourceComments) -> Iterator[str]:
         """Yield a function of one piece, and its calls, whose results are joined."""
         yield from self._function(block, name, block.statements[:-1], places)
         axis = join.chunk.axis
@@ -244,7 +248,7 @@ class StageWriter:
         places.forget_line()
 
     def _function(
-        self, block: Block, name: str, statements: Sequence[Statement], places: SourceComments
+        self, block: StatementGroup, name: str, statements: Sequence[Statement], places: SourceComments
     ) -> Iterator[str]:
         """Yield a function of statements that returns what the block makes."""
         yield from ("", f"def {name}({', '.join(block.reads)}):")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import chain, count
 
-from nnscaler.communication.communicated_graph import Convert, Feed, Message, Statement, Stored, Version
+from nnscaler.communication.communicated_graph import Convert, Feed, StageMessage, Statement, Stored, Version
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.conversion import Move, find_path
+from nnscaler.ir.conversion import ConversionStep, find_path
 from nnscaler.ir.graph import Graph, is_free_name
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, format_layout
 from nnscaler.ir.placement import Chunk, Stage
@@ -28,8 +28,8 @@ class StageBuilder:
     prepare_feeds: list[Feed] = field(default_factory=list)
     prepare: list[Statement] = field(default_factory=list)
     forward: list[Statement] = field(default_factory=list)
-    receives: list[Message] = field(default_factory=list)
-    sends: list[Message] = field(default_factory=list)
+    receives: list[StageMessage] = field(default_factory=list)
+    sends: list[StageMessage] = field(default_factory=list)
     prepared: dict[str, Version] = field(default_factory=dict)
     versions: dict[Scope, dict[str, dict[Layout, Version]]] = field(default_factory=lambda: {False: {}, True: {}})
     names: set[str] = field(default_factory=set)
@@ -55,7 +55,7 @@ class StageBuilder:
         """Return the versions of a tensor in scope, by layout."""
         return self.versions.get(prepare, {}).get(tensor, {})
 
-    def path(self, source: Layout, target: Layout, tensor: str) -> tuple[float, tuple[Move, ...]] | None:
+    def path(self, source: Layout, target: Layout, tensor: str) -> tuple[float, tuple[ConversionStep, ...]] | None:
         """Return the cheapest conversion on this stage's mesh."""
         described = self.graph.tensors[tensor]
         return find_path(
@@ -64,9 +64,9 @@ class StageBuilder:
 
     def cheapest(
         self, tensor: str, target: Layout, prepare: Scope = False
-    ) -> tuple[float, Version, tuple[Move, ...]] | None:
+    ) -> tuple[float, Version, tuple[ConversionStep, ...]] | None:
         """Return the version from which the target layout is reached at the least cost."""
-        best: tuple[float, Version, tuple[Move, ...]] | None = None
+        best: tuple[float, Version, tuple[ConversionStep, ...]] | None = None
         for layout, version in self.known(tensor, prepare).items():
             found = self.path(layout, target, tensor)
             if found is not None and (best is None or found[0] < best[0]):
@@ -83,7 +83,7 @@ class StageBuilder:
         else:
             self.forward.append(statement)
 
-    def convert(self, version: Version, moves: tuple[Move, ...], prepare: Scope = False) -> Version:
+    def convert(self, version: Version, moves: tuple[ConversionStep, ...], prepare: Scope = False) -> Version:
         """Emit the moves; every intermediate layout becomes a version that others may start from."""
         for move in moves:
             there = self.known(version.tensor, prepare).get(move.target)

@@ -10,7 +10,7 @@ from op_registry.call import Call
 from op_registry.registry import default_registry
 
 from nnscaler.ir import gradient_flow
-from nnscaler.ir.conversion import Move
+from nnscaler.ir.conversion import ConversionStep
 from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Layout, Sharded
@@ -58,7 +58,7 @@ class Convert:
 
     source: Version
     target: Version
-    move: Move
+    move: ConversionStep
     chunk: Chunk | None = None
 
 
@@ -146,7 +146,7 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StageMessage:
     """A tensor that goes from one stage to a later one.
 
     Between meshes of one shape it goes rank to rank in position order, in one layout; between others, from `source` to
@@ -198,8 +198,8 @@ class StageProgram:
     prepare: tuple[Statement, ...]
     prepared: tuple[Version, ...]
     forward: tuple[Statement, ...]
-    receives: tuple[Message, ...]
-    sends: tuple[Message, ...]
+    receives: tuple[StageMessage, ...]
+    sends: tuple[StageMessage, ...]
     loss: Version | None
     updates: tuple[tuple[str, Version], ...] = ()
     results: tuple[tuple[str, Version], ...] = ()

@@ -19,7 +19,7 @@ from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,
     Join,
-    Message,
+    StageMessage,
     StageProgram,
     Stored,
     Version,
@@ -31,7 +31,7 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.rest_moves import moves_of
 from nnscaler.communication.stored import StoredLayout, outside_region, stored_layouts, whole
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.conversion import Move, volume
+from nnscaler.ir.conversion import ConversionStep, volume
 from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import (
@@ -61,7 +61,7 @@ def bring(builders: list[StageBuilder], target: StageBuilder, tensor: str, layou
     source = _holder(builders, target, tensor)
     if not source.stage.mesh.same_shape(target.stage.mesh):
         return _bring_by_regions(source, target, tensor, layout)
-    choices: list[tuple[float, int, Version, tuple[Move, ...], Layout]] = []
+    choices: list[tuple[float, int, Version, tuple[ConversionStep, ...], Layout]] = []
     for version in source.known(tensor).values():
         for goal in dict.fromkeys((version.layout, layout)):
             made = source.path(version.layout, goal, tensor)
@@ -88,7 +88,7 @@ def _holder(builders: list[StageBuilder], target: StageBuilder, tensor: str) -> 
 def _send(source: StageBuilder, target: StageBuilder, version: Version, layout: Layout) -> None:
     received = target.add(version.tensor, layout)
     # `with_gradients` says of which its gradient comes back, when all of their readers are known
-    message = Message(version.tensor, source.stage.index, target.stage.index, version, received, False)
+    message = StageMessage(version.tensor, source.stage.index, target.stage.index, version, received, False)
     source.sends.append(message)
     target.receives.append(message)
 
@@ -96,7 +96,7 @@ def _send(source: StageBuilder, target: StageBuilder, version: Version, layout: 
 def _bring_by_regions(source: StageBuilder, target: StageBuilder, tensor: str, layout: Layout) -> Version:
     """Only whole and sharded states of mesh axes can be cut into regions: the others are converted on either side. A
     micro-batch travels by itself, so its state on the axis of micro-batches is the same on both sides."""
-    choices: list[tuple[float, int, Version, tuple[Move, ...], Layout]] = []
+    choices: list[tuple[float, int, Version, tuple[ConversionStep, ...], Layout]] = []
     for version in source.known(tensor).values():
         for over_micro_batches in dict.fromkeys((version.layout[-1], layout[-1])):
             there = (*_regular(version.layout[:-1]), over_micro_batches)

@@ -24,7 +24,7 @@ _PARTS: Mapping[RestPhase, Part] = MappingProxyType({"gather": "gather", "B": "s
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ParameterShare:
     """One parameter in a call: what moves of it, and its bytes in each of the groups.
 
     members  the groups
@@ -60,7 +60,7 @@ def rest_calls(communicated: CommunicatedGraph) -> Iterator[CallSite]:
                     yield CallSite(call, move.times(stage), _PARTS[move.phase], _turn(move))
 
 
-def _some(piece: _Piece, wanted: Sequence[bool]) -> _Piece:
+def _some(piece: _ParameterShare, wanted: Sequence[bool]) -> _ParameterShare:
     """Return a parameter's part in the calls of some of its groups."""
     return replace(
         piece,
@@ -78,7 +78,7 @@ def _turn(move: RestMove) -> tuple[int, int]:
     return 0, -move.depth if move.kind == "all_gather" else move.depth
 
 
-def _pieces(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[_Piece]:
+def _pieces(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[_ParameterShare]:
     graph, stage = communicated.partitioned.graph, program.stage
     for stored, move in moves_of(graph, program):
         if move.phase != "gather" and _divided_elsewhere(communicated, program, stored):
@@ -93,7 +93,7 @@ def _pieces(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[
         line = f"{where.file.rpartition('/')[2]}:{where.line}" if where is not None else ""
         largest = tuple(max(sizes) for sizes in wholes)
         late = move.kind == "all_reduce" and (len(stored.copies) > 1 or bool(stored.rest))
-        yield _Piece(tensor.fqns[0], move, stage.index, axes, members, largest, parts, line, late)
+        yield _ParameterShare(tensor.fqns[0], move, stage.index, axes, members, largest, parts, line, late)
 
 
 def _divided_elsewhere(communicated: CommunicatedGraph, program: StageProgram, stored: Stored) -> bool:
@@ -129,13 +129,13 @@ def _with_copies(
     return tuple(tuple(sorted({mesh.ranks[positions[rank]] for mesh in meshes for rank in group})) for group in inside)
 
 
-def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
+def _runs(pieces: Iterable[_ParameterShare]) -> list[list[_ParameterShare]]:
     """Return the pieces that may share buckets, in the order in which the runtime fills them.
 
     What is moved after each backward is of one stage; of the rest, a parameter that several stages of the device read
     is moved once. Values move in the order of declaration, gradients in the reverse of it, and late ones by name.
     """
-    runs: dict[tuple[object, ...], dict[tuple[object, ...], _Piece]] = {}
+    runs: dict[tuple[object, ...], dict[tuple[object, ...], _ParameterShare]] = {}
     for piece in pieces:
         move = piece.move
         key = (move.phase, move.kind, -1 if move.kind == "all_reduce" else move.depth)
@@ -144,14 +144,14 @@ def _runs(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
     return [_ordered(list(run.values()), phase == "gather") for (phase, *_), run in runs.items()]
 
 
-def _ordered(run: list[_Piece], values: bool) -> list[_Piece]:
+def _ordered(run: list[_ParameterShare], values: bool) -> list[_ParameterShare]:
     late = sorted((piece for piece in run if piece.late), key=lambda piece: piece.fqn)
     return run if values else [*(piece for piece in reversed(run) if not piece.late), *late]
 
 
-def _alike(pieces: Sequence[_Piece]) -> list[_Piece]:
+def _alike(pieces: Sequence[_ParameterShare]) -> list[_ParameterShare]:
     """Return the pieces, for groups apart whose ranks have other sizes of some: these fill their buckets otherwise."""
-    together: dict[tuple[Ranks, ...], list[_Piece]] = {}
+    together: dict[tuple[Ranks, ...], list[_ParameterShare]] = {}
     for piece in pieces:
         together.setdefault(piece.members, []).append(piece)
     classes: dict[tuple[Ranks, ...], list[list[int]]] = {}
@@ -167,9 +167,9 @@ def _alike(pieces: Sequence[_Piece]) -> list[_Piece]:
     ]
 
 
-def _buckets(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+def _buckets(pieces: Sequence[_ParameterShare]) -> list[list[_ParameterShare]]:
     """Pieces with one group and dtype, in their order, up to `limit` each."""
-    buckets: list[list[_Piece]] = []
+    buckets: list[list[_ParameterShare]] = []
     for _, run in groupby(sorted(pieces, key=_kind), key=_kind):
         found, size = list(run), 0
         limit = bucket_limit(piece.wholes[0] for piece in found) if found[0].move.phase != "gather" else BUCKET_BYTES
@@ -182,11 +182,11 @@ def _buckets(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     return buckets
 
 
-def _kind(piece: _Piece) -> tuple[tuple[Ranks, ...], str, bool]:
+def _kind(piece: _ParameterShare) -> tuple[tuple[Ranks, ...], str, bool]:
     return piece.members, piece.move.dtype, piece.late
 
 
-def _call(bucket: Sequence[_Piece]) -> CallClass:
+def _call(bucket: Sequence[_ParameterShare]) -> CallClass:
     first = bucket[0]
     patterns = list(dict.fromkeys(layer_pattern(piece.fqn) for piece in bucket))
     module = ", ".join(patterns[:2]) + (f" and {len(patterns) - 2} more" if len(patterns) > 2 else "")

@@ -18,7 +18,7 @@ from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,
     Join,
-    Message,
+    StageMessage,
     StageProgram,
     Statement,
     differentiated,
@@ -27,8 +27,7 @@ from nnscaler.communication.communicated_graph import (
     times_of,
     writes,
 )
-from nnscaler.communication.regions import Message as Block
-from nnscaler.communication.regions import in_micro_batch, transfer
+from nnscaler.communication.regions import BlockMessage, in_micro_batch, transfer
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.layout import SLICE, DeviceMesh, Layout, Partial, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
@@ -285,7 +284,7 @@ def layer_pattern(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
-def _message(communicated: CommunicatedGraph, message: Message, times: int) -> Iterator[Calls]:
+def _message(communicated: CommunicatedGraph, message: StageMessage, times: int) -> Iterator[Calls]:
     graph = communicated.partitioned.graph
     producer, consumer = communicated.stages[message.source_stage], communicated.stages[message.target_stage]
     source, target = producer.stage, consumer.stage
@@ -324,7 +323,7 @@ def _computes(program: StageProgram) -> Iterator[Compute]:
     return (s for s in program.forward if isinstance(s, Compute))
 
 
-def _by_size(messages: Sequence[Block], dtype: str) -> dict[int, tuple[tuple[int, int, int], ...]]:
+def _by_size(messages: Sequence[BlockMessage], dtype: str) -> dict[int, tuple[tuple[int, int, int], ...]]:
     """Return (source, target, number among all) of messages by their bytes."""
     found: dict[int, list[tuple[int, int, int]]] = {}
     for number, m in enumerate(messages):

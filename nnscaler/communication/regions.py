@@ -28,7 +28,7 @@ Overlap = tuple[tuple[Slice, Slice], ...]  # pieces of one dim: where they lie a
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class BlockMessage:
     """One block that rank `source` sends to rank `target` (a local copy if they are equal).
 
     source          rank
@@ -49,7 +49,7 @@ class Message:
 
 def transfer(
     shape: Sequence[int], source: DeviceMesh, source_layout: Layout, target: DeviceMesh, target_layout: Layout
-) -> tuple[Message, ...]:
+) -> tuple[BlockMessage, ...]:
     """Return the messages that carry a tensor of logical `shape` from one mesh and layout to another.
 
     Every target rank receives each cell of its shard exactly once. A rank that holds a cell itself copies it; the
@@ -61,7 +61,7 @@ def transfer(
     for rank, digits in _shards(shape, source, source_layout):
         holders[digits].append(rank)
     wanted = list(_shards(shape, target, target_layout))
-    found: list[tuple[int, int, Message]] = []
+    found: list[tuple[int, int, BlockMessage]] = []
     for held, replicas in holders.items():
         blocks = []
         for position, (rank, digits) in enumerate(wanted):
@@ -71,7 +71,7 @@ def transfer(
                 blocks.append((elements, position, rank, overlaps))
         for position, sender, rank, overlaps in _assign(blocks, replicas):
             for pieces in product(*overlaps):
-                message = Message(sender, rank, tuple(a for a, _ in pieces), tuple(b for _, b in pieces))
+                message = BlockMessage(sender, rank, tuple(a for a, _ in pieces), tuple(b for _, b in pieces))
                 found.append((position, source.ranks.index(sender), message))
     return tuple(message for _, _, message in sorted(found, key=lambda entry: entry[:2]))
 

@@ -71,7 +71,7 @@ ROWS: dict[tuple[type, type], ConversionRow] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ConversionStep:
     """One row of the table applied on one axis of a layout."""
 
     axis: int
@@ -95,7 +95,9 @@ def volume(collective: str | None, elements: int, parts: int) -> float:
     return share / parts if collective == "all_to_all" else share
 
 
-def move_cost(move: Move, sizes: Sequence[int], shape: Sequence[int], needs_grad: bool, in_time: bool) -> float:
+def move_cost(
+    move: ConversionStep, sizes: Sequence[int], shape: Sequence[int], needs_grad: bool, in_time: bool
+) -> float:
     """Elements communicated by one move, forward and backward; `inf` where no such row exists.
 
     `in_time`: the axis is one in time, of micro-batches or of pieces, which cannot communicate.
@@ -143,7 +145,7 @@ def find_path(
     shape: tuple[int, ...],
     needs_grad: bool,
     in_time: int | None = None,
-) -> tuple[float, tuple[Move, ...]] | None:
+) -> tuple[float, tuple[ConversionStep, ...]] | None:
     """Return the cheapest moves from one layout to another (Dijkstra), and their cost; None where there is no way.
 
     `in_time`: the position of the first axis in time, if there is one; those in time come last.
@@ -154,7 +156,7 @@ def find_path(
         tuple(dict.fromkeys((a, b, INVARIANT, *_before(b)))) for a, b in zip(source, target, strict=True)
     ]
     best: dict[Layout, float] = {source: 0.0}
-    came: dict[Layout, Move] = {}
+    came: dict[Layout, ConversionStep] = {}
     queue: list[tuple[float, int, Layout]] = [(0.0, 0, source)]
     order = 0
     while queue:
@@ -174,7 +176,7 @@ def find_path(
             heapq.heappush(queue, (total, order, move.target))
     if target not in best:
         return None
-    moves: list[Move] = []
+    moves: list[ConversionStep] = []
     at = target
     while at != source:
         moves.append(came[at])
@@ -182,8 +184,8 @@ def find_path(
     return best[target], tuple(reversed(moves))
 
 
-def _moves(layout: Layout, options: Sequence[Sequence[State]]) -> Iterable[Move]:
+def _moves(layout: Layout, options: Sequence[Sequence[State]]) -> Iterable[ConversionStep]:
     for axis, states in enumerate(options):
         for state in states:
             if state != layout[axis] and (type(layout[axis]), type(state)) in ROWS:
-                yield Move(axis, layout, (*layout[:axis], state, *layout[axis + 1 :]))
+                yield ConversionStep(axis, layout, (*layout[:axis], state, *layout[axis + 1 :]))

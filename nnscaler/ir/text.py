@@ -135,7 +135,7 @@ def parse_graph(text: str) -> Graph:
         if line.startswith(_RETURNS):
             structure = line.removeprefix(_RETURNS)
             continue
-        reader = _Reader(line, number)
+        reader = _LineReader(line, number)
         keyword = reader.peek()
         if keyword == "graph":
             reader.take()
@@ -168,7 +168,7 @@ def parse_graph(text: str) -> Graph:
 
 
 @dataclass
-class _Reader:
+class _LineReader:
     """The tokens of one line, read from left to right."""
 
     line: str

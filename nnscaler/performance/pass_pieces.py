@@ -16,7 +16,7 @@ from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
     Convert,
-    Message,
+    StageMessage,
     StageProgram,
     again_in,
     repeated_in_backward,
@@ -142,7 +142,7 @@ class Pieces:
         ranks = tuple(sorted({rank for group in site.call.members for rank in group if rank in own}))
         return PieceCall(number, site, site.call.kind, ranks, start, end)
 
-    def _end(self, device: int, message: Message, direction: str, kind: str, seconds: float) -> Piece:
+    def _end(self, device: int, message: StageMessage, direction: str, kind: str, seconds: float) -> Piece:
         """Return one end of a message, or of its gradient, on a device."""
         own = self._own[device]
         at = self.communicated.stages[message.source_stage].sends.index(message)

@@ -12,7 +12,7 @@ from nnscaler.communication.backward_halves import StatementHalves, statement_ha
 from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,
-    Message,
+    StageMessage,
     StageProgram,
     Statement,
     repeated_in_backward,
@@ -146,7 +146,7 @@ def _statement(
     return cost.overheads.statement * len(statement.targets), 0.0
 
 
-def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> float:
+def _sent(graph: Graph, stage: Stage, message: StageMessage, cost: CostModel) -> float:
     """Return the seconds in which a message arrives at a stage: the tensor, or its gradient where it was made."""
     tensor, version = graph.tensors[message.tensor], message.target
     if stage.index == message.source_stage:

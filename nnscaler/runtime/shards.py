@@ -130,7 +130,7 @@ def _select(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class UnequalCopies:
     """Two ranks hold unequal copies of what should be one value."""
 
     coordinates: tuple[tuple[str, int], ...]
@@ -146,7 +146,7 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class Assembled:
     value: Tensor
-    differences: tuple[Difference, ...]
+    differences: tuple[UnequalCopies, ...]
 
 
 def assemble(
@@ -167,7 +167,7 @@ def assemble(
     copied = [a for a in sizes if a not in combined and a not in split]
     first = next(iter(found.values()))
     value = first.new_zeros(tuple(shape))
-    differences: list[Difference] = []
+    differences: list[UnequalCopies] = []
     for at_split in _points(split, sizes):
         total: Tensor | None = None
         for at_combined in _points(combined, sizes):
@@ -187,7 +187,7 @@ def _assemble_slices(
     others = {a: size for a, size in sizes.items() if a != axis}
     cut = PrefixCut(state.dim, state.sizes, state.terms)
     joined: list[tuple[Coordinates, Tensor]] = []
-    differences: list[Difference] = []
+    differences: list[UnequalCopies] = []
     for at in _points(list(others), sizes):
         slices = [found[ravel({**at, axis: index}, sizes)] for index in range(sizes[axis])]
         joined.append((at, cut.join(slices)))
@@ -195,7 +195,7 @@ def _assemble_slices(
             rows = slices[-1].narrow(state.dim, 0, piece.shape[state.dim])
             if not same_bits(rows, piece):
                 names = [tuple((a, {**at, axis: i}[a]) for a in sizes) for i in (sizes[axis] - 1, index)]
-                differences.append(Difference(names[0], names[1], *_distance(rows, piece)))
+                differences.append(UnequalCopies(names[0], names[1], *_distance(rows, piece)))
     rest = {a: s for a, s in states.items() if a != axis}
     made = assemble(joined, rest, others, shape)
     return Assembled(made.value, (*differences, *made.differences))
@@ -228,7 +228,7 @@ def _points(axes: Sequence[str], sizes: Sizes) -> list[dict[str, int]]:
 
 def _one_of_copies(
     found: Mapping[int, Tensor], here: Mapping[str, int], copied: Sequence[str], sizes: Sizes
-) -> tuple[Tensor, list[Difference]]:
+) -> tuple[Tensor, list[UnequalCopies]]:
     points = [{**here, **at} for at in _points(copied, sizes)]
     original = found[ravel(points[0], sizes)]
     differences = []
@@ -237,7 +237,7 @@ def _one_of_copies(
         if not same_bits(original, copy):
             elements, largest = _distance(original, copy)
             names = [tuple((a, p[a]) for a in sizes) for p in (points[0], point)]
-            differences.append(Difference(names[0], names[1], elements, largest))
+            differences.append(UnequalCopies(names[0], names[1], elements, largest))
     return original, differences
 
 

@@ -49,7 +49,7 @@ def describe(output: Any, loss: Tensor | None = None) -> Returned:
     """
     if output is loss and loss is not None:
         return Returned("", {})
-    reader = _Reader(loss)
+    reader = _StructureReader(loss)
     found = reader.value(output, "")
     return Returned(json.dumps(found, ensure_ascii=False), reader.tensors, tuple(reader.left_out))
 
@@ -64,7 +64,7 @@ def restore(structure: str, tensors: Mapping[str, Tensor]) -> Any:
 
 
 @dataclass
-class _Reader:
+class _StructureReader:
     loss: Tensor | None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[tuple[str, str]] = field(default_factory=list)

@@ -59,10 +59,10 @@ def infer(
 ) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
     """(shape, dtype) of each output of an operator of torch, None for one that is not a tensor.
 
-    `args` and `kwargs` hold `Ref`s; `tensors` looks their names up.
+    `args` and `kwargs` hold `TensorName`s; `tensors` looks their names up.
     """
 
-    def meta(ref: Ref) -> Tensor:
+    def meta(ref: TensorName) -> Tensor:
         tensor = tensors(ref.name)
         return torch.empty(tensor.shape, dtype=dtype_of(tensor.dtype), device="meta")
 
@@ -110,25 +110,25 @@ LEAF_ROLES = ("parameter", "buffer", "constant", "input")
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class TensorName:
     """Stands in arguments for the tensor called `name`, where an `Operation` would have a `Slot`."""
 
     name: str
 
 
 def references(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the operation's args and kwargs with a `Ref` in place of each slot."""
+    """Return the operation's args and kwargs with a `TensorName` in place of each slot."""
 
-    def reference(slot: Slot) -> Ref:
-        return Ref(operation.inputs[slot.index])
+    def reference(slot: Slot) -> TensorName:
+        return TensorName(operation.inputs[slot.index])
 
     kwargs = {k: map_slots(v, reference) for k, v in operation.kwargs}
     return map_slots(operation.args, reference), kwargs
 
 
-def iterate_references(value: Any) -> Iterator[Ref]:
-    """Yield every `Ref` in nested arguments, left to right."""
-    if isinstance(value, Ref):
+def iterate_references(value: Any) -> Iterator[TensorName]:
+    """Yield every `TensorName` in nested arguments, left to right."""
+    if isinstance(value, TensorName):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
@@ -138,9 +138,9 @@ def iterate_references(value: Any) -> Iterator[Ref]:
             yield from iterate_references(item)
 
 
-def map_references(value: Any, function: Callable[[Ref], Any]) -> Any:
-    """Rebuild nested arguments with `function(ref)` in place of each `Ref`; lists become tuples."""
-    if isinstance(value, Ref):
+def map_references(value: Any, function: Callable[[TensorName], Any]) -> Any:
+    """Rebuild nested arguments with `function(ref)` in place of each `TensorName`; lists become tuples."""
+    if isinstance(value, TensorName):
         return function(value)
     if isinstance(value, list | tuple):
         return tuple(map_references(v, function) for v in value)
@@ -156,14 +156,14 @@ def make_operation(
     like: Operation | None = None,
     region: Region | None = None,
 ) -> Operation:
-    """Make an operation from arguments with `Ref`s; slots are numbered in the order in which the arguments name
+    """Make an operation from arguments with `TensorName`s; slots are numbered in the order in which the arguments name
     tensors.
 
     `like` lends its region, place and module; `region` overrides.
     """
     inputs: list[str] = []
 
-    def slot(ref: Ref) -> Slot:
+    def slot(ref: TensorName) -> Slot:
         inputs.append(ref.name)
         return Slot(len(inputs) - 1)
 
@@ -221,8 +221,8 @@ class Builder:
         """`references` with current names."""
         args, kwargs = references(operation)
 
-        def rename(ref: Ref) -> Ref:
-            return Ref(self.current(ref.name))
+        def rename(ref: TensorName) -> TensorName:
+            return TensorName(self.current(ref.name))
 
         return map_references(args, rename), {k: map_references(v, rename) for k, v in kwargs.items()}
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.tracing.rewrite import Ref
+from nnscaler.tracing.rewrite import TensorName
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class SampleInputs:
     arguments is a constant of the trace.
 
     tensors   by name, in order
-    args      of the module, with a `Ref` where a tensor stood
-    kwargs    of the module, with a `Ref` where a tensor stood
+    args      of the module, with a `TensorName` where a tensor stood
+    kwargs    of the module, with a `TensorName` where a tensor stood
     """
 
     tensors: Mapping[str, Tensor]
@@ -37,7 +37,7 @@ class SampleInputs:
     def rebuild(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the module's arguments with these tensors in their places."""
 
-        def tensor(ref: Ref) -> Tensor:
+        def tensor(ref: TensorName) -> Tensor:
             return tensors[ref.name]
 
         return _map(self.args, tensor), {k: _map(v, tensor) for k, v in self.kwargs.items()}
@@ -118,12 +118,12 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         name = _identifier(path, tensors)
         tensors[name] = value.detach().clone()
-        return Ref(name)
+        return TensorName(name)
     return _rebuild(value, lambda key, item: _flatten(item, f"{path}_{key}", tensors))
 
 
-def _map(value: Any, function: Callable[[Ref], Tensor]) -> Any:
-    if isinstance(value, Ref):
+def _map(value: Any, function: Callable[[TensorName], Tensor]) -> Any:
+    if isinstance(value, TensorName):
         return function(value)
     return _rebuild(value, lambda _key, item: _map(item, function))
 

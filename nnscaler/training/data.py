@@ -294,7 +294,7 @@ def loader(
 # first of its document, predicted once.
 
 
-class _Piece(NamedTuple):
+class _DocumentRun(NamedTuple):
     """A run of a document's tokens in a row, and the tokens that they predict."""
 
     tokens: torch.Tensor
@@ -355,7 +355,7 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
             self._documents.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        pieces: list[_Piece] = []
+        pieces: list[_DocumentRun] = []
         room = self._length
         for document in self._documents:
             tokens, first = _tokens(document), 0
@@ -378,12 +378,12 @@ def _tokens(document: Any) -> torch.Tensor:
     return tokens.long()
 
 
-def _piece(tokens: torch.Tensor, first: int, end: int) -> _Piece:
+def _piece(tokens: torch.Tensor, first: int, end: int) -> _DocumentRun:
     following = torch.cat([tokens[first + 1 : end + 1], tokens.new_full((1,), LABELS_IGNORED)])
-    return _Piece(tokens[first:end], following[: end - first])
+    return _DocumentRun(tokens[first:end], following[: end - first])
 
 
-def _row(pieces: Sequence[_Piece], length: int) -> dict[str, torch.Tensor]:
+def _row(pieces: Sequence[_DocumentRun], length: int) -> dict[str, torch.Tensor]:
     sizes = [len(piece.tokens) for piece in pieces]
     padding = length - sum(sizes)
     sizes = [*sizes, padding] if padding else sizes

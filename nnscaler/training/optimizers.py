@@ -95,18 +95,18 @@ def split_of(cls: Any, defaults: Mapping[str, Any]) -> UpdateSplit:
 def tried_split(cls: OptimizerClass, defaults: Mapping[str, Any]) -> UpdateSplit:
     """Test along which dims an update may be cut: on real values, whole and in shards. One answer is kept for a class
     and its hyper-parameters. Raises as `split_of`."""
-    return _tested(_Question(cls, repr(sorted(defaults.items())), dict(defaults)))
+    return _tested(_OptimizerQuestion(cls, repr(sorted(defaults.items())), dict(defaults)))
 
 
 @dataclass(frozen=True)
-class _Question:
+class _OptimizerQuestion:
     cls: OptimizerClass
     text: str
     defaults: Mapping[str, Any] = field(compare=False)
 
 
 @cache
-def _tested(question: _Question) -> UpdateSplit:
+def _tested(question: _OptimizerQuestion) -> UpdateSplit:
     cls, defaults = question.cls, question.defaults
     assert inspect.isclass(cls)
     free: dict[int, frozenset[int]] = {}
@@ -117,7 +117,7 @@ def _tested(question: _Question) -> UpdateSplit:
         if said:
             refused[ndim] = said
             continue
-        trial = _Trial(cls, defaults, SIZES[:ndim])
+        trial = _UpdateTrial(cls, defaults, SIZES[:ndim])
         try:
             whole = trial.run([lambda t: t])
             coupled = coupled or not _same(trial.run([lambda t: t, lambda t: 3 * t + 1])[0], whole[0])
@@ -135,7 +135,7 @@ def _tested(question: _Question) -> UpdateSplit:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _UpdateTrial:
     """Runs an optimizer on a parameter of one shape and on pieces of it, with the same values each time."""
 
     cls: OptimizerClass

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 from pathlib import Path
 
 import pytest
 
+PACKAGES = ("op_registry", "nnscaler", "verify")
 OUTSIDE = {".git", ".venv", "build", "dist", "__pycache__"}
 
 
@@ -34,3 +36,14 @@ def files(repository: Path) -> list[Path]:
 @pytest.fixture(scope="session")
 def python_files(files: list[Path]) -> list[Path]:
     return [path for path in files if path.suffix == ".py"]
+
+
+@pytest.fixture(scope="session")
+def product(python_files: list[Path], repository: Path) -> dict[str, ast.Module]:
+    """The modules of the product, by their paths in the repository."""
+    names = {path: path.relative_to(repository) for path in python_files}
+    return {
+        str(name): ast.parse(path.read_text(encoding="utf-8"))
+        for path, name in names.items()
+        if name.parts[0] in PACKAGES
+    }

@@ -140,7 +140,7 @@ def test_regions_are_right_as_they_are() -> None:
 def test_regions_come_from_the_wrong_place(monkeypatch: Patch) -> None:
     """Every message takes the first rows that the sender has."""
 
-    def shifted(*arguments: Any) -> tuple[regions.Message, ...]:
+    def shifted(*arguments: Any) -> tuple[regions.BlockMessage, ...]:
         return tuple(replace(m, source_slices=_to_zero(m.source_slices)) for m in regions.transfer(*arguments))
 
     monkeypatch.setattr(role_writer, "transfer", shifted)
@@ -156,7 +156,7 @@ def _to_zero(slices: Any) -> Any:
 def test_gradients_between_meshes_are_dropped(monkeypatch: Patch) -> None:
     """Messages back come from the first rank only."""
 
-    def fewer(shape: Any, source: Any, *rest: Any) -> tuple[regions.Message, ...]:
+    def fewer(shape: Any, source: Any, *rest: Any) -> tuple[regions.BlockMessage, ...]:
         messages = regions.transfer(shape, source, *rest)
         return messages if len(source.ranks) == 2 else messages[:1]
 

@@ -13,9 +13,9 @@ from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Shards
 
 from nnscaler.ir.placement import Split
-from verify.evidence.cases import Case, Inputs
+from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.runner import CaseResult, Runner
+from verify.evidence.oracle.runner import CaseResult, OperatorRunner
 
 NAME = "aten.scaled_dot_product_attention.default"
 
@@ -27,18 +27,18 @@ def attention() -> OperatorSpec:
     return spec
 
 
-def run(runner: Runner, sample: int, parts: int, outer: int = 1, uneven: bool = False) -> CaseResult:
+def run(runner: OperatorRunner, sample: int, parts: int, outer: int = 1, uneven: bool = False) -> CaseResult:
     bound = runner.prepare(Inputs(sample, (), "normal", 1)).signature.bound
     assert bound is not None
     rows = "q" if "q" in bound.sizes else "l"
     size = 13 if uneven else 12
     inputs = Inputs(sample, ((rows, size), ("s", size)), "normal", 1)
-    return runner.run(Case(inputs, (Split(rows, outer, circulating="s"),), (parts,), uneven))
+    return runner.run(SplitCase(inputs, (Split(rows, outer, circulating="s"),), (parts,), uneven))
 
 
 @pytest.mark.parametrize("sample", range(len(samples_of(NAME))))
 def test_attention_passes_its_keys_around(sample: int) -> None:
-    runner = Runner(attention(), OpOptions())
+    runner = OperatorRunner(attention(), OpOptions())
     for found in (run(runner, sample, 3, 2), run(runner, sample, 4, uneven=True)):
         assert found.compared is not None, found.refused or found.raised
         assert found.compared.count >= 4 and not found.compared.mismatches
@@ -59,12 +59,12 @@ def forgets(name: str) -> OperatorSpec:
 
 @pytest.mark.parametrize(("name", "sample"), [("causal", 1), ("outer", 1), ("mask_of_keys", 10), ("enable_gqa", 14)])
 def test_a_hook_that_forgets_is_found_out(name: str, sample: int) -> None:
-    found = run(Runner(forgets(name), OpOptions()), sample, 3, 2)
+    found = run(OperatorRunner(forgets(name), OpOptions()), sample, 3, 2)
     assert found.failed
 
 
 def test_what_does_not_go_around_is_refused() -> None:
-    runner = Runner(attention(), OpOptions())
+    runner = OperatorRunner(attention(), OpOptions())
     inputs = Inputs(0, (), "normal", 1)
-    found = runner.run(Case(inputs, (Split("b", circulating="s"),), (2,)))
+    found = runner.run(SplitCase(inputs, (Split("b", circulating="s"),), (2,)))
     assert found.compared is None and "does not circulate" in found.refused

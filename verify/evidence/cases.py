@@ -38,7 +38,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SplitCase:
     """`choices` and `parts`: one per axis of the mesh, which has one axis or two. `uneven`: shards of unequal sizes."""
 
     inputs: Inputs

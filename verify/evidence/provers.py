@@ -13,7 +13,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
 from verify.evidence.dimension_types.prove import prove
 from verify.evidence.oracle.enumerate import Base, Target
-from verify.evidence.oracle.runner import Runner, WholeRaised
+from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 from verify.evidence.smt.prove import prove_bounded
 from verify.results.verdict import Strength, Verdict
 
@@ -22,7 +22,7 @@ SPENT = "the limit of processor time was reached before it was proved"
 
 
 def prove_base(
-    runner: Runner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
+    runner: OperatorRunner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
 ) -> Mapping[Target, Strength]:
     """Return how strong each claim about one sample call is.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from nnscaler.errors import NnscalerError
 from verify.external.comparison.compare import compare
-from verify.external.comparison.differences import Compared, Run
+from verify.external.comparison.differences import ComparisonResult, ProgramRun
 from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
 from verify.external.comparison.micro_batches import micro_means
 from verify.external.comparison.noise import Noise
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExternalSettings:
     """How a program is run.
 
     executor  simulator: a thread per rank; gloo: a process per rank
@@ -54,7 +54,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Case:
+class ExternalCase:
     """A program with its oracle in one dtype.
 
     truth      the plain model in float64
@@ -62,7 +62,7 @@ class Case:
     """
 
     program: ExternalProgram
-    how: Settings
+    how: ExternalSettings
     model: nn.Module
     truth: PlainReference
     reference: PlainReference
@@ -109,16 +109,20 @@ class Case:
     def _runner(self) -> Callable[..., RankRun[Any]]:
         return run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
 
-    def compare(self, records: tuple[RankRecord, ...], tolerance: Noise) -> tuple[Run, tuple[Compared, ...]]:
+    def compare(
+        self, records: tuple[RankRecord, ...], tolerance: Noise
+    ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
         """Compare the records with the oracle."""
         piece, parts = piece_of_step(self.program, self.model, self.truth), data_parts(self.program)
         means = micro_means(self.program, self.truth, piece)
-        run = Run(
+        run = ProgramRun(
             self.program, self.reference, records, tolerance, lambda step, part: piece(step, part, parts)[1], means
         )
         return run, compare(run)
 
-    def explained(self, run: Run, compared: Sequence[Compared], found: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    def explained(
+        self, run: ProgramRun, compared: Sequence[ComparisonResult], found: tuple[Finding, ...]
+    ) -> tuple[Finding, ...]:
         """Add the first module that differs, and a repair that was tried, to the first finding that is refuted."""
         first = self._first_difference()
         repair = repair_of(self.program, compared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.proof.prove import ExternalProof, prove_external
 from verify.external.ranks.attention import register_attention
@@ -27,7 +27,7 @@ def verify_levels(program: ExternalProgram, request: ExternalRequest, progress: 
     executors = ("simulator", "gloo") if request.executor == "both" else (request.executor,)
     reports: list[Report] = []
     for executor in executors:
-        how = Settings(executor, request.seed, request.steps, request.timeout, checkpoint=request.checkpoint)
+        how = ExternalSettings(executor, request.seed, request.steps, request.timeout, checkpoint=request.checkpoint)
         reports.append(verify_program(program, how, dtypes=request.dtypes, progress=progress))
     report = reports[0] if len(reports) == 1 else _of_both(*reports)
     if request.level == "run" or not report.verdict.passes:

@@ -11,8 +11,8 @@ from torch import nn
 
 from op_registry.spec import SourceLocation
 
-from verify.external.case import Case, Settings
-from verify.external.comparison.differences import Compared
+from verify.external.case import ExternalCase, ExternalSettings
+from verify.external.comparison.differences import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import Noise, measure, rounded
 from verify.external.observe import RankRecord
@@ -49,13 +49,13 @@ class Outcome:
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    compared: tuple[Compared, ...] = ()
+    compared: tuple[ComparisonResult, ...] = ()
     ran: RankRun[RankRecord] | None = None
 
 
 def verify_program(
     program: ExternalProgram,
-    settings: Settings | None = None,
+    settings: ExternalSettings | None = None,
     *,
     dtypes: Sequence[str] = ("float64",),
     progress: Progress = lambda text: None,
@@ -63,7 +63,7 @@ def verify_program(
     """Verify a program in each of these dtypes. Raises NnscalerError for what cannot be run at all."""
     register_attention()
     register_policies()
-    how = settings or Settings()
+    how = settings or ExternalSettings()
     started = time.perf_counter()
     model = initial_model(program, how.seed)
     torch.manual_seed(how.seed)
@@ -96,7 +96,7 @@ def verify_program(
     )
 
 
-def _measured(program: ExternalProgram, how: Settings, outcomes: Sequence[Outcome]) -> Attachments:
+def _measured(program: ExternalProgram, how: ExternalSettings, outcomes: Sequence[Outcome]) -> Attachments:
     """Return what the first run that ended shows of a step's communication and of memory."""
     ran = next((outcome.ran for outcome in outcomes if outcome.ran is not None), None)
     if ran is None:
@@ -107,7 +107,7 @@ def _measured(program: ExternalProgram, how: Settings, outcomes: Sequence[Outcom
 
 def _without_float64(
     program: ExternalProgram,
-    how: Settings,
+    how: ExternalSettings,
     model: nn.Module,
     batch: Batch,
     dtypes: list[str],
@@ -130,7 +130,7 @@ def _without_float64(
 
 def _float64_alone(
     program: ExternalProgram,
-    how: Settings,
+    how: ExternalSettings,
     model: nn.Module,
     batch: Batch,
     dtypes: list[str],
@@ -177,7 +177,7 @@ def _merged(dtypes: Sequence[str], outcomes: Sequence[Outcome]) -> tuple[Finding
 
 def verify_in(
     program: ExternalProgram,
-    how: Settings,
+    how: ExternalSettings,
     model: nn.Module,
     batch: Batch,
     dtype: torch.dtype,
@@ -187,7 +187,7 @@ def verify_in(
     mine = rounded(model, dtype)
     values = copied(copied(batch, dtype), torch.float64) if dtype != torch.float64 else batch
     truth = run_reference(program, mine, values, steps=how.steps, dtype=torch.float64)
-    case = Case(program, how, mine, truth, replace(truth, dtype=dtype))
+    case = ExternalCase(program, how, mine, truth, replace(truth, dtype=dtype))
     notes: list[str] = []
     ran = case.tried(known)
     if isinstance(ran, RanksFailed) and ran.code == "rank_raises" and how.executor == "simulator":

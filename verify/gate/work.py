@@ -20,7 +20,7 @@ from verify.gate.items import ExternalItem, Item, OpItem, OpSource, PlanItem
 from verify.gate.last_run import Phase
 from verify.operators.run.cache import Cache
 from verify.operators.run.job import address_of, make_job
-from verify.operators.run.many import Settings, run_many
+from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.targets import registered_by
 from verify.programs.entry_point import verify_request
 from verify.programs.subject import RunContext
@@ -110,7 +110,7 @@ def verify_operator(item: OpItem, folder: Path, cache: Cache | None, note: Note)
     if len(specs) != 1:
         raise NnscalerError("several_operators", f"{item.address!r} names {len(specs)} operators")
     job = make_job(specs[0])
-    settings = Settings(workers=1, cache=cache, modules=item.modules)
+    settings = PoolSettings(workers=1, cache=cache, modules=item.modules)
     (result,) = run_many([job], OpOptions(seed=item.seed, timeout=item.timeout), settings)
     return result.report, result.cached
 

@@ -15,13 +15,13 @@ from op_registry.bind_call import named_values
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
-from verify.evidence.cases import Case
+from verify.evidence.cases import SplitCase
 from verify.evidence.options import DRAWS, OpOptions
 from verify.evidence.oracle.check import TargetOutcome, as_check, check_target, run_cases
 from verify.evidence.oracle.claims import Claimed, claims_of, kind_of, untested
 from verify.evidence.oracle.enumerate import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
 from verify.evidence.oracle.findings import does_not_fit, not_tested, refuted_by_proof, survived, unusable, wrong
-from verify.evidence.oracle.runner import CaseResult, Runner
+from verify.evidence.oracle.runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.shrink import shrink
 from verify.evidence.oracle.subsets import check_subsets
 from verify.evidence.provers import prove_base
@@ -34,7 +34,7 @@ from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import TESTED, Strength, Verdict, merge, weakest
 
-Reproduce = Callable[[str, Case | None], str | None]  # (finding code, the case of it) -> a command line
+Reproduce = Callable[[str, SplitCase | None], str | None]  # (finding code, the case of it) -> a command line
 AUDITED = 3  # sample calls on which the operator itself is looked at
 PROOF_SHARE = 0.2  # of the limit of one operator: processor time for proofs; what is left then is tested only
 
@@ -70,11 +70,11 @@ class Verification:
         options: OpOptions,
         progress: Callable[[str], None] | None = None,
         reproduce: Reproduce | None = None,
-        runner: Runner | None = None,
+        runner: OperatorRunner | None = None,
     ) -> None:
         self.spec = spec
         self.options = options
-        self.runner = runner or Runner(spec, options, progress)
+        self.runner = runner or OperatorRunner(spec, options, progress)
         self.progress = progress
         self.reproduce = reproduce
         self.checks: list[Check] = []
@@ -330,7 +330,7 @@ def verify_record(
     *,
     reproduce: Reproduce | None = None,
     progress: Callable[[str], None] | None = None,
-    runner: Runner | None = None,
+    runner: OperatorRunner | None = None,
     advise: Callable[[Verification], None] = lambda verification: None,
 ) -> Report:
     """Ask the oracle about an operator.

@@ -14,7 +14,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.ir.placement import Split
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.findings import wrong
-from verify.evidence.oracle.runner import CaseResult, Runner
+from verify.evidence.oracle.runner import CaseResult, OperatorRunner
 from verify.operators.suggest.tested import add_derived
 from verify.operators.suggest.widen import repair, widen
 from verify.operators.verification import Reproduce, Verification, verify_record
@@ -27,7 +27,7 @@ def verify_spec(
     options: OpOptions | None = None,
     reproduce: Reproduce | None = None,
     progress: Callable[[str], None] | None = None,
-    runner: Runner | None = None,
+    runner: OperatorRunner | None = None,
 ) -> Report:
     """As `verify_op`, for an operator's record, in this process. The arguments are those of `verify_record`."""
     return verify_record(spec, options, reproduce=reproduce, progress=progress, runner=runner, advise=_advise)

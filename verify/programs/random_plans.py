@@ -35,7 +35,7 @@ from nnscaler.transform.complete_plan import follow_batch, tokens_of
 from nnscaler.transform.plan import PP, AssignStep, Axes, ChunkStep, Plan, RestStep, Step
 from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared, matched_draws
-from verify.programs.reference.eager import Settings, randomise_parameters, run_reference
+from verify.programs.reference.eager import ReferenceSettings, randomise_parameters, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.run import run_and_compare
 from verify.results.finding import Finding
@@ -297,7 +297,7 @@ def random_plans(
     known = signatures(traced.graph)
     sample = flatten_inputs(model, sample_inputs)
     draws, unmatched = matched_draws(model, sample, traced.graph)
-    reference = run_reference(model, sample, steps=2, settings=Settings(draws=draws))
+    reference = run_reference(model, sample, steps=2, settings=ReferenceSettings(draws=draws))
     tokens = tokens_of(traced.graph)
     for seed in seeds:
         mesh = meshes[seed % len(meshes)]

@@ -38,7 +38,7 @@ from verify.programs.plan_report import keep_program, make_report
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.proof import Proof, ProofOptions, combine, prove_program
 from verify.programs.reference.eager import (
-    Settings,
+    ReferenceSettings,
     Trajectory,
     logical_state,
     measure_condition,
@@ -194,7 +194,7 @@ def _not_loadable(prepared: Prepared) -> Failure | None:
 
 
 def _reference(request: PlanRequest, prepared: Prepared) -> tuple[Prepared, Trajectory]:
-    settings = Settings(clip=True, draws=prepared.draws, seed=request.seed)
+    settings = ReferenceSettings(clip=True, draws=prepared.draws, seed=request.seed)
     try:
         reference = run_reference(prepared.model, prepared.sample, steps=request.steps, settings=settings)
     except UnmatchedDraws as error:

@@ -134,7 +134,7 @@ LABELS = "unequal labels"
 
 
 @dataclass(frozen=True)
-class Trial:
+class SingleStep:
     """`scaled`: it differs from the first step of the trajectory in the loss scale alone."""
 
     name: str
@@ -155,7 +155,7 @@ class Trial:
 
 def plan_trials(
     request: PlanRequest, prepared: Prepared, reference: Trajectory
-) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
+) -> tuple[tuple[SingleStep, ...], tuple[str, ...]]:
     """Return the trials, and notes on those that could not be made."""
     if request.depth == "quick" or not request.exact or not prepared.graph.loss:
         return (), ()
@@ -170,16 +170,16 @@ def stages_of(program: OpenedProgram) -> list[type[Stage]]:
     return [stage for file in program.role_files for stage in load_role(program.path / file).STAGES]
 
 
-def _scaled(prepared: Prepared, reference: Trajectory, scale: float) -> Trial:
+def _scaled(prepared: Prepared, reference: Trajectory, scale: float) -> SingleStep:
     settings = replace(reference.settings, clip=False, max_norm=None, loss_scale=scale)
     found = run_reference(
         prepared.model, prepared.sample, steps=1, learning_rate=reference.learning_rate, settings=settings
     )
     name = f"loss scale {scale:g}" if scale >= 1 else f"loss scale 1/{1 / scale:g}"
-    return Trial(name, found, prepared.sample.tensors, scale)
+    return SingleStep(name, found, prepared.sample.tensors, scale)
 
 
-def _labels(prepared: Prepared, reference: Trajectory) -> tuple[Trial | None, str | None]:
+def _labels(prepared: Prepared, reference: Trajectory) -> tuple[SingleStep | None, str | None]:
     labels = find_labels(prepared.graph)
     if labels is None:
         return None, "unequal numbers of labels were not tried: no input is known to be the labels of a cross entropy"
@@ -199,7 +199,7 @@ def _labels(prepared: Prepared, reference: Trajectory) -> tuple[Trial | None, st
     values = [*found.losses, *(g for g in found.gradients[0].values() if g is not None)]
     if not all(is_finite(value) for value in values):
         return None, f"unequal numbers of labels were not tried: the model is not finite on them (`{labels.name}`)"
-    return Trial(LABELS, found, batch), None
+    return SingleStep(LABELS, found, batch), None
 
 
 # Prepare the task that the ranks run, and the comparison that the checks work on.
@@ -209,7 +209,7 @@ def _labels(prepared: Prepared, reference: Trajectory) -> tuple[Trial | None, st
 class Beside:
     """Runs besides the training steps; `notes` names those that could not be made."""
 
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[SingleStep, ...] = ()
     forward_only: bool = False
     checkpoint: bool = False
     notes: tuple[str, ...] = ()

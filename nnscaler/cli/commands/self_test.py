@@ -119,7 +119,7 @@ class _EveryTwoSeconds:
 
 def _plans(options: argparse.Namespace) -> Found:
     from verify.self_test.programs.corpus import NAMES
-    from verify.self_test.programs.run import LEVELS, Wanted, run_table
+    from verify.self_test.programs.run import LEVELS, MutantSelection, run_table
     from verify.self_test.programs.tally import plans_lines, run_plans_self_test, table_lines
 
     if options.each < 1 or options.processes < 1:
@@ -128,7 +128,7 @@ def _plans(options: argparse.Namespace) -> Found:
         table = run_table(options.console.progress)
         return table.good, table_lines(table)
     models = _known(options.model, NAMES, "no mutants are made of")
-    wanted = Wanted(
+    wanted = MutantSelection(
         quick=options.quick or models != NAMES,
         seed=options.seed,
         levels=tuple(level for level in LEVELS if not options.level or level in options.level),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from verify.evidence.options import OpOptions
     from verify.operators.run.job import Job
-    from verify.operators.run.many import JobResult, Settings
+    from verify.operators.run.many import JobResult, PoolSettings
 
 EPILOG = """examples:
   nnscaler verify-op my_ops.py::my_op                 an operator of a file; imports the file
@@ -149,10 +149,10 @@ def run(options: argparse.Namespace) -> int:
     return worst([result.report for result in results])
 
 
-def _settings(options: argparse.Namespace, console: Console) -> Settings:
+def _settings(options: argparse.Namespace, console: Console) -> PoolSettings:
     from verify.operators.run.cache import open_cache
     from verify.operators.run.deep import require_hypothesis, verify_deep
-    from verify.operators.run.many import Settings
+    from verify.operators.run.many import PoolSettings
     from verify.operators.run.run_job import verify_job
 
     if options.profile == "deep":
@@ -160,7 +160,7 @@ def _settings(options: argparse.Namespace, console: Console) -> Settings:
     cache = None if options.no_cache else open_cache("verify_op")
     if cache is not None and cache.problem is not None:
         console.warning(cache.problem)
-    return Settings(
+    return PoolSettings(
         workers=options.jobs,
         cache=cache,
         modules=tuple(options.module),
@@ -168,7 +168,7 @@ def _settings(options: argparse.Namespace, console: Console) -> Settings:
     )
 
 
-def _results(jobs: list[Job], asked: OpOptions, settings: Settings, console: Console) -> list[JobResult]:
+def _results(jobs: list[Job], asked: OpOptions, settings: PoolSettings, console: Console) -> list[JobResult]:
     """Every result; each is told on stderr as it comes."""
     from nnscaler.cli.output.console import ProgressLine
     from verify.operators.run.many import run_many

@@ -19,7 +19,14 @@ from nnscaler.ir.graph import Graph
 from nnscaler.planning.configurations import uneven_ramps
 from nnscaler.planning.planner.lean_tables import Kept, Numbers, lean, of_conversions, often_counted, seconds_of
 from nnscaler.planning.sharding.tables import Tables, when_backward_ends
-from nnscaler.planning.solver.eliminate import Elimination, Factor, Order, find_order, run_elimination, substitute
+from nnscaler.planning.solver.eliminate import (
+    Elimination,
+    EliminationOrder,
+    Factor,
+    find_order,
+    run_elimination,
+    substitute,
+)
 from nnscaler.planning.solver.problem import TooWide
 from nnscaler.scheduling.schedule import Ramp
 
@@ -28,7 +35,7 @@ PRICES = 320  # at which a piece may be eliminated at once
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChainSegment:
     """Part of a chain, as indices into the tables.
 
     nodes    whose costs the piece counts
@@ -63,12 +70,12 @@ class Chain:
 
     tables: Tables
     kept: Kept
-    head: Piece
-    layer: Piece
-    tail: Piece
+    head: ChainSegment
+    layer: ChainSegment
+    tail: ChainSegment
     hubs: tuple[int, ...]
     entry: tuple[int, ...]
-    orders: tuple[Order, ...]
+    orders: tuple[EliminationOrder, ...]
     _least: dict[Ramp, tuple[float, ...]] = field(default_factory=dict)
 
     def least(self, form: Ramp) -> tuple[float, ...]:
@@ -134,7 +141,7 @@ class Priced:
     entry         as in `Chain`, for the head; empty for other pieces
     """
 
-    piece: Piece
+    piece: ChainSegment
     elimination: Elimination
     table: Numbers
     sizes: tuple[int, ...]
@@ -159,7 +166,7 @@ class Priced:
         return found
 
 
-def price(chain: Chain, piece: Piece, nodes: Mapping[int, Numbers], often: Numbers | None = None) -> Priced:
+def price(chain: Chain, piece: ChainSegment, nodes: Mapping[int, Numbers], often: Numbers | None = None) -> Priced:
     """Eliminate a piece whose nodes cost `nodes` [choices, prices], with no more than `PRICES` prices.
 
     `often` is how often conversions count at each price; None: once.
@@ -189,7 +196,7 @@ def price(chain: Chain, piece: Piece, nodes: Mapping[int, Numbers], often: Numbe
     return Priced(piece, elimination, states, sizes, chain.entry)
 
 
-def _order(tables: Tables, piece: Piece) -> Order:
+def _order(tables: Tables, piece: ChainSegment) -> EliminationOrder:
     """Return the order in which a piece is eliminated at `PRICES` prices. Raises TooWide."""
     sizes = tuple(len(columns.forward) for columns in tables.columns)
     number = len(sizes)
@@ -308,7 +315,7 @@ def _look(tables: Tables, node: int) -> Sequence[object]:
 
 def _piece(
     tables: Tables, nodes: Sequence[int], before: tuple[int, ...], after: tuple[int, ...], hubs: tuple[int, ...]
-) -> Piece | None:
+) -> ChainSegment | None:
     """Return the piece with these nodes and all edges at them; None where it touches a node that it should not."""
     own, known = set(nodes), {*nodes, *before, *hubs}
     edges = []
@@ -322,4 +329,6 @@ def _piece(
                     return None
     read = {end for i in edges for end in tables.edges[i][:2]}
     inside = frozenset(n for n in nodes if tables.groups[n] >= 0)
-    return Piece(tuple(nodes), tuple(edges), inside, before, after, tuple(h for h in hubs if h in read or h in own))
+    return ChainSegment(
+        tuple(nodes), tuple(edges), inside, before, after, tuple(h for h in hubs if h in read or h in own)
+    )

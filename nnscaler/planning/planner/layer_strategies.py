@@ -13,7 +13,7 @@ import numpy as np
 
 from nnscaler.planning.planner.bounds.lagrangian import Prices
 from nnscaler.planning.planner.bounds.pipeline import Layered
-from nnscaler.planning.planner.layer_chain import Piece, Priced
+from nnscaler.planning.planner.layer_chain import ChainSegment, Priced
 from nnscaler.planning.sharding.build_problem import once_at
 
 CHANGES = 7  # between ways, that are made in all combinations
@@ -94,7 +94,9 @@ def efficient(ways: Sequence[Way]) -> list[Way]:
     return answer
 
 
-def crossings(layered: Layered, piece: Piece, ways: Sequence[Way], hubs: Mapping[int, int], ends: Ends) -> list[Way]:
+def crossings(
+    layered: Layered, piece: ChainSegment, ways: Sequence[Way], hubs: Mapping[int, int], ends: Ends
+) -> list[Way]:
     """Return combinations of these ways: the fastest one with some of the changes that lead to another.
 
     Nodes that change together and share an edge are one change. Changes that touch each other are not made together,
@@ -134,7 +136,7 @@ def _apart(sizes: Sequence[int], nodes: Sequence[int], joint: int) -> list[int]:
 
 
 def way_of(
-    layered: Layered, piece: Piece, made: Mapping[int, int], hubs: Mapping[int, int], ends: Ends, again: bool
+    layered: Layered, piece: ChainSegment, made: Mapping[int, int], hubs: Mapping[int, int], ends: Ends, again: bool
 ) -> Way:
     """Return the way that makes these choices between these states, with its seconds and bytes from the tables."""
     seconds = last = resting = outside = kept = handed = given = 0.0

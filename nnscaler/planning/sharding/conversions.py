@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.ir.conversion import ROWS, Move, find_path, move_cost
+from nnscaler.ir.conversion import ROWS, ConversionStep, find_path, move_cost
 from nnscaler.ir.graph import LogicalTensor, element_bytes
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, State, explain_illegal, full_along, local_shape
 from nnscaler.planning.cost.model import Collective, CostModel
@@ -168,7 +168,7 @@ def hops_between(before: State, after: State, parts: int, shape: tuple[int, ...]
     def row(a: State, b: State) -> tuple[str | None, str | None] | None:
         if (type(a), type(b)) not in ROWS:
             return None
-        move = Move(0, (a,), (b,))
+        move = ConversionStep(0, (a,), (b,))
         return (
             None
             if move_cost(move, (parts,), shape, needs_grad, False) == inf

@@ -33,7 +33,7 @@ _MANY = 2**20  # elements of a shard, of which a fraction of a byte is no part
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class PlacementCollective:
     """A collective over dp that the runtime makes beside the lines of a program, for many parameters in one bucket.
 
     kind       of the collective
@@ -75,7 +75,7 @@ class ParameterPlacement:
     sharded: frozenset[str]
     forward: Collective | None
     backward: Collective | None
-    moves: tuple[Move, ...]
+    moves: tuple[PlacementCollective, ...]
     steps: tuple[Step, ...]
 
     @property
@@ -149,9 +149,9 @@ class ParameterPlacement:
         return whole * element_bytes(gradient_dtype(tensor.dtype)) if self.arrives and tensor.needs_grad else 0
 
 
-_GATHER, _SCATTER = Move("all_gather", False), Move("reduce_scatter", True)
+_GATHER, _SCATTER = PlacementCollective("all_gather", False), PlacementCollective("reduce_scatter", True)
 
-WHOLE = ParameterPlacement(0, frozenset(), None, None, (Move("all_reduce", True),), ())
+WHOLE = ParameterPlacement(0, frozenset(), None, None, (PlacementCollective("all_reduce", True),), ())
 ZERO_1 = ParameterPlacement(1, frozenset(("optimizer",)), None, None, (_GATHER, _SCATTER), (RestStep(("*",), zero=1),))
 ZERO_2 = ParameterPlacement(
     2,

@@ -27,7 +27,7 @@ STEP = 20_000  # what one elimination costs apart from its entries, in entries
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EliminationOrder:
     """An elimination order.
 
     variables   to eliminate, first to last
@@ -46,7 +46,7 @@ def find_order(
     sizes: Sequence[int],
     keep: Sequence[int] = (),
     cap: int | None = None,
-) -> Order:
+) -> EliminationOrder:
     """Return an order that eliminates `variables` but those to `keep`.
 
     `scopes` are the variables of each factor, and `sizes[v]` is the number of values of variable v. Raises `TooWide`
@@ -84,7 +84,7 @@ def find_order(
         for other in sorted(near.pop(variable)):
             if other not in kept:
                 heapq.heappush(heap, (table[other], other))
-    return Order(tuple(order), tuple(keep), work)
+    return EliminationOrder(tuple(order), tuple(keep), work)
 
 
 def _connect(near: dict[int, set[int]], table: dict[int, float], weights: dict[int, float], gone: int) -> None:
@@ -150,7 +150,7 @@ class Elimination:
         return total
 
 
-def run_elimination(factors: Sequence[Factor], order: Order, sizes: Sequence[int]) -> Elimination:
+def run_elimination(factors: Sequence[Factor], order: EliminationOrder, sizes: Sequence[int]) -> Elimination:
     """Eliminate the variables of `order` from `factors`, which name no other variables than those and the kept ones.
 
     Variables with one value name no axis: a table of hundreds of them has few entries, and more axes than numpy has.

@@ -16,15 +16,15 @@ from nnscaler.planning.solver.eliminate import (
     CAP,
     STEP,
     Elimination,
+    EliminationOrder,
     Factor,
-    Order,
     exact_solution,
     find_order,
     run_elimination,
     substitute,
 )
 from nnscaler.planning.solver.problem import ChoiceProblem, Solution, Table, TooWide
-from nnscaler.planning.solver.runs import Run, find_runs
+from nnscaler.planning.solver.runs import EqualSegments, find_runs
 
 # Powers of a table in the (min, +) semiring by repeated squaring, and the states along the best path.
 # The n-th power of the table of one segment is the table of n segments in a row: the entry of two states is the
@@ -115,8 +115,8 @@ class _Fold:
     work    table entries
     """
 
-    run: Run
-    order: Order
+    run: EqualSegments
+    order: EliminationOrder
     edges: tuple[int, ...]
     work: float
 
@@ -139,7 +139,7 @@ class Structure:
     folds: tuple[_Fold, ...]
     nodes: tuple[int, ...]
     edges: tuple[int, ...]
-    order: Order
+    order: EliminationOrder
 
     @property
     def work(self) -> float:
@@ -295,24 +295,26 @@ def _touching(problem: ChoiceProblem) -> list[list[int]]:
     return touching
 
 
-def _extent(run: Run, sizes: Sequence[int]) -> tuple[int, int]:
+def _extent(run: EqualSegments, sizes: Sequence[int]) -> tuple[int, int]:
     """Return how many joint choices the hubs and the cut have."""
     return prod(sizes[node] for node in run.hubs), prod(sizes[node] for node in run.cut_of(0))
 
 
-def _segment_edges(problem: ChoiceProblem, touching: Sequence[Sequence[int]], run: Run, number: int) -> list[int]:
+def _segment_edges(
+    problem: ChoiceProblem, touching: Sequence[Sequence[int]], run: EqualSegments, number: int
+) -> list[int]:
     """Return the edges of a segment inside of it, to the segment before, and to the hubs."""
     allowed = set(run.segments[number]) | set(run.segments[number - 1]) | set(run.hubs)
     found = {index for node in run.segments[number] for index in touching[node]}
     return sorted(i for i in found if problem.edges[i].first in allowed and problem.edges[i].second in allowed)
 
 
-def _counted(problem: ChoiceProblem, touching: Sequence[Sequence[int]], run: Run) -> list[int]:
+def _counted(problem: ChoiceProblem, touching: Sequence[Sequence[int]], run: EqualSegments) -> list[int]:
     """Return the edges that the table of the run counts."""
     return [i for number in range(1, len(run.segments)) for i in _segment_edges(problem, touching, run, number)]
 
 
-def _worth(problem: ChoiceProblem, touching: Sequence[Sequence[int]], run: Run) -> _Fold | None:
+def _worth(problem: ChoiceProblem, touching: Sequence[Sequence[int]], run: EqualSegments) -> _Fold | None:
     """Return how to fold the run, or None where plain elimination of all segments costs less, or the tables are too
     wide."""
     sizes = problem.sizes

@@ -16,7 +16,7 @@ PERIODS = range(1, 9)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EqualSegments:
     """Equal segments of a problem.
 
     segments   node indices of each, in the order of composition; the first stays as it is, all others are folded
@@ -33,7 +33,7 @@ class Run:
         return tuple(self.segments[segment][position] for position in self.cut)
 
 
-def find_runs(problem: ChoiceProblem, apart: Sequence[int] = ()) -> tuple[Run, ...]:
+def find_runs(problem: ChoiceProblem, apart: Sequence[int] = ()) -> tuple[EqualSegments, ...]:
     """Return the runs of at least three equal segments, first to last. Layers with a node of `apart` are in none."""
     layers = _layers(problem)
     if len(layers) < 3:
@@ -43,7 +43,7 @@ def find_runs(problem: ChoiceProblem, apart: Sequence[int] = ()) -> tuple[Run, .
         if 0 <= problem.nodes[node].group < len(layers):
             own[problem.nodes[node].group] = ("apart", node)
     near = _neighbours(problem)
-    runs: list[Run] = []
+    runs: list[EqualSegments] = []
     start = 0
     while start < len(layers) - 2:
         period, count = _longest(own, link, start)
@@ -154,7 +154,7 @@ def _run(
     start: int,
     period: int,
     count: int,
-) -> Run | None:
+) -> EqualSegments | None:
     """Return the run, composed in the direction with the smaller cut; None where its end touches others by more than
     that."""
     segments = tuple(
@@ -166,7 +166,7 @@ def _run(
     if hubs & inside:
         return None
     sizes = problem.sizes
-    candidates: list[tuple[int, int, Run]] = []
+    candidates: list[tuple[int, int, EqualSegments]] = []
     for ordered in (segments, segments[::-1]):
         after = set(ordered[2])
         cut = tuple(place for place, node in enumerate(ordered[1]) if near[node] & after)
@@ -174,5 +174,5 @@ def _run(
         ends = {place for place, node in enumerate(ordered[-1]) if near[node] - allowed}
         if ends <= set(cut):
             width = prod(sizes[ordered[1][place]] for place in cut)
-            candidates.append((width, len(candidates), Run(ordered, cut, tuple(sorted(hubs)))))
+            candidates.append((width, len(candidates), EqualSegments(ordered, cut, tuple(sorted(hubs)))))
     return min(candidates)[2] if candidates else None

@@ -46,7 +46,7 @@ class Flights:
         self._rank = rank
         self._random = None if timings is None else random.Random(f"{timings} {rank}")
         self._flying: list[_Flight] = []
-        self._watch = None if timings is None else _Watch(self)
+        self._watch = None if timings is None else _TensorWatch(self)
 
     def watching(self) -> AbstractContextManager[object]:
         self._flying.clear()
@@ -152,7 +152,7 @@ def _range(tensor: Tensor) -> tuple[int, int]:
     return start, start + size * tensor.element_size()
 
 
-class _Watch(TorchDispatchMode):
+class _TensorWatch(TorchDispatchMode):
     """Checks the tensors of every operation of a rank."""
 
     def __init__(self, flights: Flights) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator, add_in_order, reduce_in_order
 from nnscaler.runtime.communication.exchanges import OneRoundCollective, gathering, post, summing
-from nnscaler.runtime.communication.lanes import Lane, Work
+from nnscaler.runtime.communication.lanes import Lane, LaneTask
 
 _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one round of messages instead of two
 
@@ -105,7 +105,7 @@ class GlooCommunicator(TorchCommunicator):
         if any(tensor.device.type != "cpu" for tensor in (*given, *into)):
             return super()._begin(call, given, into)
         if call.kind == "all_reduce":  # of two rounds: the second one begins while the rank computes
-            begun: Work | OneRoundCollective = self._lane(call).run(lambda: self._sum_in_place(call, into[0]))
+            begun: LaneTask | OneRoundCollective = self._lane(call).run(lambda: self._sum_in_place(call, into[0]))
         else:
             gathers = call.kind == "all_gather"
             begun = gathering(call, given[0], into, self.rank) if gathers else summing(call, given, into[0], self.rank)

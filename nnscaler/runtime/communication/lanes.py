@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 
-class Work:
+class LaneTask:
     """A function that a lane runs."""
 
     __slots__ = ("_done", "_error", "_function")
@@ -42,12 +42,12 @@ class Lane:
     """Runs functions one after another, in a thread that ends with the process."""
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._queue: SimpleQueue[LaneTask | None] = SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
-    def run(self, function: Callable[[], None]) -> Work:
+    def run(self, function: Callable[[], None]) -> LaneTask:
         """Run the function after those before it."""
-        work = Work(function)
+        work = LaneTask(function)
         self._queue.put(work)
         return work
 

@@ -45,7 +45,7 @@ class Read:
 
 
 @dataclass(slots=True)
-class _Whole:
+class _GatherInFlight:
     """A whole that is under way. `made`: puts it together when all parts are there."""
 
     read: Read
@@ -55,7 +55,7 @@ class _Whole:
 
 
 @dataclass(slots=True)
-class _Part:
+class _GradientInFlight:
     """A gradient that is under way, or waits for others to begin with it.
 
     part      of its sum that is this rank's
@@ -83,8 +83,8 @@ class ParameterReads:
     _order: list[Read] | None = None  # of the pass that runs, if it is known
     _seen: list[Read] = field(default_factory=list)
     _begun: int = 0  # reads of the order that were begun
-    _ahead: deque[_Whole] = field(default_factory=deque)
-    _going_back: deque[_Part] = field(default_factory=deque)
+    _ahead: deque[_GatherInFlight] = field(default_factory=deque)
+    _going_back: deque[_GradientInFlight] = field(default_factory=deque)
     _totals: dict[Parameter, Tensor] = field(default_factory=dict)
 
     def know(self, parameters: Iterable[Parameter]) -> None:
@@ -122,7 +122,7 @@ class ParameterReads:
         """Begin to sum the gradient of a whole over the ranks that read it, with small ones that come after it.
         `settle` adds this rank's part."""
         part = torch.empty_like(read.parameter, memory_format=torch.contiguous_format)
-        self._going_back.append(_Part(read, part, gradient, gradient.nbytes))
+        self._going_back.append(_GradientInFlight(read, part, gradient, gradient.nbytes))
         if sum(p.nbytes for p in self._going_back if p.pending is None) >= AHEAD_BYTES // PARTS:
             self._begin_back()
         while len(self._going_back) > 1 and sum(p.nbytes for p in self._going_back) > AHEAD_BYTES:
@@ -180,7 +180,7 @@ class ParameterReads:
         while self._ahead:
             self._ahead.popleft().pending.wait()
 
-    def _begin(self, read: Read) -> _Whole:
+    def _begin(self, read: Read) -> _GatherInFlight:
         own, cut, count = read.parameter.detach(), read.cut, len(read.ranks)
         shapes = [cut.shape_at(own.shape, i) for i in range(count)]
         if cut.outer == 1 and not cut.sections:
@@ -192,4 +192,4 @@ class ParameterReads:
             made = lambda: cut.join(parts)  # noqa: E731
         with self.communicator.at(read.place):
             pending = self.communicator.start_all_gather(own, parts, read.ranks, shapes if cut.sizes else None)
-        return _Whole(read, pending, made, sum(part.nbytes for part in parts))
+        return _GatherInFlight(read, pending, made, sum(part.nbytes for part in parts))

@@ -37,7 +37,7 @@ class Simulator:
         links are fast or slow at random; every use of memory under way is then an error. None: it reads at once, and
         writes when it is waited for."""
         self.world_size = world_size
-        self._exchange = _Exchange(world_size)
+        self._exchange = _SharedState(world_size)
         self.communicators = [SimulatedCommunicator(rank, self._exchange, timings) for rank in range(world_size)]
 
     def run(self, function: Callable[[SimulatedCommunicator], T]) -> list[T]:
@@ -95,7 +95,7 @@ class _Meeting:
         self.results: dict[int, list[Tensor]] | None = None
 
 
-class _Exchange:
+class _SharedState:
     """State that the ranks share. Every attribute is guarded by `lock`."""
 
     def __init__(self, world_size: int) -> None:
@@ -300,7 +300,7 @@ def _answer(call: CommunicationCall, given: dict[int, Contribution]) -> dict[int
 class SimulatedCommunicator(CommunicatorBase):
     """One rank of a `Simulator`."""
 
-    def __init__(self, rank: int, exchange: _Exchange, timings: int | None) -> None:
+    def __init__(self, rank: int, exchange: _SharedState, timings: int | None) -> None:
         super().__init__(rank, exchange.world_size)
         self._exchange = exchange
         self._flights = Flights(rank, timings)

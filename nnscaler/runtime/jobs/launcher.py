@@ -171,14 +171,14 @@ def launch(
         logs = folder if log_dir is None else Path(log_dir).resolve()
         logs.mkdir(parents=True, exist_ok=True)
         used.wait_until_ready()
-        watch = _Watch(used, job, [logs / f"rank_{rank}.log" for rank in range(world_size)])
+        watch = _JobWatch(used, job, [logs / f"rank_{rank}.log" for rank in range(world_size)])
         outcome = watch.run(timeout, min(20.0, timeout / 2) if stall is None else stall)
     if log_dir is None:
         outcome = replace(outcome, ranks=tuple(replace(r, log=None) for r in outcome.ranks))
     return outcome
 
 
-class _Watch:
+class _JobWatch:
     """Follows one job from its start to the end of its last process."""
 
     def __init__(self, server: ForkServer, job: JobDirectory, logs: Sequence[Path]) -> None:

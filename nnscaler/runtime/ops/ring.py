@@ -160,7 +160,7 @@ class RingAttention(torch.autograd.Function):
         top = wide(query).new_full((*batch, ring.rows, 1), NEVER)
         total = torch.zeros_like(top)
         result = top.new_zeros((*batch, ring.rows, value.shape[-1]))
-        here = Block(key, value, mask if ring.mask_of_keys else None)
+        here = KeyValueBlock(key, value, mask if ring.mask_of_keys else None)
         for step in ring.steps():
             of_block = here.mask if ring.mask_of_keys else ring.mask_at(mask, step)
             for rows, columns, hidden in ring.pairs(step, query.device):
@@ -185,16 +185,16 @@ class RingAttention(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class KeyValueBlock:
     """The block at hand: keys, values, and a mask of keys."""
 
     key: Tensor
     value: Tensor
     mask: Tensor | None
 
-    def rotated(self, ring: Ring, step: int) -> Block:
+    def rotated(self, ring: Ring, step: int) -> KeyValueBlock:
         mask = None if self.mask is None else ring.rotated(self.mask, step, -1)
-        return Block(ring.rotated(self.key, step, -2), ring.rotated(self.value, step, -2), mask)
+        return KeyValueBlock(ring.rotated(self.key, step, -2), ring.rotated(self.value, step, -2), mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _backward(
     inner = (gradient * wide(result)).sum(-1, keepdim=True)
     to_query = torch.zeros_like(wide(query))
     around = mask if ring.mask_of_keys else None
-    here = Block(key, value, around)
+    here = KeyValueBlock(key, value, around)
     to_mask = MaskGradient(ring, mask if wanted[3] else None)
     to_key, to_value = (
         torch.zeros_like(wide(t)) if asked else None for t, asked in zip((key, value), wanted[1:3], strict=True)

@@ -23,7 +23,7 @@ from nnscaler.tracing.export.locations import location_of_trace, module_of
 from nnscaler.tracing.export.loss_module import PREFIX, Results
 from nnscaler.tracing.rewrite import (
     RawGraph,
-    Ref,
+    TensorName,
     dtype_name,
     iterate_references,
     make_operation,
@@ -66,15 +66,15 @@ def import_program(
     result = importer.walk(program.graph_module, arguments, Region())
     named = dict(zip(results.tensors, result, strict=True))
     loss = None if results.loss is None else named.pop(LOSS)
-    if results.loss is not None and not isinstance(loss, Ref):
+    if results.loss is not None and not isinstance(loss, TensorName):
         raise NnscalerError("no_loss", "the loss does not depend on any tensor")
-    outputs = tuple((name, value.name) for name, value in named.items() if isinstance(value, Ref))
+    outputs = tuple((name, value.name) for name, value in named.items() if isinstance(value, TensorName))
     assert len(outputs) == len(named), named
     graph = Graph(
         importer.name,
         importer.tensors,
         tuple(importer.operations),
-        loss.name if isinstance(loss, Ref) else "",
+        loss.name if isinstance(loss, TensorName) else "",
         outputs=outputs,
         structure=results.rest.structure,
     )
@@ -115,7 +115,9 @@ class _Importer:
             elif spec.kind == InputKind.CONSTANT_TENSOR:
                 name = self._define_constant(program.constants[str(spec.target)])
                 if all(str(user.target) == _COPY for user in node.users):
-                    values.append(Ref(name))  # export gives the copy the memory of the constant, which nobody writes
+                    values.append(
+                        TensorName(name)
+                    )  # export gives the copy the memory of the constant, which nobody writes
                     continue
             elif spec.kind == InputKind.USER_INPUT:
                 name = next(names)
@@ -125,7 +127,7 @@ class _Importer:
             value = node.meta.get("val")
             if isinstance(value, Tensor):
                 self.storages[name] = storage_of(value)
-            values.append(Ref(name))
+            values.append(TensorName(name))
         for name, value in inputs:
             shape, dtype = _shape(value, None), dtype_name(value.dtype)
             self.tensors[name] = LogicalTensor(name, shape, dtype, "input", fqns=(name,))
@@ -174,7 +176,7 @@ class _Importer:
     # ---- nodes ----
 
     def walk(self, module: fx.GraphModule, arguments: Sequence[Any], region: Region) -> Any:
-        """Import the nodes of a (sub)graph called with `arguments`; gives its result, tensors as `Ref`s."""
+        """Import the nodes of a (sub)graph called with `arguments`; gives its result, tensors as `TensorName`s."""
         values: dict[fx.Node, Any] = {}
         remaining = iter(arguments)
         for node in module.graph.nodes:
@@ -192,7 +194,7 @@ class _Importer:
         value: Any = module
         for part in target.split("."):
             value = getattr(value, part)
-        return Ref(self._define_constant(value)) if isinstance(value, Tensor) else value
+        return TensorName(self._define_constant(value)) if isinstance(value, Tensor) else value
 
     def _call(self, node: fx.Node, values: dict[fx.Node, Any], region: Region) -> Any:
         target: Any = node.target
@@ -249,13 +251,13 @@ class _Importer:
         result: Any = None
         if isinstance(value, Tensor):
             outputs = (self._define(chosen, value, where),)
-            result = Ref(chosen)
+            result = TensorName(chosen)
         elif isinstance(value, list | tuple):
             outputs = tuple(
                 self._define(self._fresh(f"{chosen}_{_letters(i)}"), v, where) if isinstance(v, Tensor) else None
                 for i, v in enumerate(value)
             )
-            result = tuple(None if o is None else Ref(o) for o in outputs)
+            result = tuple(None if o is None else TensorName(o) for o in outputs)
         elif not name.startswith(_MARK):
             return _FromData(name, where)
         path, kind = module_of(node.meta, PREFIX)
@@ -318,7 +320,7 @@ def _shape(value: Tensor, where: SourceLocation | None) -> tuple[int, ...]:
 
 
 def _plain(value: Any, values: Mapping[fx.Node, Any]) -> Any:
-    """Turn an fx argument into `Ref`s for nodes, `DType`s, and None for what says where or how memory lies."""
+    """Turn an fx argument into `TensorName`s for nodes, `DType`s, and None for what says where or how memory lies."""
     if isinstance(value, fx.Node):
         return values[value]
     if isinstance(value, list | tuple):

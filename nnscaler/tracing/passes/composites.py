@@ -9,7 +9,7 @@ from op_registry.call import DType
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
-from nnscaler.tracing.rewrite import Builder, RawGraph, Ref, infer
+from nnscaler.tracing.rewrite import Builder, RawGraph, TensorName, infer
 
 RUNNING_STATISTIC = "nnscaler.running_statistic"
 
@@ -57,11 +57,11 @@ def _emit(operation: Operation, builder: Builder, storages: dict[str, int]) -> N
         shape: tuple[int, ...],
         dtype: str,
         region: Region | None = None,
-    ) -> Ref:
+    ) -> TensorName:
         made = LogicalTensor(builder.fresh(f"{output.name}_{part}"), shape, dtype)
         storages[made.name] = -len(storages) - 1  # memory of its own
         builder.emit(operator, args, outputs=(made,), like=operation, region=region)
-        return Ref(made.name)
+        return TensorName(made.name)
 
     mean = emit("batch_mean", "nnscaler.batch_mean", (x,), channels, wide)
     variance = emit("batch_var", "nnscaler.batch_variance", (x, mean), (2, *channels), wide)
@@ -133,19 +133,19 @@ class _Lowering:
         dropped = LogicalTensor(builder.fresh(f"{operation.name}_dropout"), tensor.shape, tensor.dtype)
         builder.emit("nnscaler.dropout", (weights, given["dropout_p"]), outputs=(dropped,), like=operation)
         output = builder.source.tensors[operation.outputs[0] or ""]
-        args = (Ref(dropped.name), value)
+        args = (TensorName(dropped.name), value)
         builder.emit("aten.matmul.default", args, outputs=(output,), like=operation, name=operation.name)
 
-    def _shape(self, ref: Ref) -> tuple[int, ...]:
+    def _shape(self, ref: TensorName) -> tuple[int, ...]:
         return self.builder.tensor(ref.name).shape
 
-    def _emit(self, part: str, operator: str, *args: Any, **kwargs: Any) -> Ref:
+    def _emit(self, part: str, operator: str, *args: Any, **kwargs: Any) -> TensorName:
         ((shape, dtype),) = infer(operator, args, kwargs, self.builder.tensor)  # type: ignore[misc]
         made = LogicalTensor(self.builder.fresh(f"{self.operation.name}_{part}"), shape, dtype)
         self.builder.emit(operator, args, kwargs, outputs=(made,), like=self.operation)
-        return Ref(made.name)
+        return TensorName(made.name)
 
-    def _repeat(self, x: Ref, heads: int | None) -> Ref:
+    def _repeat(self, x: TensorName, heads: int | None) -> TensorName:
         """Return each head of keys or values as often as query heads share it."""
         *outer, own, length, size = self._shape(x)
         if heads is None or own == heads:
@@ -154,7 +154,7 @@ class _Lowering:
         x = self._emit("heads", "aten.expand.default", x, (*outer, own, heads // own, length, size))
         return self._emit("heads", "aten.reshape.default", x, (*outer, heads, length, size))
 
-    def _masked(self, scores: Ref, mask: Ref | None, causal: bool) -> Ref:
+    def _masked(self, scores: TensorName, mask: TensorName | None, causal: bool) -> TensorName:
         if causal:
             rows, columns = self._shape(scores)[-2:]
             full = self._emit("ones", "aten.ones.default", (rows, columns), dtype=DType("bool"))
@@ -230,9 +230,9 @@ def _bag_length(offsets: Operation | None, entries: int) -> int:
     return step if same and entries % step == 0 else 0
 
 
-def _table(operation: Operation, builder: Builder, flat: Ref, length: int) -> Ref:
+def _table(operation: Operation, builder: Builder, flat: TensorName, length: int) -> TensorName:
     source = builder.tensor(flat.name)
     shape = (source.elements // length, length)
     made = LogicalTensor(builder.fresh(f"{flat.name}_table"), shape, source.dtype)
     builder.emit("aten.reshape.default", (flat, shape), outputs=(made,), like=operation)
-    return Ref(made.name)
+    return TensorName(made.name)

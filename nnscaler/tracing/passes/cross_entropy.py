@@ -15,7 +15,7 @@ from typing import Any
 from op_registry.call import DType
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
-from nnscaler.tracing.rewrite import Builder, Ref, is_floating
+from nnscaler.tracing.rewrite import Builder, TensorName, is_floating
 
 _MEAN, _SUM = 1, 2
 
@@ -61,12 +61,12 @@ def _emit_division(operation: Operation, builder: Builder, given: Mapping[str, A
     """The operator's sum over rows, divided by what its mean counts."""
     assert operation.outputs[0] is not None
     result = builder.source.tensors[operation.outputs[0]]
-    weight, ignore, targets = given["weight"], given["ignore_index"], Ref(labels.name)
+    weight, ignore, targets = given["weight"], given["ignore_index"], TensorName(labels.name)
 
-    def emit(name: str, operator: str, args: tuple[Any, ...], like: LogicalTensor) -> Ref:
+    def emit(name: str, operator: str, args: tuple[Any, ...], like: LogicalTensor) -> TensorName:
         made = LogicalTensor(builder.fresh(f"{operation.name}_{name}"), like.shape, like.dtype)
         builder.emit(operator, args, outputs=(made,), like=operation)
-        return Ref(made.name)
+        return TensorName(made.name)
 
     smoothing = (given["label_smoothing"],) if operation.operator == _CROSS_ENTROPY else ()
     summed = emit("sum", operation.operator, (given["logits"], targets, weight, _SUM, ignore, *smoothing), result)
@@ -90,7 +90,7 @@ def _as_rows(
 
     def emit(name: str, operator: str, of: LogicalTensor, to: tuple[int, ...], shape: tuple[int, ...]) -> LogicalTensor:
         made = LogicalTensor(builder.fresh(f"{operation.name}_{name}"), shape, of.dtype)
-        builder.emit(operator, (Ref(of.name), to), outputs=(made,), like=operation)
+        builder.emit(operator, (TensorName(of.name), to), outputs=(made,), like=operation)
         return made
 
     turned = emit("turned", "aten.permute.default", logits, last, (*labels.shape, classes))
@@ -113,12 +113,12 @@ def _emit(
         shape: tuple[int, ...],
         dtype: str,
         region: Region | None = None,
-    ) -> Ref:
+    ) -> TensorName:
         made = LogicalTensor(builder.fresh(f"{operation.name}_{name}"), shape, dtype)
         builder.emit(operator, args, outputs=(made,), like=operation, region=region)
-        return Ref(made.name)
+        return TensorName(made.name)
 
-    scores, targets = Ref(logits.name), Ref(labels.name)
+    scores, targets = TensorName(logits.name), TensorName(labels.name)
     wide = "float32" if logits.dtype in ("float16", "bfloat16") else logits.dtype
     off = replace(operation.region, grad_enabled=False)
     peak = emit("max", "nnscaler.ce_max", (scores,), rows, wide, off)

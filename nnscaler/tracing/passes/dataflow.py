@@ -7,7 +7,7 @@ from dataclasses import replace
 from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.tracing.rewrite import Builder, Ref, is_floating, make_operation
+from nnscaler.tracing.rewrite import Builder, TensorName, is_floating, make_operation
 
 
 def needing_grad(graph: Graph) -> frozenset[str]:
@@ -65,7 +65,7 @@ def own_results(graph: Graph) -> Graph:
         if tensor.role != "activation" and source not in copies:
             copies[source] = builder.fresh(name)
             made = replace(tensor, name=copies[source], role="activation", needs_grad=False, fqns=())
-            operation = make_operation(made.name, "aten.clone.default", (Ref(source),), outputs=(made.name,))
+            operation = make_operation(made.name, "aten.clone.default", (TensorName(source),), outputs=(made.name,))
             builder.operations.append(operation)
             builder.tensors[made.name] = made
     if not copies:

@@ -23,7 +23,7 @@ from nnscaler.tracing.passes.composites import RUNNING_STATISTIC, statistic_writ
 from nnscaler.tracing.rewrite import (
     Builder,
     RawGraph,
-    Ref,
+    TensorName,
     infer,
     iterate_references,
     map_references,
@@ -56,13 +56,13 @@ def write_through(view: Operation, output: int, base: LogicalTensor, value: Logi
     if same and base.shape == value.shape and base.dtype == value.dtype:
         return value.name
     if moves in ("reshape", "unit dims"):
-        return emit("aten.reshape.default", (Ref(value.name), base.shape), base)
+        return emit("aten.reshape.default", (TensorName(value.name), base.shape), base)
     if moves == "transpose":
-        return emit(kind, (Ref(value.name), *args[1:]), base)
+        return emit(kind, (TensorName(value.name), *args[1:]), base)
     if kind == "aten.permute.default":
         dims = [d % len(args[1]) for d in args[1]]
         inverse = tuple(dims.index(d) for d in range(len(dims)))
-        return emit(kind, (Ref(value.name), inverse), base)
+        return emit(kind, (TensorName(value.name), inverse), base)
     scattered = _scatter(kind, args, kwargs, output, base, value, emit)
     if scattered is not None:
         return scattered
@@ -88,7 +88,7 @@ def _scatter(
     def get(position: int, name: str, default: Any) -> Any:
         return args[position] if position < len(args) else kwargs.get(name, default)
 
-    old, new = Ref(base.name), Ref(value.name)
+    old, new = TensorName(base.name), TensorName(value.name)
 
     def slice_scatter(dim: int, start: int, stop: int, step: int = 1) -> str:
         return emit("aten.slice_scatter.default", (old, new, dim, start, stop, step), base)
@@ -148,7 +148,7 @@ def functional_form(
     if packet == "zero_":
         return [("aten.zeros_like.default", (args[0],), {})]
     if packet == "fill_":
-        if isinstance(args[1], Ref):
+        if isinstance(args[1], TensorName):
             return _fit(args[1], target, tensors)
         return [("aten.full_like.default", (args[0], args[1]), {})]
     operator = _without_underscore(operation)
@@ -160,7 +160,7 @@ def functional_form(
     return steps
 
 
-def _fit(source: Ref, target: LogicalTensor, tensors: Callable[[str], LogicalTensor]) -> list[Step]:
+def _fit(source: TensorName, target: LogicalTensor, tensors: Callable[[str], LogicalTensor]) -> list[Step]:
     """`source` as a value of the target's dtype and shape."""
     have = tensors(source.name)
     steps: list[Step] = [("aten.alias.default", (source,), {})]
@@ -277,8 +277,8 @@ class _Values:
                 outputs.append(replace(source[name], name=present[name]))
         args, kwargs = references(operation)
 
-        def current(ref: Ref) -> Ref:
-            return Ref(value if ref.name == parent else self.value(ref.name))
+        def current(ref: TensorName) -> TensorName:
+            return TensorName(value if ref.name == parent else self.value(ref.name))
 
         new_args = tuple(map_references(a, current) for a in args)
         new_kwargs = {k: map_references(v, current) for k, v in kwargs.items()}
@@ -320,8 +320,8 @@ class _Values:
         target = names[0]
         args, kwargs = references(operation)
 
-        def current(ref: Ref) -> Ref:
-            return Ref(self.value(ref.name))
+        def current(ref: TensorName) -> TensorName:
+            return TensorName(self.value(ref.name))
 
         new_args = tuple(map_references(a, current) for a in args)
         new_kwargs = {k: map_references(v, current) for k, v in kwargs.items()}
@@ -329,7 +329,7 @@ class _Values:
         value = new_args[0].name
         form = functional_form(operation, new_args, new_kwargs, self.builder.tensor)
         for operator, form_args, form_kwargs in form:
-            ready = tuple(Ref(value) if a is ... else a for a in form_args)
+            ready = tuple(TensorName(value) if a is ... else a for a in form_args)
             ((shape, dtype),) = infer(operator, ready, form_kwargs, self.builder.tensor)  # type: ignore[misc]
             made = LogicalTensor(self.builder.fresh(operation.name), shape, dtype)
             self.builder.emit(operator, ready, form_kwargs, outputs=(made,), like=operation)

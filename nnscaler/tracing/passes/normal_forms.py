@@ -12,7 +12,7 @@ from op_registry.schema import has_default_dtype
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
 from nnscaler.tracing.passes.dataflow import needing_grad
 from nnscaler.tracing.passes.in_place import DROPOUTS, slice_bounds
-from nnscaler.tracing.rewrite import Builder, Ref, is_floating, map_references
+from nnscaler.tracing.rewrite import Builder, TensorName, is_floating, map_references
 
 _GROUPED = "aten._grouped_mm.default"
 _PAIRS = "aten.view_as_complex.default"
@@ -41,7 +41,7 @@ def _identity_of(operation: Operation, builder: Builder, differentiable: frozens
     if len(operation.outputs) != 1 or operation.outputs[0] is None or not operation.inputs:
         return None
     args, kwargs = builder.references(operation)
-    first = args[0].name if args and isinstance(args[0], Ref) else None
+    first = args[0].name if args and isinstance(args[0], TensorName) else None
     kind = operation.operator
     if kind == "aten.cat.default":
         return _only_part(operation, builder)
@@ -63,7 +63,7 @@ def _identity_of(operation: Operation, builder: Builder, differentiable: frozens
     return first if same else None
 
 
-def _parts(operation: Operation, builder: Builder) -> list[Ref]:
+def _parts(operation: Operation, builder: Builder) -> list[TensorName]:
     """Return the operands of a concatenation that are not empty and so make a difference."""
     args, _ = builder.references(operation)
     return [r for r in args[0] if builder.tensor(r.name).elements]
@@ -219,7 +219,7 @@ def _rewrite(graph: Graph, splits: dict[str, tuple[Operation, ...]], twins: dict
             sizes = tuple(op.args[3] - op.args[2] for op in tiling)
             builder.emit(
                 "aten.split_with_sizes.default",
-                (Ref(builder.current(operation.inputs[0])), sizes, dim),
+                (TensorName(builder.current(operation.inputs[0])), sizes, dim),
                 outputs=tuple(graph.tensors[_output(op)] for op in tiling),
                 like=operation,
                 name=builder.fresh("split"),
@@ -273,12 +273,12 @@ def _as_floating(operation: Operation, builder: Builder) -> None:
     output = builder.source.tensors[operation.outputs[0] or ""]
     dtype = DType(output.dtype)
 
-    def emit(part: str, operator: str, shape: tuple[int, ...], *given: Any, **named: Any) -> Ref:
+    def emit(part: str, operator: str, shape: tuple[int, ...], *given: Any, **named: Any) -> TensorName:
         made = LogicalTensor(builder.fresh(f"{operation.name}_{part}"), shape, output.dtype)
         builder.emit(operator, given, named, outputs=(made,), like=operation)
-        return Ref(made.name)
+        return TensorName(made.name)
 
-    def cast(ref: Ref) -> Ref:
+    def cast(ref: TensorName) -> TensorName:
         return emit("operand", "aten.to.dtype", builder.tensor(ref.name).shape, ref, dtype)
 
     operator = operation.operator

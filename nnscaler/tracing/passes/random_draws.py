@@ -19,7 +19,7 @@ from op_registry.schema import may_draw
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.runtime.ops.random import random_normal, random_uniform
-from nnscaler.tracing.rewrite import Builder, Ref, dtype_name, dtype_of, infer, torch_operator
+from nnscaler.tracing.rewrite import Builder, TensorName, dtype_name, dtype_of, infer, torch_operator
 
 # Formulas of torch's random operators over two draws: uniform in (0, 1), and normal.
 # Ranks cannot share torch's generator, so programs draw by the runtime's own operators
@@ -264,20 +264,20 @@ class _Emitter:
         self._operation = operation
         self._builder = builder
 
-    def draw(self, kind: str, shape: Sequence[int], dtype: str) -> Ref:
+    def draw(self, kind: str, shape: Sequence[int], dtype: str) -> TensorName:
         made = self._new(kind, tuple(shape), dtype)
         self._builder.emit(
             f"nnscaler.random_{kind}", (tuple(shape), DType(dtype)), outputs=(made,), like=self._operation
         )
-        return Ref(made.name)
+        return TensorName(made.name)
 
-    def call(self, operator: str, *args: Any) -> Ref:
+    def call(self, operator: str, *args: Any) -> TensorName:
         ((shape, dtype),) = infer(operator, args, {}, self._builder.tensor)  # type: ignore[misc]
         made = self._new(operator.split(".")[1], shape, dtype)
         self._builder.emit(operator, args, outputs=(made,), like=self._operation)
-        return Ref(made.name)
+        return TensorName(made.name)
 
-    def dtype(self, value: Ref) -> str:
+    def dtype(self, value: TensorName) -> str:
         return self._builder.tensor(value.name).dtype
 
     def _new(self, part: str, shape: tuple[int, ...], dtype: str) -> LogicalTensor:

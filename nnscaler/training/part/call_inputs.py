@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.tracing.rewrite import Ref
+from nnscaler.tracing.rewrite import TensorName
 from nnscaler.tracing.sample_inputs import SampleInputs
 
 
@@ -22,7 +22,7 @@ class CallInputs:
 
     name       of the module
     signature  of its forward
-    wanted     by argument, with a `Ref` where a tensor stood in the sample
+    wanted     by argument, with a `TensorName` where a tensor stood in the sample
     kinds      of these tensors: number of dims and dtype
     """
 
@@ -42,7 +42,7 @@ class CallInputs:
         return {name: found[name] for name in self.kinds}
 
     def _match(self, wanted: Any, given: Any, path: str, found: dict[str, Tensor]) -> None:
-        if isinstance(wanted, Ref):
+        if isinstance(wanted, TensorName):
             if not isinstance(given, Tensor):
                 raise self._differs(f"takes a tensor as {path}, and was given {type(given).__name__}")
             dims, dtype = self.kinds[wanted.name]
@@ -90,13 +90,13 @@ def _items(value: Any) -> dict[Any, Any] | None:
         return dict(zip(value._fields, value, strict=True))
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | Ref):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | TensorName):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     return None
 
 
 def _brief(value: Any) -> str:
-    if isinstance(value, Ref):
+    if isinstance(value, TensorName):
         return "a tensor"
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"

@@ -24,7 +24,7 @@ from nnscaler.training.sizes import Shapes, agreed, from_rank_0, sample_of
 
 
 @dataclass(frozen=True)
-class Call:
+class PartCall:
     """A call of a part, with all that a backward of it needs besides its inputs.
 
     training   the mode that it was in
@@ -42,7 +42,7 @@ class Call:
     structure: str
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def without_outputs(self) -> Call:
+    def without_outputs(self) -> PartCall:
         """Return what backward needs: autograd has the outputs."""
         return replace(self, outputs={})
 
@@ -93,7 +93,7 @@ class PartEngine(Engine):
 
     # -- forward and backward -------------------------------------------------------------------------------------
 
-    def forward(self, inputs: Mapping[str, Tensor], training: bool) -> Call:
+    def forward(self, inputs: Mapping[str, Tensor], training: bool) -> PartCall:
         """Run forward of this data part's rows. Every rank calls it. Raises as `Engine.step`."""
         local = [(name, tuple(tensor.shape)) for name, tensor in inputs.items()]
         whole = {name: tensor for name, tensor in inputs.items() if name not in self._carried}
@@ -103,14 +103,14 @@ class PartEngine(Engine):
         running, given = self._prepared(self._cast({**inputs, **zeros}), training=training)
         with self._by_itself():
             running.executor.forward_only(given, keep=None, update=training)
-        call = Call(training, self.context.passes, before, rows, running.program.manifest.returns.structure)
+        call = PartCall(training, self.context.passes, before, rows, running.program.manifest.returns.structure)
         if training:
             self._buffers.update(named_buffers(running.executor))
             self.context.passes += 1
         return replace(call, outputs=self._outputs(running, rows))
 
     def backward(
-        self, call: Call, inputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+        self, call: PartCall, inputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Run a call once more, and backward from gradients of its outputs. Every rank calls it.
 

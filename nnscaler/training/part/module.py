@@ -21,7 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.structure import restore
 from nnscaler.training.engine import Engine, connected
-from nnscaler.training.part.engine import Call, PartEngine
+from nnscaler.training.part.engine import PartCall, PartEngine
 from nnscaler.training.part.program import compile_part
 from nnscaler.training.running import EngineSettings
 
@@ -99,11 +99,11 @@ class Part(nn.Module):
         if not (wanted and torch.is_grad_enabled()):
             call = self._engine.forward(inputs, self.training)
             return restore(call.structure, call.outputs)
-        calls: list[Call] = []
+        calls: list[PartCall] = []
         # a rank that holds no parameter takes part in backward as well
         anchor = torch.zeros((), device=self._engine.device, requires_grad=True)
         given = (anchor, *inputs.values(), *self._tensors)
-        apply: Callable[..., tuple[Tensor, ...]] = _Part.apply
+        apply: Callable[..., tuple[Tensor, ...]] = _PartFunction.apply
         found = apply(self._engine, tuple(inputs), self.training, calls.append, *given)
         return restore(calls[0].structure, dict(zip(calls[0].outputs, found, strict=True)))
 
@@ -115,7 +115,7 @@ class Part(nn.Module):
         return self._engine.program.plan.describe()
 
 
-class _Part(torch.autograd.Function):
+class _PartFunction(torch.autograd.Function):
     """A call of the part as one node of autograd."""
 
     @staticmethod
@@ -124,7 +124,7 @@ class _Part(torch.autograd.Function):
         engine: PartEngine,
         names: tuple[str, ...],
         training: bool,
-        told: Callable[[Call], None],
+        told: Callable[[PartCall], None],
         *given: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(True)

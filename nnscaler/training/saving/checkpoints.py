@@ -44,7 +44,7 @@ from nnscaler.runtime.training.saving.checkpoint import (
     run_objects,
     telling,
 )
-from nnscaler.runtime.training.saving.dcp import Folder, Shard, part_of, write_part
+from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, part_of, write_part
 from nnscaler.training.engine import Engine
 from nnscaler.training.saving.optimizer_state import Entries, optimizer_entries, read_optimizer, root_of
 from nnscaler.training.saving.run_folder import RunFolder
@@ -276,7 +276,7 @@ class Checkpoints:
         self._saving = _Saving(step, folder, folder.with_name(folder.name + SAVING), communicator)
         return found
 
-    def _start(self, shards: list[Shard], objects: dict[tuple[str, ...], object]) -> None:
+    def _start(self, shards: list[TensorShard], objects: dict[tuple[str, ...], object]) -> None:
         """Write in the background. At its end the process waits for this."""
         saving = self._saving
         assert saving is not None
@@ -289,7 +289,7 @@ class Checkpoints:
         saving.thread = threading.Thread(target=work, name=f"save of step {saving.step}")
         saving.thread.start()
 
-    def _write(self, shards: list[Shard], objects: dict[tuple[str, ...], object]) -> None:
+    def _write(self, shards: list[TensorShard], objects: dict[tuple[str, ...], object]) -> None:
         """Write this rank's part, and note what goes wrong."""
         saving = self._saving
         assert saving is not None
@@ -325,7 +325,7 @@ class Checkpoints:
         except Exception as error:  # noqa: BLE001 - raised in `finish`
             saving.error = error
 
-    def _copied(self, shards: list[Shard]) -> list[Shard]:
+    def _copied(self, shards: list[TensorShard]) -> list[TensorShard]:
         """Copy what is to be written, into memory that the next save uses again."""
         copies = []
         for shard in shards:
@@ -335,7 +335,7 @@ class Checkpoints:
                 room = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, pin_memory=pinned)
                 self._room[shard.path] = room
             room.copy_(shard.tensor.detach(), non_blocking=True)
-            copies.append(Shard(shard.path, shard.shape, shard.boxes, room))
+            copies.append(TensorShard(shard.path, shard.shape, shard.boxes, room))
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.synchronize()
         return copies

@@ -19,13 +19,13 @@ from torch import Tensor
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.layout import is_cut
 from nnscaler.runtime.training.saving.boxes import boxes_of, leads
-from nnscaler.runtime.training.saving.dcp import Folder, Shard, whole
+from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, whole
 from nnscaler.runtime.training.saving.stored import StoredTensor
 
 CLASS, GROUPS, HYPER, STATE = "class", "groups", "param_groups", "state"
 
 Held = Mapping[torch.nn.Parameter, StoredTensor]
-Entries = tuple[list[Shard], dict[tuple[str, ...], object]]
+Entries = tuple[list[TensorShard], dict[tuple[str, ...], object]]
 
 
 def root_of(index: int) -> str:
@@ -38,7 +38,7 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, held: Held, rank: int, r
 
     Raises NnscalerError("optimizer_state") for a tensor that belongs to a shard and has another shape than it.
     """
-    shards: list[Shard] = []
+    shards: list[TensorShard] = []
     objects: dict[tuple[str, ...], object] = {}
     if rank == 0:
         objects[root, CLASS] = type(optimizer).__name__
@@ -55,7 +55,7 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, held: Held, rank: int, r
                         objects[path] = value
                 elif value.shape == parameter.shape:
                     if entry.first:
-                        shards.append(Shard(path, entry.shape, boxes_of(entry), value))
+                        shards.append(TensorShard(path, entry.shape, boxes_of(entry), value))
                 elif value.dim() and _is_sharded(entry):
                     raise _refused(type(optimizer).__name__, entry, name, value)
                 elif leads(entry):
@@ -100,11 +100,11 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Held, folder: Folder,
 
 def _states(
     entries: Mapping[str, torch.nn.Parameter], held: Held, folder: Folder, on_device: Mapping[str, bool], root: str
-) -> tuple[dict[str, dict[str, Any]], list[Shard], list[str]]:
+) -> tuple[dict[str, dict[str, Any]], list[TensorShard], list[str]]:
     """Make room for the states of this rank's parameters: tensors by parameter, what is to be read into them, and the
     names of other objects."""
     states: dict[str, dict[str, Any]] = {}
-    shards: list[Shard] = []
+    shards: list[TensorShard] = []
     objects: list[str] = []
     for key, path in folder.contents.paths.items():
         if path[:2] != (root, STATE) or path[2] not in entries:
@@ -119,7 +119,7 @@ def _states(
         device = "cpu" if path[3] == "step" and not on_device[path[2]] else parameter.device  # as torch does
         if shape == entry.shape:
             value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
-            shards.append(Shard(path, shape, boxes_of(entry), value))
+            shards.append(TensorShard(path, shape, boxes_of(entry), value))
         else:
             value = torch.empty(shape, dtype=dtype, device=device)
             shards.append(whole(path, value))

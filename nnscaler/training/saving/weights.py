@@ -17,7 +17,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.training.saving.boxes import Box, boxes_of
 from nnscaler.runtime.training.saving.checkpoint import MODEL, CannotWrite, everywhere
-from nnscaler.runtime.training.saving.dcp import METADATA, Folder, Shard, key_of
+from nnscaler.runtime.training.saving.dcp import METADATA, Folder, TensorShard, key_of
 from nnscaler.runtime.training.saving.stored import StoredTensor
 from nnscaler.training.engine import Engine
 
@@ -71,13 +71,13 @@ def other_model(path: Path, why: str) -> NnscalerError:
 def read_model(engine: Engine, folder: Folder) -> None:
     """Fill this rank's tensors. Raises NnscalerError("other_model"), which names the tensor."""
     found = folder.contents.tensors
-    shards: list[Shard] = []
+    shards: list[TensorShard] = []
     for entry in engine.stored():
         name = next((n for n in (entry.fqn, *entry.names) if key_of((MODEL, n)) in found), None)
         if name is None:
             raise other_model(folder.path, f"it has no `{entry.fqn}`")
         _check_kind(folder.path, entry, *found[key_of((MODEL, name))])
-        shards.append(Shard((MODEL, name), entry.shape, boxes_of(entry), entry.tensor))
+        shards.append(TensorShard((MODEL, name), entry.shape, boxes_of(entry), entry.tensor))
     folder.read(shards)
 
 

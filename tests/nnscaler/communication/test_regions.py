@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nnscaler.communication.regions import Message, transfer, without_axis
+from nnscaler.communication.regions import BlockMessage, transfer, without_axis
 from nnscaler.ir.layout import INVARIANT, Axis, DeviceMesh, Layout, Sharded, State, explain_illegal
 from tests.layouts import positions
 
@@ -37,7 +37,7 @@ def shard(tensor: Integers, layout: Layout, on: DeviceMesh, rank: int) -> Intege
     return tensor[np.ix_(*(positions(size, found) for size, found in zip(tensor.shape, digits, strict=True)))]
 
 
-def run(shape: Sequence[int], source: Side, target: Side) -> tuple[Message, ...]:
+def run(shape: Sequence[int], source: Side, target: Side) -> tuple[BlockMessage, ...]:
     """Carry out the transfer on numbered cells and check that every target shard is filled, each cell once."""
     messages = transfer(shape, source[0], source[1], target[0], target[1])
     assert messages == transfer(shape, source[0], source[1], target[0], target[1])
@@ -60,7 +60,7 @@ def run(shape: Sequence[int], source: Side, target: Side) -> tuple[Message, ...]
     return messages
 
 
-def check_balance(messages: Sequence[Message], shards: dict[int, Integers]) -> None:
+def check_balance(messages: Sequence[BlockMessage], shards: dict[int, Integers]) -> None:
     """Of the ranks that hold the same shard, none sends more than one pair's share beyond another."""
     sent = load(messages)
     pairs: Counter[tuple[int, int]] = Counter()
@@ -74,7 +74,7 @@ def check_balance(messages: Sequence[Message], shards: dict[int, Integers]) -> N
         assert max(sent[r] for r in ranks) - min(sent[r] for r in ranks) <= largest
 
 
-def load(messages: Sequence[Message]) -> Counter[int]:
+def load(messages: Sequence[BlockMessage]) -> Counter[int]:
     found: Counter[int] = Counter()
     for m in messages:
         found[m.source] += m.elements if m.source != m.target else 0
@@ -159,7 +159,10 @@ def test_strided_shards_travel_in_few_messages() -> None:
 
 
 def test_scalars_and_unsharded_meshes() -> None:
-    assert run((), (mesh(0), ()), (mesh(1, dp=2), (INVARIANT,))) == (Message(0, 1, (), ()), Message(0, 2, (), ()))
+    assert run((), (mesh(0), ()), (mesh(1, dp=2), (INVARIANT,))) == (
+        BlockMessage(0, 1, (), ()),
+        BlockMessage(0, 2, (), ()),
+    )
 
 
 def test_many_ranks_and_long_dims_are_fast() -> None:

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from nnscaler.ir.conversion import ROWS, Move, find_path, move_cost, volume
+from nnscaler.ir.conversion import ROWS, ConversionStep, find_path, move_cost, volume
 from nnscaler.ir.layout import (
     INVARIANT,
     PARTIAL,
@@ -53,7 +53,7 @@ def test_every_row(before: State, after: State, function: str, forward: str | No
         cost, moves = found
         sent = SENT[forward] + (SENT[backward] if needs_grad else 0)
         assert cost == pytest.approx(sent, abs=0.05)
-        direct = (Move(0, (before,), (after,)),)
+        direct = (ConversionStep(0, (before,), (after,)),)
         # over two rows where that is as cheap: a partial sum that is kept for a deferred gradient
         assert moves == direct or sum(SENT[m.row.forward] + SENT[m.row.backward] for m in moves) <= sent
 
@@ -131,10 +131,10 @@ def test_micro_batches_cannot_communicate(
 
 def test_a_maximum_can_only_be_made_whole() -> None:
     shape, sizes = (4,), (2,)
-    to_whole = Move(0, (Partial("max"),), (INVARIANT,))
+    to_whole = ConversionStep(0, (Partial("max"),), (INVARIANT,))
     assert move_cost(to_whole, sizes, shape, False, False) < inf
     for target in (REPLICATED, Sharded(0), PARTIAL):
-        assert move_cost(Move(0, (Partial("max"),), (target,)), sizes, shape, False, False) == inf
+        assert move_cost(ConversionStep(0, (Partial("max"),), (target,)), sizes, shape, False, False) == inf
     assert find_path((INVARIANT,), (Partial("max"),), sizes, shape, False) is None
 
 

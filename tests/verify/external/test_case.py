@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.verify.external import programs
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 
@@ -43,7 +43,7 @@ def test_what_torch_logs_of_fake_tensors_is_kept_from_the_console(heard: Heard) 
         return model(*batch)  # type: ignore[no-any-return]
 
     program = replace(programs.program(programs.tensor_parallel, tp=2), step=step)
-    assert verify_program(program, Settings(steps=1, isolate=False)).verdict is Verdict.TESTED_EXACT
+    assert verify_program(program, ExternalSettings(steps=1, isolate=False)).verdict is Verdict.TESTED_EXACT
     assert set(heard.texts) == {"in the plain model"}
     FAKE.error("later")
     assert heard.texts[-1] == "later"

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.verify.external import programs
 from tests.verify.external.programs import program
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 
-QUICK = Settings(isolate=False)
+QUICK = ExternalSettings(isolate=False)
 
 
 def started_apart(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

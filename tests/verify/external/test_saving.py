@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.verify.external import programs
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.transformers.sizes import PlanSizes
 from verify.external.transformers.target import transformers_program
@@ -23,7 +23,7 @@ from verify.results.verdict import Verdict
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-HOW = Settings(steps=1, isolate=False, checkpoint=True)
+HOW = ExternalSettings(steps=1, isolate=False, checkpoint=True)
 FILE = "model.safetensors"
 Weights = dict[str, torch.Tensor]
 

@@ -9,7 +9,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from tests.sampling import every
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
 from verify.external.reference import initial_model
 from verify.external.transformers.sizes import PlanChanges, PlanSizes
 from verify.external.transformers.target import (
@@ -28,7 +28,7 @@ TWO = PlanSizes(tp=2)
 def outcome_of(target: str, sizes: PlanSizes, changes: PlanChanges | None = None, **settings: Any) -> Outcome:
     program = transformers_program(target, sizes, settings, changes=changes)
     model = initial_model(program, 0)
-    return verify_in(program, Settings(steps=1, isolate=False), model, program.batch(), torch.float64)
+    return verify_in(program, ExternalSettings(steps=1, isolate=False), model, program.batch(), torch.float64)
 
 
 def verdicts(outcome: Outcome) -> set[Verdict]:

@@ -13,11 +13,11 @@ from nnscaler.errors import NnscalerError
 from tests.sampling import every
 from tests.verify.external import programs
 from tests.verify.external.programs import Net, program
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 
-QUICK = Settings(steps=1, isolate=False)
+QUICK = ExternalSettings(steps=1, isolate=False)
 RIGHT = {
     "tp": program(programs.tensor_parallel, tp=2),
     "fsdp": program(programs.fully_sharded, dp=3),
@@ -97,7 +97,7 @@ def test_ranks_that_call_different_collectives_are_named() -> None:
 
 
 def test_a_checkpoint_is_loaded_elsewhere() -> None:
-    report = verify_program(RIGHT["both"], Settings(steps=1, isolate=False, checkpoint=True))
+    report = verify_program(RIGHT["both"], ExternalSettings(steps=1, isolate=False, checkpoint=True))
     checks = {check.name: check for check in report.checks}
     assert checks["checkpoint"].verdict is Verdict.TESTED_EXACT
     assert checks["checkpoint"].count == 3 * 8  # the plain model, and two ranks of another mesh

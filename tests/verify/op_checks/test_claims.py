@@ -20,12 +20,12 @@ from op_registry.spec import OperatorSpec, Refusal, Shards
 
 from nnscaler.ir.placement import RunPartial, Split
 from tests.sampling import every
-from verify.evidence.cases import Case, Inputs
+from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.inputs.values import varied
 from verify.evidence.options import Kind, OpOptions, Safeguards
 from verify.evidence.oracle.claims import SAID, claims_of, exercised_by
 from verify.evidence.oracle.enumerate import enumerate_cases
-from verify.evidence.oracle.runner import Runner
+from verify.evidence.oracle.runner import OperatorRunner
 from verify.operators.verify_spec import verify_spec
 from verify.results.report import Report
 from verify.results.verdict import Verdict
@@ -254,7 +254,7 @@ def test_a_budget_of_one_case_leaves_no_claim_out() -> None:
 
 def test_what_is_claimed_is_read_off_the_annotation() -> None:
     spec = spec_of("an operator", "(a b) [c d] e^ -> (a b) [c d] e^", lambda x, a, c: x * 2)
-    runner = Runner(replace(spec, linear=(frozenset({0}),)), OPTIONS)
+    runner = OperatorRunner(replace(spec, linear=(frozenset({0}),)), OPTIONS)
     sizes = (("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 1))
     signature = runner.prepare(Inputs(None, sizes, "normal")).signature
     targets = ["a", "c", frozenset({0})]
@@ -268,12 +268,12 @@ def test_what_is_claimed_is_read_off_the_annotation() -> None:
 
 
 def test_which_claim_a_case_is_about() -> None:
-    runner = Runner(spec_of("an operator", "a b -> a b", lambda x: x * 2), OPTIONS)
+    runner = OperatorRunner(spec_of("an operator", "a b -> a b", lambda x: x * 2), OPTIONS)
     inputs = Inputs(None, (("a", 12), ("b", 5)), "normal")
     signature = runner.prepare(inputs).signature
 
     def form(*choices: Any, uneven: bool = False, dtype: str = "float64") -> str | None:
-        case = Case(replace(inputs, dtype=dtype), choices, (2,) * len(choices), uneven)
+        case = SplitCase(replace(inputs, dtype=dtype), choices, (2,) * len(choices), uneven)
         claim = exercised_by(case, signature)
         return None if claim is None else claim.form
 
@@ -289,7 +289,7 @@ def test_a_sample_that_is_made_larger_gets_values_that_differ_along_the_dim() ->
     assert spec is not None
     wrong = replace(spec, annotation="a b -> a b")
     for row in (S("flip", F(6, 1), [1]), S("flip", U(6, 1), [1]), S("flip", I(6, 1), [1])):
-        runner = Runner(wrong, OPTIONS)
+        runner = OperatorRunner(wrong, OPTIONS)
         runner.rows = (row,)
         report = verify_spec(wrong, OPTIONS, runner=runner)
         assert report.verdict is Verdict.REFUTED, str(row)

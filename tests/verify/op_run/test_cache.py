@@ -22,7 +22,7 @@ from verify.operators.run import cache as cache_module
 from verify.operators.run.cache import CACHED, Cache, key_of
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.many import Settings, run_many
+from verify.operators.run.many import PoolSettings, run_many
 from verify.processes.pool import Note
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
@@ -352,7 +352,7 @@ def test_a_second_run_is_cached_and_a_changed_one_is_not(tmp_path: Path) -> None
         ran.append(job.spec.name)
         return passed()
 
-    settings = Settings(isolate=False, cache=cache, verify=verify)  # type: ignore[arg-type]
+    settings = PoolSettings(isolate=False, cache=cache, verify=verify)  # type: ignore[arg-type]
 
     def run(source: str) -> list[bool]:
         jobs = [job(tmp_path, "operator", source), job(tmp_path, "made", source)]
@@ -366,7 +366,7 @@ def test_a_second_run_is_cached_and_a_changed_one_is_not(tmp_path: Path) -> None
 def test_why_something_is_not_cached(tmp_path: Path) -> None:
     torch.library.define("run_cache_test::remark", "(Tensor x) -> Tensor")
     spec = OperatorSpec("remark", "a -> a", target=torch.ops.run_cache_test.remark.default)
-    settings = Settings(isolate=False, cache=Cache(tmp_path / "c" / "v"), verify=lambda *_: passed())
+    settings = PoolSettings(isolate=False, cache=Cache(tmp_path / "c" / "v"), verify=lambda *_: passed())
     (result,) = run_many([Job(spec, None)], OpOptions(), settings)
     assert "kernels of run_cache_test.remark.default" in result.remark and not list(tmp_path.rglob("*.json"))
 
@@ -376,7 +376,7 @@ def test_proofs_that_were_cut_short_are_tried_again(tmp_path: Path, monkeypatch:
     assert spec is not None
 
     def verified() -> Report:
-        settings = Settings(isolate=False, cache=Cache(tmp_path / "cache"))
+        settings = PoolSettings(isolate=False, cache=Cache(tmp_path / "cache"))
         (result,) = run_many([make_job(spec)], OpOptions(cases=6), settings)
         return result.report
 

@@ -12,11 +12,11 @@ from nnscaler.ir.placement import Split
 from verify.evidence.inputs.find_operator import record_of
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate import bases
-from verify.evidence.oracle.runner import Runner
+from verify.evidence.oracle.runner import OperatorRunner
 from verify.operators.run import deep
 from verify.operators.run.deep import NAME, DrawTally, draw_cases, require_hypothesis, verify_deep
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.many import Settings, run_many
+from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.run_job import Reproduce
 from verify.results.verdict import Verdict
 
@@ -39,7 +39,7 @@ def job_of(function: Callable[..., Tensor], annotation: str) -> Job:
 
 
 def drawn(job: Job, seed: int, examples: int) -> DrawTally:
-    runner = Runner(job.spec, OpOptions(seed=seed))
+    runner = OperatorRunner(job.spec, OpOptions(seed=seed))
     return draw_cases(runner, bases(runner), seed, examples)
 
 
@@ -62,7 +62,7 @@ def test_the_seed_decides() -> None:
 
     def runs(seed: int) -> list[str]:
         notes: list[str] = []
-        runner = Runner(job.spec, OpOptions(seed=seed), notes.append)
+        runner = OperatorRunner(job.spec, OpOptions(seed=seed), notes.append)
         draw_cases(runner, bases(runner), seed, 20)
         return notes
 
@@ -73,7 +73,7 @@ def test_it_is_a_check_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep, "EXAMPLES", 20)
     jobs = [job_of(product, "m k+, k+ n -> m n"), job_of(product, "m k^, k^ n -> n m")]
     right, wrong = sorted(
-        run_many(jobs, OPTIONS, Settings(workers=1, verify=verify_deep)), key=lambda result: result.index
+        run_many(jobs, OPTIONS, PoolSettings(workers=1, verify=verify_deep)), key=lambda result: result.index
     )
     (check,) = [check for check in right.report.checks if check.name == NAME]
     assert right.report.verdict.passes and check.count > 0 and check.verdict is Verdict.TESTED_EXACT

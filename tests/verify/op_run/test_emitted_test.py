@@ -14,7 +14,7 @@ import torch
 from nnscaler.errors import NnscalerError
 from verify.evidence.options import OpOptions
 from verify.operators.run.emitted_test import LARGEST, NotWritable, tensor_text
-from verify.operators.run.many import Settings, run_many
+from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.replay import emit_tests
 from verify.operators.run.targets import find_jobs
 
@@ -50,7 +50,7 @@ class Counts(torch.autograd.Function):
 
 
 def emit(target: str, file: Path) -> tuple[int, list[str]]:
-    results = list(run_many(find_jobs([target]), OPTIONS, Settings(workers=1)))
+    results = list(run_many(find_jobs([target]), OPTIONS, PoolSettings(workers=1)))
     return emit_tests([(result.job, result.report) for result in results], file, OPTIONS)
 
 

@@ -13,7 +13,7 @@ from verify.evidence.inputs.find_operator import record_of
 from verify.evidence.options import OpOptions
 from verify.operators.run.cache import CACHED
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.many import InternalError, Settings, run_many, run_one, summary, worst
+from verify.operators.run.many import InternalError, PoolSettings, run_many, run_one, summary, worst
 from verify.operators.run.run_job import Reproduce
 from verify.operators.run.targets import find_jobs
 from verify.processes.pool import Note
@@ -60,7 +60,7 @@ def hangs(x: Tensor) -> Tensor:
 
 def test_a_death_is_a_finding_on_the_operator_that_ran(write: Callable[[str], str]) -> None:
     file = write(DEADLY)
-    results = sorted(run_many(find_jobs([file]), OPTIONS, Settings(workers=2)), key=lambda r: r.index)
+    results = sorted(run_many(find_jobs([file]), OPTIONS, PoolSettings(workers=2)), key=lambda r: r.index)
     verdicts = [result.report.verdict for result in results]
     bad, open_ = Verdict.REFUTED, Verdict.INCONCLUSIVE
     assert verdicts[0].passes and verdicts[1:] == [bad, open_, open_, bad]
@@ -122,7 +122,7 @@ def fake(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) -> Repo
 
 def run_fakes(*names: str, fail_fast: bool = False) -> list[Report]:
     options = OpOptions(fail_fast=fail_fast)
-    found = run_many([job_of(name) for name in names], options, Settings(workers=1, verify=fake))
+    found = run_many([job_of(name) for name in names], options, PoolSettings(workers=1, verify=fake))
     return [result.report for result in found]
 
 
@@ -140,7 +140,7 @@ def test_a_bug_of_ours_is_no_verdict() -> None:
     with pytest.raises(InternalError, match="impossible"):
         run_fakes("bug")
     seen: list[str] = []
-    results = run_many([job_of("bug"), job_of("right")], OpOptions(), Settings(workers=1, verify=fake))
+    results = run_many([job_of("bug"), job_of("right")], OpOptions(), PoolSettings(workers=1, verify=fake))
     with pytest.raises(InternalError, match="impossible"):
         seen.extend(result.report.subject for result in results)
     assert seen == ["right"]  # the others are not lost

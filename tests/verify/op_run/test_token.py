@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from verify.evidence.cases import Case, Inputs
+from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.options import KINDS, OpOptions
-from verify.operators.run.many import Settings, run_many
+from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.replay import find_job, replay, token_of
 from verify.operators.run.targets import find_jobs
 from verify.operators.run.token import Token, decode, encode
@@ -41,10 +41,10 @@ choices = splits | st.builds(RunPartial, st.frozensets(st.integers(0, 5), min_si
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> SplitCase:
     chosen: list[Choice] = draw(st.lists(choices, min_size=1, max_size=2))
     parts = tuple(draw(st.integers(2, 8)) for _ in chosen)
-    return Case(draw(inputs), tuple(chosen), parts, draw(st.booleans()))
+    return SplitCase(draw(inputs), tuple(chosen), parts, draw(st.booleans()))
 
 
 tokens = st.builds(
@@ -76,7 +76,7 @@ TOKEN = Token(
     None,
     "annotation_wrong",
     0,
-    Case(Inputs(None, (("a", 4),)), (Split("a"),), (2,)),
+    SplitCase(Inputs(None, (("a", 4),)), (Split("a"),), (2,)),
     (),
     environment()["nnscaler"],
     environment()["torch"],
@@ -149,7 +149,7 @@ def inputs():
 
 
 def first_token(target: str, **more: str) -> Token:
-    (result,) = run_many(find_jobs([target], **more), OPTIONS, Settings(workers=1))  # type: ignore[arg-type]
+    (result,) = run_many(find_jobs([target], **more), OPTIONS, PoolSettings(workers=1))  # type: ignore[arg-type]
     token = token_of(result.report.findings[0])
     assert token is not None
     return token

@@ -10,7 +10,7 @@ from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded
 from nnscaler.ir.placement import Split
 from verify.evidence.cases import Inputs
 from verify.evidence.options import OpOptions, Safeguards
-from verify.evidence.oracle.runner import Runner
+from verify.evidence.oracle.runner import OperatorRunner
 from verify.self_test.operators.claims import (
     AnnotationTable,
     Answer,
@@ -31,7 +31,7 @@ ALL = Safeguards()
 
 def _subject(annotation: str, function: Callable[..., Tensor], **sizes: int) -> SampledCall:
     spec = spec_of("an operator", annotation, function)
-    runner = Runner(spec, OpOptions(prove=False))
+    runner = OperatorRunner(spec, OpOptions(prove=False))
     inputs = (Inputs(None, tuple(sizes.items()), "integers", 1), Inputs(None, tuple(sizes.items()), "normal", 2))
     runs = tuple(runner.prepare(i) for i in inputs)
     return SampledCall("an operator", spec, annotation, (), runs, runner, inputs)

@@ -33,7 +33,7 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature, signatures
 from tests.layouts import gradient_of, positions
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole
-from verify.programs.typing.lines.choices import Told, legal_choices
+from verify.programs.typing.lines.choices import FreeSplits, legal_choices
 from verify.programs.typing.lines.uniform import Dims, uniform_outputs
 
 AXIS = "r"
@@ -77,7 +77,7 @@ def states_of(shape: Sequence[int], parts: int) -> Iterator[Sharded]:
 def choices_of(graph: Graph, signature: Signature, parts: int) -> list[Choice]:
     """Return the choices that L0 can find, whatever the operands hold."""
     found: dict[Choice, None] = {}
-    told = Told((1, 2, 3))
+    told = FreeSplits((1, 2, 3))
     shapes = [graph.tensors[name].shape for name in graph.operations[0].inputs]
     for slot, shape in enumerate(shapes):
         for state in states_of(shape, parts):

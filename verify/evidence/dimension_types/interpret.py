@@ -23,7 +23,7 @@ from verify.evidence.dimension_types.states import (
     checked,
     symbols_of,
 )
-from verify.evidence.dimension_types.trace import FunctionalCall, Ref, Trace
+from verify.evidence.dimension_types.trace import FunctionalCall, StepTensor, Trace
 
 
 def interpret(trace: Trace, given: Mapping[int, State], split: Symbols) -> dict[int, State]:
@@ -56,7 +56,7 @@ def rule_call(trace: Trace, step: FunctionalCall, known: Mapping[int, State], sp
     """Return the step as its rule sees it."""
 
     def convert(value: Any) -> Any:
-        if isinstance(value, Ref):
+        if isinstance(value, StepTensor):
             return operand(trace, value.number, known)
         if isinstance(value, tuple):
             return tuple(convert(item) for item in value)

@@ -80,7 +80,7 @@ def overload(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-class _Whole(torch.autograd.Function):
+class _OpaqueFunction(torch.autograd.Function):
     """One step forward, one step backward."""
 
     @staticmethod
@@ -96,7 +96,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _apply(*args: Any) -> Any:
-    return _Whole.apply(*args)  # type: ignore[no-untyped-call]
+    return _OpaqueFunction.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def _whole_attention(

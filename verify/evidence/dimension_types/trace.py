@@ -49,7 +49,7 @@ def written(overload: Any, arguments: Mapping[str, Any]) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class StepTensor:
     """The tensor with this number, among the arguments of a step."""
 
     number: int
@@ -68,7 +68,7 @@ class TensorInfo:
 class FunctionalCall:
     """One ATen operator, in its functional form: tensors that it writes to are among the outputs.
 
-    arguments  by the schema's names, defaults filled in, with a `Ref` for each tensor
+    arguments  by the schema's names, defaults filled in, with a `StepTensor` for each tensor
     outputs    numbers of tensors; None for what is no tensor
     fresh      symbols of numbers that it read from tensors (`item`), and of sizes that depend on values
     """
@@ -142,9 +142,9 @@ class Functionalised:
         return new
 
     def noted(self, value: Any) -> Any:
-        """Return the argument with a `Ref` for every tensor."""
+        """Return the argument with a `StepTensor` for every tensor."""
         if isinstance(value, TensorUse):
-            return Ref(self.seen(value, False))
+            return StepTensor(self.seen(value, False))
         if isinstance(value, tuple):
             return tuple(map(self.noted, value))
         if isinstance(value, dict):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from verify.evidence.cases import Case
+from verify.evidence.cases import SplitCase
 from verify.evidence.options import DRAWS
 from verify.evidence.oracle.claims import Claimed, exercised_by
 from verify.evidence.oracle.enumerate import Enumerator, Target
-from verify.evidence.oracle.runner import CaseResult, Declined, Runner, WholeRaised
+from verify.evidence.oracle.runner import CaseResult, Declined, OperatorRunner, WholeRaised
 from verify.results.report import Check
 from verify.results.verdict import TESTED, Strength, Verdict
 
@@ -101,7 +101,9 @@ def check_target(enumerator: Enumerator, target: Target, outcome: TargetOutcome 
     return outcome
 
 
-def run_cases(runner: Runner, cases: Iterable[Case], outcome: TargetOutcome | None = None) -> TargetOutcome:
+def run_cases(
+    runner: OperatorRunner, cases: Iterable[SplitCase], outcome: TargetOutcome | None = None
+) -> TargetOutcome:
     """Add the cases' results to an outcome; stops at the first failure, and where the budget of one claim is spent."""
     outcome = outcome or TargetOutcome()
     budget = runner.options.cases

@@ -19,7 +19,7 @@ from op_registry.call import TensorArgument
 from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
-from verify.evidence.cases import Case
+from verify.evidence.cases import SplitCase
 from verify.evidence.options import Safeguards
 
 Target = str | frozenset[int]  # an identifier, or a set of operands that hold partial sums
@@ -116,7 +116,7 @@ def untested(
     return tuple(dict.fromkeys(claim for claim in claimed if claim not in exercised and claim not in no_claim))
 
 
-def exercised_by(case: Case, signature: Signature) -> Claimed | None:
+def exercised_by(case: SplitCase, signature: Signature) -> Claimed | None:
     """Return the claim that a case of one axis in float64 is about, whether or not it ran."""
     bound = signature.bound
     if len(case.choices) != 1 or case.inputs.dtype != "float64" or bound is None:
@@ -128,7 +128,7 @@ def exercised_by(case: Case, signature: Signature) -> Claimed | None:
     return Claimed(kind_of(signature), target, form_of(case), bound.text)
 
 
-def form_of(case: Case) -> Form:
+def form_of(case: SplitCase) -> Form:
     """Return the form of the split in a case of one axis."""
     choice = case.choices[0]
     if not isinstance(choice, Split):

@@ -19,12 +19,12 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
-from verify.evidence.cases import Case, Inputs
+from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.inputs.draw_calls import SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes
 from verify.evidence.options import DRAWS, Kind, OpOptions
 from verify.evidence.oracle.claims import Claimed, Target, form_of
 from verify.evidence.oracle.first_inputs import Unusable, first_inputs, first_line
-from verify.evidence.oracle.runner import Prepared, Runner, WholeRaised
+from verify.evidence.oracle.runner import OperatorRunner, Prepared, WholeRaised
 
 FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given")
 PAIRS = 15  # of two targets; the seed says which ones, where there are more
@@ -66,7 +66,7 @@ def leaders_of(signature: Signature, ones: bool = False) -> tuple[str, ...]:
     return tuple(n for n in names if ones or bound.sizes[n] != 1)
 
 
-def bases(runner: Runner) -> list[Base]:
+def bases(runner: OperatorRunner) -> list[Base]:
     """Return the calls that the cases vary: samples, or else a drawn one.
 
     Raises Unusable where the operator cannot run.
@@ -81,14 +81,14 @@ def bases(runner: Runner) -> list[Base]:
     return [Base(inputs, signature, leaders_of(signature), signature.linear, style)]
 
 
-def _raise_unusable(runner: Runner) -> None:
+def _raise_unusable(runner: OperatorRunner) -> None:
     raised = why_unused(runner, 0)
     if raised:
         raise Unusable("uninformative", f"on its sample inputs `{runner.spec.name}` raises {raised}")
     raise Unusable("uninformative", f"`{runner.spec.name}` gives NaN, infinity or only zeros on its sample inputs")
 
 
-def why_unused(runner: Runner, sample: int) -> str:
+def why_unused(runner: OperatorRunner, sample: int) -> str:
     """Return the error message of the operator on a sample call; empty if it runs."""
     try:
         runner.prepare(Inputs(sample, (), "given", runner.options.seed))
@@ -97,7 +97,7 @@ def why_unused(runner: Runner, sample: int) -> str:
     return ""
 
 
-def _sample_base(runner: Runner, index: int) -> Base | None:
+def _sample_base(runner: OperatorRunner, index: int) -> Base | None:
     for kind in ("normal", "given"):
         inputs = Inputs(index, (), kind, runner.options.seed)
         try:
@@ -115,7 +115,7 @@ def _sizes(annotation: object, split: Sequence[str], style: Style) -> tuple[tupl
 class Enumerator:
     """Cases of one base. Wholes are run on the way: uninformative draws are replaced."""
 
-    def __init__(self, runner: Runner, base: Base) -> None:
+    def __init__(self, runner: OperatorRunner, base: Base) -> None:
         self.runner = runner
         self.base = base
         self.options = runner.options
@@ -176,7 +176,7 @@ class Enumerator:
             return changed
         return ()
 
-    def singles(self, target: Target) -> Iterator[Case]:
+    def singles(self, target: Target) -> Iterator[SplitCase]:
         """Yield one identifier or linear set, over one axis."""
         sizes = self.sizes_for([target])
         draws = self.draws(sizes)
@@ -187,21 +187,21 @@ class Enumerator:
         if self.guards.dtypes and draws:
             yield from self.low(target, draws)
 
-    def more(self, target: Target, again: int) -> Iterator[Case]:
+    def more(self, target: Target, again: int) -> Iterator[SplitCase]:
         """Yield the same partitions on other inputs, where those of `singles` let a wrong result look right."""
         for inputs in self.draws(self.sizes_for([target]), again=again):
             if inputs.kind != "given":
                 yield from self.forms(target, inputs)
 
-    def forms(self, target: Target, inputs: Inputs) -> Iterator[Case]:
+    def forms(self, target: Target, inputs: Inputs) -> Iterator[SplitCase]:
         """Yield every way of splitting these inputs in a few numbers of shards."""
         for parts in self.parts(target, inputs.sizes):
             for choice in self.choices(target, parts, inputs.sizes):
-                yield Case(inputs, (choice,), (parts,))
+                yield SplitCase(inputs, (choice,), (parts,))
             if isinstance(target, str) and self.guards.uneven:
-                yield Case(inputs, (Split(target),), (parts,), uneven=True)
+                yield SplitCase(inputs, (Split(target),), (parts,), uneven=True)
 
-    def resized(self, claim: Claimed) -> Iterator[Case]:
+    def resized(self, claim: Claimed) -> Iterator[SplitCase]:
         """Yield the cases of one claim that no sample's own sizes exercise: the same call with sizes that divide, if it
         runs."""
         bound = self.base.signature.bound
@@ -239,7 +239,7 @@ class Enumerator:
             found.append(Split(target, sections=(first, size - first)))
         return tuple(found)
 
-    def small(self, target: str) -> Iterator[Case]:
+    def small(self, target: str) -> Iterator[SplitCase]:
         """Yield cases with shards of one element, then with every other identifier of size 1."""
         bound = self.base.signature.bound
         assert bound is not None
@@ -247,19 +247,19 @@ class Enumerator:
             size = bound.sizes[target]
             if max(self.guards.parts) < size <= 6:
                 for inputs in self.draws((), 1):
-                    yield Case(inputs, (Split(target),), (size,))
+                    yield SplitCase(inputs, (Split(target),), (size,))
             return
         full = dict(self.sizes_for([target]))
         together = bound.tied.get(target, (target,))
         for parts in self.guards.parts[:2]:
             ones = {**full, **{name: parts * (1 + i) for i, name in enumerate(together)}}
             for inputs in self.draws(tuple(ones.items()), 1):
-                yield Case(inputs, (Split(target),), (parts,))
+                yield SplitCase(inputs, (Split(target),), (parts,))
         for other in [n for n in bound.sizes if n not in together][:6]:
             for inputs in self.draws(tuple({**full, other: 1}.items()), 1):
-                yield Case(inputs, (Split(target),), (self.guards.parts[0],))
+                yield SplitCase(inputs, (Split(target),), (self.guards.parts[0],))
 
-    def low(self, target: Target, draws: Sequence[Inputs]) -> Iterator[Case]:
+    def low(self, target: Target, draws: Sequence[Inputs]) -> Iterator[SplitCase]:
         """Yield cases in float32 and bfloat16, where the operator runs in them."""
         inputs = draws[min(1, len(draws) - 1)]
         for dtype in LOW:
@@ -269,12 +269,12 @@ class Enumerator:
             except (WholeRaised, AnnotationError):
                 continue
             for parts in self.guards.parts[:2]:
-                yield Case(other, (self.plain(target),), (parts,))
+                yield SplitCase(other, (self.plain(target),), (parts,))
 
     def plain(self, target: Target) -> Choice:
         return Split(target) if isinstance(target, str) else RunPartial(target)
 
-    def pairs(self, targets: Sequence[Target]) -> Iterator[tuple[tuple[Target, Target], Case]]:
+    def pairs(self, targets: Sequence[Target]) -> Iterator[tuple[tuple[Target, Target], SplitCase]]:
         """Yield two targets on a mesh of two axes, and one identifier over both of them."""
         chosen: list[tuple[Target, Target]] = [*combinations(targets, 2)]
         if len(chosen) > PAIRS:
@@ -287,14 +287,14 @@ class Enumerator:
             draws = self.draws(self.sizes_for([first] if same else pair), 1)
             for inputs in draws:
                 if same and isinstance(first, str):
-                    yield pair, Case(inputs, (Split(first, 2), Split(first)), (3, 2))
+                    yield pair, SplitCase(inputs, (Split(first, 2), Split(first)), (3, 2))
                     continue
-                yield pair, Case(inputs, (self.plain(first), self.plain(second)), NESTED)
+                yield pair, SplitCase(inputs, (self.plain(first), self.plain(second)), NESTED)
 
 
-def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Iterator[tuple[Runner, Case]]:
+def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Iterator[tuple[OperatorRunner, SplitCase]]:
     """Yield every case of an operator, with the runner that runs it. Raises Unusable."""
-    runner = Runner(spec, options or OpOptions())
+    runner = OperatorRunner(spec, options or OpOptions())
     for base in bases(runner):
         enumerator = Enumerator(runner, base)
         for target in base.targets:

@@ -15,7 +15,7 @@ from op_registry.annotation.syntax import Annotation, Operand
 
 from verify.evidence.cases import Inputs
 from verify.evidence.inputs.draw_calls import Style, choose_sizes, identifiers_of
-from verify.evidence.oracle.runner import Runner, WholeRaised
+from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 
 TRIES = 120
 
@@ -32,7 +32,7 @@ class Unusable(Exception):
         self.refuted = refuted
 
 
-def first_inputs(runner: Runner) -> tuple[Style, Inputs]:
+def first_inputs(runner: OperatorRunner) -> tuple[Style, Inputs]:
     """Return the style of sizes and the inputs. Raises Unusable where the operator runs on none."""
     annotation = parse_checked(str(runner.spec.annotation))
     wanted: tuple[Style, ...] = ("distinct", "smooth") if runner.options.safeguards.distinct_sizes else ("equal",)
@@ -51,12 +51,12 @@ def first_inputs(runner: Runner) -> tuple[Style, Inputs]:
     raise Unusable("annotation_does_not_fit", message, refuted)
 
 
-def _inputs(runner: Runner, annotation: Annotation, style: Style) -> Inputs:
+def _inputs(runner: OperatorRunner, annotation: Annotation, style: Style) -> Inputs:
     sizes = tuple(choose_sizes(annotation, (), style).items())
     return Inputs(None, sizes, "integers", runner.options.seed)
 
 
-def _problem(runner: Runner, inputs: Inputs) -> str | None:
+def _problem(runner: OperatorRunner, inputs: Inputs) -> str | None:
     """Return why the operator does not run on these inputs, or on other values of these shapes; None if it runs."""
     message = ""
     for kind in ("integers", "positive"):
@@ -69,7 +69,7 @@ def _problem(runner: Runner, inputs: Inputs) -> str | None:
     return message
 
 
-def _with_whole_numbers(runner: Runner, annotation: Annotation, inputs: Inputs) -> Inputs | None:
+def _with_whole_numbers(runner: OperatorRunner, annotation: Annotation, inputs: Inputs) -> Inputs | None:
     """Return the inputs with integers or booleans in some operand; None where the operator does not run on any."""
     for tried, choice in enumerate(_choices(annotation, dict(inputs.sizes))):
         if tried >= TRIES:

@@ -29,7 +29,7 @@ from verify.evidence.options import Safeguards
 from verify.evidence.oracle.random_calls import random_arguments
 from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.oracle.variants import Variant, variants_of
-from verify.evidence.oracle.whole import Whole, as_leaves, gradients_of
+from verify.evidence.oracle.whole import WholeRun, as_leaves, gradients_of
 from verify.results.tolerance import TensorDifference, difference, largest
 
 AXES = ("shards", "groups")
@@ -46,7 +46,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class PartitionComparison:
     """`count`: tensors that were compared, `exact`: those that were equal bit for bit."""
 
     count: int
@@ -137,8 +137,8 @@ def make_partition(signature: Signature, choices: Sequence[Choice], parts: Seque
 
 
 def compare_partition(
-    whole: Whole, partition: Partition, generator: torch.Generator, bound: Bound, safeguards: Safeguards
-) -> Compared:
+    whole: WholeRun, partition: Partition, generator: torch.Generator, bound: Bound, safeguards: Safeguards
+) -> PartitionComparison:
     """Run the shards and compare them with the whole. Raises ShardRaised."""
     leaves = _shard_leaves(whole, partition, generator)
     together = Simulator(len(leaves)) if partition.communicates else None
@@ -174,7 +174,7 @@ def compare_partition(
     return comparison.result()
 
 
-def _shard_leaves(whole: Whole, partition: Partition, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+def _shard_leaves(whole: WholeRun, partition: Partition, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
     columns = [
         spread(t if t.dtype == whole.dtype or not t.is_floating_point() else t.to(whole.dtype), lay, generator)
         for t, lay in zip(whole.concrete.tensors, partition.inputs, strict=True)
@@ -246,8 +246,8 @@ class _Comparison:
         if growth > 1.0:
             self.bound = Bound(self.bound.relative * growth)
 
-    def result(self) -> Compared:
-        return Compared(self.count, self.exact, tuple(self.mismatches), tuple(self.variants))
+    def result(self) -> PartitionComparison:
+        return PartitionComparison(self.count, self.exact, tuple(self.mismatches), tuple(self.variants))
 
     def plain(self, expected: Sequence[Any], found: Sequence[Sequence[Any]]) -> None:
         """Check that outputs that are no tensors do not depend on the split."""
@@ -259,7 +259,7 @@ class _Comparison:
                 )
                 return
 
-    def outputs(self, whole: Whole, partition: Partition, outputs: Sequence[Sequence[Tensor | None]]) -> None:
+    def outputs(self, whole: WholeRun, partition: Partition, outputs: Sequence[Sequence[Tensor | None]]) -> None:
         for index, (expected, lay) in enumerate(zip(whole.outputs, partition.outputs, strict=True)):
             if expected is None or (whole.dtype != torch.float64 and not _real(expected)):
                 continue
@@ -272,7 +272,7 @@ class _Comparison:
                     return
             self.compare(what, column, expected, lay, partition.states_out[index], 0.0)
 
-    def shapes(self, whole: Whole, partition: Partition, outputs: Sequence[Sequence[Tensor | None]]) -> None:
+    def shapes(self, whole: WholeRun, partition: Partition, outputs: Sequence[Sequence[Tensor | None]]) -> None:
         """Compare only the shapes, of an operator whose values are not defined (`empty`)."""
         for index, (expected, lay) in enumerate(zip(whole.outputs, partition.outputs, strict=True)):
             if expected is not None:
@@ -281,7 +281,7 @@ class _Comparison:
                 if problem:
                     self.mismatches.append(Mismatch(f"output {index}", TensorDifference(float("inf"), problem=problem)))
 
-    def gradients(self, whole: Whole, partition: Partition, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+    def gradients(self, whole: WholeRun, partition: Partition, gradients: Sequence[Sequence[Tensor | None]]) -> None:
         scale = whole.gradient_scale
         for index, (expected, lay) in enumerate(zip(whole.gradients, partition.input_gradients, strict=True)):
             tensor = whole.concrete.tensors[index]
@@ -356,7 +356,7 @@ def _growth(totals: Sequence[Tensor | None], lays: Sequence[Lay], pieces: Sequen
     return found
 
 
-def _tells_nothing(whole: Whole, partition: Partition) -> bool:
+def _tells_nothing(whole: WholeRun, partition: Partition) -> bool:
     """Return whether a split integer input has one value only, so that a constant result would show nothing."""
     for tensor, lay in zip(whole.concrete.tensors, partition.inputs, strict=True):
         split = any(isinstance(held, Cut) for held in lay.held)

@@ -20,7 +20,7 @@ from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.layout import explain_illegal
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
-from verify.evidence.cases import Case, Inputs, uneven_sizes
+from verify.evidence.cases import Inputs, SplitCase, uneven_sizes
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call, choose_sizes, from_annotation, resize, sample_calls
 from verify.evidence.inputs.meta_preflight import remembers, succeeds, tried_on_meta
@@ -30,8 +30,8 @@ from verify.evidence.options import OpOptions
 from verify.evidence.oracle.checked_kernels import runs_checked
 from verify.evidence.oracle.partition import (
     AXES,
-    Compared,
     Partition,
+    PartitionComparison,
     ShardRaised,
     compare_partition,
     make_partition,
@@ -39,7 +39,7 @@ from verify.evidence.oracle.partition import (
 )
 from verify.evidence.oracle.random_calls import whole_arguments
 from verify.evidence.oracle.tolerance import Bound, float64_bound, low_bound
-from verify.evidence.oracle.whole import Whole, run_whole
+from verify.evidence.oracle.whole import WholeRun, run_whole
 
 KEPT = 6  # wholes in memory
 
@@ -48,7 +48,7 @@ KEPT = 6  # wholes in memory
 class Prepared:
     """The whole operator's run on some inputs, its annotation bound to it, and what rounding may explain."""
 
-    whole: Whole
+    whole: WholeRun
     signature: Signature
     bound: Bound
     on_meta: bool  # whether the operator runs without values
@@ -62,9 +62,9 @@ class Declined(str):
 class CaseResult:
     """`compared` is None where the case could not run: `raised` on a shard, or `refused` with a reason."""
 
-    case: Case
+    case: SplitCase
     signature: Signature
-    compared: Compared | None = None
+    compared: PartitionComparison | None = None
     raised: ShardRaised | None = None
     refused: str = ""
 
@@ -83,7 +83,7 @@ class WholeRaised(Exception):
         self.shapes = shapes
 
 
-class Runner:
+class OperatorRunner:
     """`progress` is told what runs: a child process dies with the last word on record."""
 
     def __init__(self, spec: OperatorSpec, options: OpOptions, progress: Callable[[str], None] | None = None) -> None:
@@ -231,12 +231,12 @@ class Runner:
 
         return succeeds(run)
 
-    def _run(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs, dtype: torch.dtype) -> Whole:
+    def _run(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs, dtype: torch.dtype) -> WholeRun:
         without = frozenset(inputs.without_gradient) | call.constants
         cotangents = torch.Generator().manual_seed(inputs.seed + 1)
         return run_whole(function, call, cotangents, dtype, without, self.options.safeguards.random_cotangents)
 
-    def _moved(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs) -> Whole | None:
+    def _moved(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs) -> WholeRun | None:
         """Return the run with every floating input moved by one unit of rounding, up or down."""
         generator = torch.Generator().manual_seed(inputs.seed + 3)
         unit = torch.finfo(torch.float64).eps
@@ -253,12 +253,12 @@ class Runner:
         except Exception:  # noqa: BLE001 - nothing is known of its rounding then
             return None
 
-    def _signature(self, whole: Whole) -> Signature:
+    def _signature(self, whole: WholeRun) -> Signature:
         call = with_outputs(whole.concrete.call, whole.outputs)
         bound = bind_call(self.spec, call)
         return Signature(call, self.spec, bound, tuple(frozenset(s) for s in linear_sets(self.spec, call)))
 
-    def refusal(self, signature: Signature, case: Case) -> str | None:
+    def refusal(self, signature: Signature, case: SplitCase) -> str | None:
         """Return why a case is not legal; None if it is."""
         for choice, parts in zip(case.choices, case.parts, strict=True):
             reason = explain_illegal_choice(signature, choice, parts)
@@ -269,7 +269,7 @@ class Runner:
             return f"`{contiguous[0]}` can be split by one axis only"
         return None
 
-    def partition(self, signature: Signature, case: Case) -> Partition | str:
+    def partition(self, signature: Signature, case: SplitCase) -> Partition | str:
         """Return the partition, or why there is none."""
         key = self._key(case)
         found = self._partitions.get(key)
@@ -279,11 +279,11 @@ class Runner:
             self._partitions[key] = found
         return found
 
-    def _key(self, case: Case) -> Any:
+    def _key(self, case: SplitCase) -> Any:
         """Return the cache key of a partition, which depends on shapes but not on values."""
         return case.inputs.sample, case.inputs.sizes, case.choices, case.parts, case.uneven
 
-    def _make(self, signature: Signature, case: Case) -> Partition | str:
+    def _make(self, signature: Signature, case: SplitCase) -> Partition | str:
         states_in, states_out = states_of(signature, case.choices)
         shapes = [t.shape for t in signature.call.tensors()]
         shapes_out = [() if o is None else o.shape for o in signature.call.outputs]
@@ -296,7 +296,7 @@ class Runner:
         except Refusal as refusal:
             return Declined(refusal)
 
-    def run(self, case: Case) -> CaseResult:
+    def run(self, case: SplitCase) -> CaseResult:
         """Run one case. Raises WholeRaised and AnnotationError."""
         prepared = self.prepare(case.inputs)
         partition = self.partition(prepared.signature, case)
@@ -314,7 +314,7 @@ class Runner:
             return CaseResult(case, prepared.signature, raised=raised)
         return CaseResult(case, prepared.signature, compared)
 
-    def _preflight(self, prepared: Prepared, partition: Partition, case: Case) -> None:
+    def _preflight(self, prepared: Prepared, partition: Partition, case: SplitCase) -> None:
         """Try the shards' shapes once. Raises ShardRaised."""
         key = self._key(case)
         if key in self._tried:
@@ -332,7 +332,7 @@ class Runner:
         self._tried.add(key)
 
 
-def with_sizes(case: Case, signature: Signature) -> Case | str:
+def with_sizes(case: SplitCase, signature: Signature) -> SplitCase | str:
     """Return an uneven case with the sizes of its shards, or why there are none; any other as it is."""
     (choice, *_), parts = case.choices, case.parts[0]
     if not case.uneven:
@@ -344,10 +344,10 @@ def with_sizes(case: Case, signature: Signature) -> Case | str:
     return replace(case, choices=(replace(choice, sizes=uneven_sizes(size, parts)),))
 
 
-def _said(case: Case) -> str:
+def _said(case: SplitCase) -> str:
     return " and ".join(f"{c} in {p}" for c, p in zip(case.choices, case.parts, strict=True))
 
 
-def run_case(spec: OperatorSpec, case: Case, options: OpOptions | None = None) -> CaseResult:
+def run_case(spec: OperatorSpec, case: SplitCase, options: OpOptions | None = None) -> CaseResult:
     """Replay exactly one case. Raises WholeRaised and AnnotationError."""
-    return Runner(spec, options or OpOptions()).run(case)
+    return OperatorRunner(spec, options or OpOptions()).run(case)

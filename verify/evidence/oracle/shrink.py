@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Split
-from verify.evidence.cases import Case
-from verify.evidence.oracle.runner import CaseResult, Runner, WholeRaised
+from verify.evidence.cases import SplitCase
+from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaised
 
 STEPS = 200
 
 
-def shrink(runner: Runner, failed: CaseResult) -> CaseResult:
+def shrink(runner: OperatorRunner, failed: CaseResult) -> CaseResult:
     """Shrink greedily: take the first simpler case that fails as well, until none does. A case costs under a
     millisecond."""
     steps = 0
@@ -32,14 +32,14 @@ def shrink(runner: Runner, failed: CaseResult) -> CaseResult:
     return current
 
 
-def _tried(runner: Runner, case: Case) -> CaseResult | None:
+def _tried(runner: OperatorRunner, case: SplitCase) -> CaseResult | None:
     try:
         return runner.run(case)
     except (WholeRaised, NnscalerError, Exception):  # noqa: BLE001 - what does not run is no counter-example
         return None
 
 
-def _simpler(result: CaseResult) -> Iterator[Case]:
+def _simpler(result: CaseResult) -> Iterator[SplitCase]:
     case = result.case
     inputs = case.inputs
     if len(case.choices) > 1:
@@ -61,7 +61,7 @@ def _simpler(result: CaseResult) -> Iterator[Case]:
         yield replace(case, inputs=replace(inputs, kind="bits"))
 
 
-def _smaller(result: CaseResult) -> Iterator[Case]:
+def _smaller(result: CaseResult) -> Iterator[SplitCase]:
     """Yield cases of smaller sizes: two elements per shard of what is split, 1 or 2 of everything else."""
     case, bound = result.case, result.signature.bound
     if bound is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verify.evidence.oracle.enumerate import Base, Enumerator
-from verify.evidence.oracle.runner import Prepared, Runner
+from verify.evidence.oracle.runner import OperatorRunner, Prepared
 from verify.evidence.oracle.whole import run_whole
 from verify.results.finding import Finding
 from verify.results.report import Check
@@ -21,7 +21,7 @@ from verify.results.verdict import Verdict
 BASES = 3  # sample calls that are tried
 
 
-def check_subsets(runner: Runner, found: list[Base]) -> tuple[Check | None, list[Finding]]:
+def check_subsets(runner: OperatorRunner, found: list[Base]) -> tuple[Check | None, list[Finding]]:
     """Ask for the gradient of each floating input alone, and of none; the check is None where no input has one."""
     started = time.perf_counter()
     count = 0
@@ -44,7 +44,7 @@ def check_subsets(runner: Runner, found: list[Base]) -> tuple[Check | None, list
     return Check("gradients for some inputs", verdict, count, len(findings), seconds, supporting=True), findings
 
 
-def _problem(runner: Runner, prepared: Prepared, seed: int, kept: frozenset[int]) -> str | None:
+def _problem(runner: OperatorRunner, prepared: Prepared, seed: int, kept: frozenset[int]) -> str | None:
     """Describe the first difference that appears when only the inputs `kept` ask for a gradient; else None."""
     whole = prepared.whole
     without = frozenset(range(len(whole.concrete.tensors))) - kept
@@ -72,7 +72,7 @@ def _same(a: Tensor | None, b: Tensor | None, agree: object) -> bool:
     return bool(agree(b, a, 0.0)) if callable(agree) else False
 
 
-def _finding(runner: Runner, prepared: Prepared, kept: list[int], problem: str) -> Finding:
+def _finding(runner: OperatorRunner, prepared: Prepared, kept: list[int], problem: str) -> Finding:
     who = f"only input {kept[0]} asks" if kept else "no input asks"
     message = f"`{runner.spec.name}` gives another result when {who} for a gradient: {problem}"
     shapes = ", ".join(str(tuple(t.shape)) for t in prepared.whole.concrete.tensors)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from verify.evidence.oracle.whole import Whole
+from verify.evidence.oracle.whole import WholeRun
 from verify.results.tolerance import FAMILY_SHARE, is_finite, largest
 
 UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value
@@ -60,7 +60,7 @@ def _agree_beyond(a: Tensor, b: Tensor, relative: float) -> bool:
     return bool(torch.where(finite, (a - b).abs() <= relative * largest(rest), True).all())
 
 
-def noise(low: Whole, exact: Whole) -> float:
+def noise(low: WholeRun, exact: WholeRun) -> float:
     """Measure how far a run in lower precision is from the float64 run, relative to each tensor's largest value."""
     worst = 0.0
     pairs = [*zip(low.outputs, exact.outputs, strict=True), *zip(low.gradients, exact.gradients, strict=True)]
@@ -76,7 +76,7 @@ def noise(low: Whole, exact: Whole) -> float:
     return worst
 
 
-def float64_bound(low: Whole | None, exact: Whole, moved: Whole | None = None) -> Bound:
+def float64_bound(low: WholeRun | None, exact: WholeRun, moved: WholeRun | None = None) -> Bound:
     """`low`: the same run in float32; `moved`: the same in float64 with every input moved by one unit of rounding,
     which shows cancellation that float32 hides (a softmax that is saturated in it). None where there is no such run."""
     unit = torch.finfo(torch.float64).eps
@@ -86,7 +86,7 @@ def float64_bound(low: Whole | None, exact: Whole, moved: Whole | None = None) -
     return Bound(min(max(UNITS * unit, NOISE_FACTOR * measured), CEILING))
 
 
-def low_bound(low: Whole, exact: Whole) -> Bound:
+def low_bound(low: WholeRun, exact: WholeRun) -> Bound:
     """Bound the rounding of shards in the dtype of `low`.
 
     Limited: an operator that is wrong in this dtype alone is far from its float64 run, and that is no noise.

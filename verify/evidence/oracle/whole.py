@@ -19,7 +19,7 @@ from verify.results.tolerance import is_finite, largest
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeRun:
     """One run of the whole operator.
 
     outputs           one entry per output; None for what is no tensor
@@ -70,7 +70,7 @@ def run_whole(
     dtype: torch.dtype = torch.float64,
     without_gradient: frozenset[int] = frozenset(),
     random_cotangents: bool = True,
-) -> Whole:
+) -> WholeRun:
     """Run the operator with floating tensors in `dtype`. Raises whatever it raises.
 
     `without_gradient`: input tensors (by index) that do not ask for a gradient.
@@ -83,7 +83,7 @@ def run_whole(
     cotangents = tuple(draw_cotangent(o, generator, random_cotangents) if o is not None else None for o in outputs)
     gradients = gradients_of([outputs], [cotangents], [leaves])[0]
     detached = tuple(None if o is None else o.detach() for o in outputs)
-    return Whole(concrete, detached, cotangents, gradients, plain_of(result), dtype, without_gradient)
+    return WholeRun(concrete, detached, cotangents, gradients, plain_of(result), dtype, without_gradient)
 
 
 def as_leaves(

@@ -14,7 +14,7 @@ from verify.evidence.smt.algebra import Element, Kind, NoCall, Numbers, Unmet, U
 from verify.evidence.smt.claims import Claims, ShardRaises, TracedCall, TracedShards, claims, make_problem
 from verify.evidence.smt.decide_equality import Limits, Prover, Verdict
 from verify.evidence.smt.layout import Symbol, spread
-from verify.evidence.smt.terms import Terms, Work
+from verify.evidence.smt.terms import ProofBudget, Terms
 
 DRAWS = 20  # random values that are tried where the solver's do not confirm
 _CLOSE = 1e-9  # numbers that went through exp and the like
@@ -37,7 +37,7 @@ class BoundedResult:
     constant: bool = False
 
 
-def check(traced: TracedCall, choice: Choice, parts: int, limits: Limits, work: Work) -> BoundedResult:
+def check(traced: TracedCall, choice: Choice, parts: int, limits: Limits, work: ProofBudget) -> BoundedResult:
     """Check one choice. Raises Unsupported, `op_registry.spec.Refusal`, and whatever the operator raises on a shard."""
     problem = make_problem(traced, choice, parts)
     terms = Terms(work)

@@ -29,7 +29,7 @@ from verify.evidence.smt.check import BoundedResult, check
 from verify.evidence.smt.claims import TracedCall, trace_whole
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.shrink import same_kind, variants
-from verify.evidence.smt.terms import Work
+from verify.evidence.smt.terms import ProofBudget
 
 Target = str | frozenset[int]
 STEPS = 5_000_000  # for one target
@@ -72,7 +72,7 @@ def prove_bounded(
     for target in targets:
         started = time.thread_time()
         try:
-            proof = prover.prove(target, Work(steps))
+            proof = prover.prove(target, ProofBudget(steps))
         except Unsupported as reason:
             proof = BoundedProof(False, str(reason))
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in a proof attempt, nothing is proved
@@ -91,7 +91,7 @@ class _OperatorProver:
         self.limits = limits
         self.traced: list[tuple[Call, TracedCall | Exception]] = []
 
-    def prove(self, target: Target, work: Work) -> BoundedProof:
+    def prove(self, target: Target, work: ProofBudget) -> BoundedProof:
         if self.signature.bound is None:
             raise Unsupported(self.signature.reason or "the operator has no annotation")
         if self.spec.random:
@@ -116,7 +116,7 @@ class _OperatorProver:
         return strided
 
     def _one(
-        self, choice: Choice, parts: tuple[int, ...], sizes: dict[str, int], work: Work
+        self, choice: Choice, parts: tuple[int, ...], sizes: dict[str, int], work: ProofBudget
     ) -> tuple[BoundedProof, bool]:
         """Prove one choice in all these numbers of parts, on the first small call that it can be made on.
 
@@ -145,7 +145,7 @@ class _OperatorProver:
         raise Unsupported(reason or "no small call was found")
 
     def _all_parts(
-        self, traced: TracedCall, choice: Choice, parts: Sequence[int], work: Work
+        self, traced: TracedCall, choice: Choice, parts: Sequence[int], work: ProofBudget
     ) -> tuple[BoundedProof, BoundedResult]:
         """Return the weakest outcome of all numbers of parts."""
         bound = traced.signature.bound
@@ -188,7 +188,7 @@ class _OperatorProver:
         return replace(whole, signature=Signature(whole.call, self.spec, bound, sets))
 
 
-def _checked(traced: TracedCall, choice: Choice, parts: int, limits: Limits, work: Work) -> BoundedResult:
+def _checked(traced: TracedCall, choice: Choice, parts: int, limits: Limits, work: ProofBudget) -> BoundedResult:
     """Run `check`; an exception becomes the reason. Raises NoCall."""
     try:
         return check(traced, choice, parts, limits, work)

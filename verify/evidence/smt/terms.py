@@ -44,7 +44,7 @@ class Atom:
 
 
 @dataclass
-class Work:
+class ProofBudget:
     """The steps left to a proof. They are counted, not timed, so that no machine is too slow for a proof."""
 
     left: float = math.inf
@@ -64,9 +64,9 @@ class Terms(Numbers):
     these, and beyond MONOMIALS.
     """
 
-    def __init__(self, work: Work | None = None) -> None:
+    def __init__(self, work: ProofBudget | None = None) -> None:
         self.conditions: list[tuple[Element, str]] = []
-        self.work = work or Work()
+        self.work = work or ProofBudget()
         self.atoms: list[Atom] = []
         self.formulas: list[tuple[Any, ...]] = []
         self._atom_numbers: dict[Hashable, int] = {}

@@ -154,7 +154,7 @@ def record(function: Callable[..., Any], blanks: Sequence[Blank], prepare: Prepa
     Raises Unsupported where the trace would not be the whole story, and whatever the function raises.
     """
     start_autograd()
-    recorder, watch = OperatorRecorder(Recording(_describe, follow=decomposition_of)), _Watch()
+    recorder, watch = OperatorRecorder(Recording(_describe, follow=decomposition_of)), _GradientWatch()
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [blank.make() for blank in blanks]
         args, kwargs = prepare(inputs)
@@ -305,7 +305,7 @@ def _custom_function(outputs: Sequence[Tensor | None]) -> str:
     return ""
 
 
-class _Watch(TorchFunctionMode):
+class _GradientWatch(TorchFunctionMode):
     """Sees what changes gradients without leaving an ATen operator behind."""
 
     def __init__(self) -> None:

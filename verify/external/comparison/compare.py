@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verify.external.addresses import RankPiece, taken
 from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
-from verify.external.comparison.differences import Compared, Difference, Run
+from verify.external.comparison.differences import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.micro_batches import cause_by_micro_batches
 from verify.external.comparison.scalars import compare_losses, compare_norms
 from verify.external.observe import ObservedStep, RankRecord
@@ -20,7 +20,7 @@ from verify.results.tolerance import FAMILY_SHARE, difference, largest
 from verify.results.verdict import Verdict
 
 
-def compare(run: Run) -> tuple[Compared, ...]:
+def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
     """Compare everything. What follows from an earlier difference alone is left out."""
     gradients, norms = _gradients(run), compare_norms(run)
     wrong = min((d.step for d in gradients.differences), default=len(run.reference.steps))
@@ -36,11 +36,11 @@ def compare(run: Run) -> tuple[Compared, ...]:
 _NEVER = 1 << 30  # a step that no run reaches
 
 
-def _first_refuted(compared: Compared) -> int:
+def _first_refuted(compared: ComparisonResult) -> int:
     return min((d.step for d in compared.differences if d.verdict is Verdict.REFUTED), default=_NEVER)
 
 
-def _until(compared: Compared, step: int) -> Compared:
+def _until(compared: ComparisonResult, step: int) -> ComparisonResult:
     """Leave out the differences of later steps."""
     return replace(compared, differences=tuple(d for d in compared.differences if d.step <= step))
 
@@ -48,7 +48,7 @@ def _until(compared: Compared, step: int) -> Compared:
 # Which elements the ranks hold.
 
 
-def _held(run: Run) -> Compared:
+def _held(run: ProgramRun) -> ComparisonResult:
     """Check that every parameter is held by some rank, that nothing is unmatched, and that replicas start equal."""
     space = run.reference.space
     held = torch.zeros(space.size, dtype=torch.bool)
@@ -85,13 +85,13 @@ def _held(run: Run) -> Compared:
             verdict = Verdict.INCONCLUSIVE if unmatched else Verdict.REFUTED
             text = f"{missing} of {len(whole)} elements"
             found.append(Difference("parameter_not_held", name, -1, 0, verdict, actual=text))
-    return Compared("parameters are held", len(parameters), tuple(found))
+    return ComparisonResult("parameters are held", len(parameters), tuple(found))
 
 
 # Gradients.
 
 
-def _gradients(run: Run) -> Compared:
+def _gradients(run: ProgramRun) -> ComparisonResult:
     """Compare every gradient on every rank, in every step until one is wrong."""
     found: list[Difference] = []
     count, worst = 0, 0.0
@@ -107,7 +107,7 @@ def _gradients(run: Run) -> Compared:
                     found.append(one)
         if found:
             break
-    return Compared("gradients", count, tuple(found), worst)
+    return ComparisonResult("gradients", count, tuple(found), worst)
 
 
 def _compared(record: RankRecord, kind: str) -> Iterator[RankPiece]:
@@ -115,7 +115,7 @@ def _compared(record: RankRecord, kind: str) -> Iterator[RankPiece]:
 
 
 def _gradient(
-    run: Run, number: int, record: RankRecord, piece: RankPiece, value: Tensor | None, scale: float
+    run: ProgramRun, number: int, record: RankRecord, piece: RankPiece, value: Tensor | None, scale: float
 ) -> tuple[Difference | None, float]:
     expected = piece.take(run.reference.steps[number].gradients)
     key = (piece.name, record.rank, number)
@@ -143,14 +143,14 @@ def _gradient(
     return Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout), gap.relative
 
 
-def _scale(run: Run, piece: RankPiece, values: Tensor, family: float) -> float:
+def _scale(run: ProgramRun, piece: RankPiece, values: Tensor, family: float) -> float:
     """Return the scale that makes a difference relative to the whole tensors: a shard itself may be small."""
     space = run.reference.space
     whole = max((_largest_finite(taken(values, space.whole(name))) for name in piece.names), default=0.0)
     return max(family, whole / FAMILY_SHARE)
 
 
-def _judge(run: Run, kind: tuple[str, int], piece: RankPiece, relative: float) -> Verdict:
+def _judge(run: ProgramRun, kind: tuple[str, int], piece: RankPiece, relative: float) -> Verdict:
     """Judge a difference by the noise of the noisiest tensor that the piece has elements of."""
     keys = [(*kind, name) for name in piece.names]
     verdicts = [run.tolerance.judge(key, relative) for key in keys]
@@ -158,7 +158,7 @@ def _judge(run: Run, kind: tuple[str, int], piece: RankPiece, relative: float) -
     return passing[0] if passing else (Verdict.INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else Verdict.REFUTED)
 
 
-def _explain(run: Run, number: int, record: RankRecord, piece: RankPiece, value: Tensor, noun: str) -> Cause:
+def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece, value: Tensor, noun: str) -> Cause:
     steps = run.reference.steps
     whole = steps[number].gradients
     names = piece.names[0] if piece.names else piece.name
@@ -197,7 +197,7 @@ def _explain(run: Run, number: int, record: RankRecord, piece: RankPiece, value:
 
 
 def _same_elements(
-    run: Run, piece: RankPiece, values_of: Callable[[ObservedStep], Mapping[str, Tensor | None]], number: int
+    run: ProgramRun, piece: RankPiece, values_of: Callable[[ObservedStep], Mapping[str, Tensor | None]], number: int
 ) -> dict[int, Tensor]:
     """Return the values of all ranks that hold the very same elements, by rank."""
     found = {}
@@ -225,7 +225,7 @@ def _largest_finite(tensor: Tensor) -> float:
 # Parameters and buffers.
 
 
-def _states(run: Run, kind: str, last: int) -> Compared:
+def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
     """Compare parameters or buffers after every step before step `last` until one is wrong."""
     found: list[Difference] = []
     count, worst = 0, 0.0
@@ -249,11 +249,11 @@ def _states(run: Run, kind: str, last: int) -> Compared:
                     found.append(Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout))
         if found:
             break
-    return Compared(f"{kind}s after steps", count, tuple(found), worst)
+    return ComparisonResult(f"{kind}s after steps", count, tuple(found), worst)
 
 
 def _explain_state(
-    run: Run, number: int, record: RankRecord, piece: RankPiece, value: Tensor, expected: Tensor
+    run: ProgramRun, number: int, record: RankRecord, piece: RankPiece, value: Tensor, expected: Tensor
 ) -> Cause:
     """Name the cause in the update rather than in the value: what was added is what is wrong."""
     before = (

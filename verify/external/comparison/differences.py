@@ -21,7 +21,7 @@ PartGradients = Callable[[int, int], Tensor]  # step and data part -> gradients 
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramRun:
     """One run of a program in one dtype, and its oracle.
 
     tolerance       what agrees
@@ -76,7 +76,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparisonResult:
     """The result of one kind of comparison."""
 
     name: str

@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from verify.external.comparison.cause import common
-from verify.external.comparison.differences import Compared, Difference, Run
+from verify.external.comparison.differences import ComparisonResult, Difference, ProgramRun
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 
 _SHOWN = 4  # names in one sentence
 
 
-def findings(run: Run, compared: Sequence[Compared]) -> tuple[Finding, ...]:
+def findings(run: ProgramRun, compared: Sequence[ComparisonResult]) -> tuple[Finding, ...]:
     """Return one finding for each group of differences that are alike."""
     groups: dict[tuple[str, str, str, str], list[Difference]] = {}
     for result in compared:
@@ -39,7 +39,7 @@ _SENTENCES: Mapping[str, str] = {
 }
 
 
-def _finding(run: Run, group: Sequence[Difference]) -> Finding:
+def _finding(run: ProgramRun, group: Sequence[Difference]) -> Finding:
     undecided = [d for d in group if d.verdict is not Verdict.REFUTED]
     worst = max(group, key=lambda d: (d.verdict is Verdict.REFUTED, d.relative))
     names, ranks = sorted({d.name for d in group}), sorted({d.rank for d in group if d.rank >= 0})

@@ -56,7 +56,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Traced:
+class StepResults:
     """The results of one step: forward in the order in which modules end, backward in that of autograd."""
 
     forward: tuple[Seen, ...]
@@ -80,7 +80,7 @@ class FirstDifference:
         return f"the {what} of {self.name} ({self.kind}) on rank {self.rank}"
 
 
-def traced_model(program: ExternalProgram, model: nn.Module, reference: PlainReference) -> Traced:
+def traced_model(program: ExternalProgram, model: nn.Module, reference: PlainReference) -> StepResults:
     """Run the plain model for one step, and keep what its modules return."""
     mine = copy.deepcopy(model)
     step = program.reference_step or program.step
@@ -91,20 +91,20 @@ def traced_model(program: ExternalProgram, model: nn.Module, reference: PlainRef
     return _whole(seen)
 
 
-def traced_rank(program: ExternalProgram, model: nn.Module, reference: PlainReference, rank: int) -> Traced:
+def traced_rank(program: ExternalProgram, model: nn.Module, reference: PlainReference, rank: int) -> StepResults:
     """Run the program on this rank for one step, and keep what its modules return; DTensors are put together."""
     with parallelised(program, model, reference.dtype) as made, _recorded(modules_of(made)) as seen:
         run_step(program, made, rows_of(program, reference, rank, 0))
         return _whole(seen)
 
 
-def _whole(seen: tuple[list[Seen], list[Seen]]) -> Traced:
+def _whole(seen: tuple[list[Seen], list[Seen]]) -> StepResults:
     """Put DTensors together: after the step, for hooks run at other times on other ranks."""
     forward, backward = (
         tuple(Seen(s.name, s.kind, s.value.full_tensor() if isinstance(s.value, DTensor) else s.value) for s in side)
         for side in seen
     )
-    return Traced(forward, backward)
+    return StepResults(forward, backward)
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _first(output: object) -> Tensor | None:
 
 
 def first_differences(
-    program: ExternalProgram, reference: PlainReference, right: Traced, ranks: Sequence[Traced]
+    program: ExternalProgram, reference: PlainReference, right: StepResults, ranks: Sequence[StepResults]
 ) -> tuple[FirstDifference, ...]:
     """Return the first forward difference over all ranks; where forward agrees, the first backward one."""
     if reference.dtype not in _CLOSE:

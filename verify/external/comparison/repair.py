@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from verify.external.addresses import Lookup, local_value, match
-from verify.external.comparison.differences import Compared, Difference
+from verify.external.comparison.differences import ComparisonResult, Difference
 from verify.external.observe import run_step, tensors_of_program
 from verify.external.program import Batch, ExternalProgram
 
@@ -78,7 +78,7 @@ class Repair:
         return replace(program, parallelize=parallelize, step=step, reference_step=plain)
 
 
-def repair_of(program: ExternalProgram, compared: Sequence[Compared]) -> Repair | None:
+def repair_of(program: ExternalProgram, compared: Sequence[ComparisonResult]) -> Repair | None:
     """Return the repair of all wrong gradients together; None where a cause suggests none."""
     wrong = [d for result in compared for d in result.differences if d.code in ("gradient_differs", "replicas_differ")]
     parts = list(_parts(program, wrong))

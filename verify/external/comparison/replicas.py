@@ -25,7 +25,7 @@ _CLOSE = 1e-7  # relative; in float64 copies are equal up to rounding
 
 
 @dataclass(frozen=True)
-class Unequal:
+class UnequalGradients:
     """A parameter whose copies on two ranks have different gradients."""
 
     name: str
@@ -46,10 +46,10 @@ def draws(program: ExternalProgram, model: nn.Module, batch: Batch) -> bool:
     return any(loss is None or not torch.equal(loss, losses[0]) for loss in losses if losses[0] is not None)
 
 
-def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[Unequal, ...]]:
+def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[UnequalGradients, ...]]:
     """Compare the gradients of copies in the first step; return how many were compared, and those that differ."""
     first: dict[tuple[str, object], tuple[int, Tensor]] = {}
-    found: list[Unequal] = []
+    found: list[UnequalGradients] = []
     count = 0
     scale = family_scale([g for record in records for g in record.steps[0].gradients.values()])
     for record in records:
@@ -63,7 +63,7 @@ def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[Unequal, ...]]:
             count += 1
             gap = difference(gradient, other, scale)
             if gap.relative > _CLOSE:
-                found.append(Unequal(piece.name, (rank, record.rank), gap.relative))
+                found.append(UnequalGradients(piece.name, (rank, record.rank), gap.relative))
     return count, tuple(found)
 
 

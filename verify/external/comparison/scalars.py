@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
-from verify.external.comparison.differences import Compared, Difference, Run
+from verify.external.comparison.differences import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.micro_batches import cause_by_micro_batches
 from verify.external.reference import data_part, mean_of
 from verify.results.tolerance import difference
@@ -18,7 +18,7 @@ from verify.results.verdict import Verdict
 # Losses.
 
 
-def compare_losses(run: Run, last: int) -> Compared:
+def compare_losses(run: ProgramRun, last: int) -> ComparisonResult:
     """Compare each rank's loss up to step `last`, the first one in which a gradient is wrong.
 
     It may be that of the whole batch, that of the rank's rows, or a part of the mean; where all gradients agree, also a
@@ -46,10 +46,10 @@ def compare_losses(run: Run, last: int) -> Compared:
                 cause = _cause_of_loss(run, number, rank, values, expected[rank][0])
                 numbers = (f"{float(expected[rank][0]):.10g}", f"{float(value):.10g}")
                 found.append(Difference("loss_differs", "loss", rank, number, verdict, gap, *numbers, cause))
-    return Compared("losses", count, tuple(found), worst)
+    return ComparisonResult("losses", count, tuple(found), worst)
 
 
-def _expected_losses(run: Run, number: int) -> Mapping[int, tuple[Tensor, ...]]:
+def _expected_losses(run: ProgramRun, number: int) -> Mapping[int, tuple[Tensor, ...]]:
     """Return, by rank, the losses that are right: of the whole batch, and of its own rows."""
     step = run.reference.steps[number]
     parts = [data_part(run.program, coordinate) for coordinate in run.at.values()]
@@ -62,7 +62,7 @@ def _expected_losses(run: Run, number: int) -> Mapping[int, tuple[Tensor, ...]]:
     }
 
 
-def _agreeing_mean(run: Run, rank: int, values: Mapping[int, Tensor], whole: Tensor) -> float:
+def _agreeing_mean(run: ProgramRun, rank: int, values: Mapping[int, Tensor], whole: Tensor) -> float:
     """Return how far the mean over the ranks of some axis is from the whole loss: each may have a part of the mean."""
     best, here = float("inf"), run.at[rank]
     for axis, size in run.sizes.items():
@@ -72,7 +72,7 @@ def _agreeing_mean(run: Run, rank: int, values: Mapping[int, Tensor], whole: Ten
     return best
 
 
-def _agreeing_sum(run: Run, rank: int, values: Mapping[int, Tensor], whole: Tensor) -> float:
+def _agreeing_sum(run: ProgramRun, rank: int, values: Mapping[int, Tensor], whole: Tensor) -> float:
     """Return how far the sum over the data parts is from the whole loss."""
     here, others = run.at[rank], [axis for axis in run.sizes if axis not in run.program.data_axes]
     group = [r for r, c in run.at.items() if all(c[axis] == here[axis] for axis in others)]
@@ -81,7 +81,7 @@ def _agreeing_sum(run: Run, rank: int, values: Mapping[int, Tensor], whole: Tens
     return difference(torch.stack([values[r] for r in group]).sum(), whole).relative
 
 
-def _cause_of_loss(run: Run, number: int, rank: int, values: Mapping[int, Tensor], expected: Tensor) -> Cause:
+def _cause_of_loss(run: ProgramRun, number: int, rank: int, values: Mapping[int, Tensor], expected: Tensor) -> Cause:
     losses = run.reference.steps[number].part_losses
     mean = mean_of(losses) if losses else expected
     if len(losses) > 1 and run.tolerance.judge(("loss", number, ""), difference(values[rank], mean).relative).passes:
@@ -101,7 +101,7 @@ def _cause_of_loss(run: Run, number: int, rank: int, values: Mapping[int, Tensor
 # Norms of gradients.
 
 
-def compare_norms(run: Run) -> Compared:
+def compare_norms(run: ProgramRun) -> ComparisonResult:
     """Compare the norm on each rank where gradients are clipped: squares of norms add up, as gradients do."""
     found: list[Difference] = []
     count, worst = 0, 0.0
@@ -123,7 +123,7 @@ def compare_norms(run: Run) -> Compared:
                 found.append(Difference("gradient_norm_differs", "norm", rank, number, verdict, gap, *numbers, cause))
         if found:
             break
-    return Compared("gradient norm", count, tuple(found), worst)
+    return ComparisonResult("gradient norm", count, tuple(found), worst)
 
 
 def _of_root(cause: Cause, factor: float) -> Cause:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verify.external.proof.graph import RankGraph, RecordedCall, Ref
+from verify.external.proof.graph import CallOutput, RankGraph, RecordedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Follows:
 class Aligned:
     """
     graph    the first rank's graph
-    varies   call -> argument (with its place in lists) -> what it is; a `Ref` stands for the number of its output.
-             None: it follows no coordinate
+    varies   call -> argument (with its place in lists) -> what it is; a `CallOutput` stands for the number of its
+             output. None: it follows no coordinate
     ranks    whose graphs these are
     differs  why the graphs are not one text; None if they are
     """
@@ -79,7 +79,7 @@ def _different(
         if isinstance(head, list | tuple) and all(isinstance(v, list | tuple) and len(v) == len(head) for v in values):
             for i in range(len(head)):
                 walk([v[i] for v in values], (*path, i))
-        elif isinstance(head, Ref) and all(isinstance(v, Ref) and v.call == head.call for v in values):
+        elif isinstance(head, CallOutput) and all(isinstance(v, CallOutput) and v.call == head.call for v in values):
             found[path] = _follows(graphs, [v.output for v in values])
         elif all(type(v) is int for v in values):
             found[path] = _follows(graphs, values)

@@ -13,14 +13,14 @@ from fractions import Fraction
 from nnscaler.ir.layout import Axis
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Constant, PartialSum, Shard, State, Zero, join
 from verify.external.proof.facts import Fact, NoFact, as_terms
-from verify.external.proof.graph import HeldInGraph, RankGraph, Ref
+from verify.external.proof.graph import CallOutput, HeldInGraph, RankGraph
 from verify.external.proof.lift import States, local_shape
 from verify.external.proof.reference import ProofReference
 from verify.external.proof.terms import UNIT, Terms, WholeTerm, close
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EndClaim:
     """The claim about a tensor at the end: it is a multiple of the whole tensor, in these states."""
 
     states: States
@@ -28,7 +28,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class EndDifference:
     """A tensor at the end is a logical tensor of the model, and in another layout or as another multiple of it.
 
     axis   over which it differs; empty: it is another multiple
@@ -39,7 +39,7 @@ class Difference:
     axis: str = ""
 
 
-def layout_of(held: HeldInGraph, axes: Sequence[Axis]) -> Wanted:
+def layout_of(held: HeldInGraph, axes: Sequence[Axis]) -> EndClaim:
     """Return the layout that a tensor's placements say. Raises NoFact for one that is not followed."""
     place = {a.name: i for i, a in enumerate(axes)}
     states: list[State] = [SAME] * len(axes)
@@ -64,7 +64,7 @@ def layout_of(held: HeldInGraph, axes: Sequence[Axis]) -> Wanted:
                 raise NoFact("its mesh has the axes in another order")
             order[dim] = at
             states[at] = Shard(dim, getattr(placement, "split_factor", 1))
-    return Wanted(tuple(states), factor)
+    return EndClaim(tuple(states), factor)
 
 
 def beginning(
@@ -73,9 +73,9 @@ def beginning(
     axes: Sequence[Axis],
     data: Sequence[str],
     names: Mapping[str, str],
-) -> dict[Ref, Fact | str]:
+) -> dict[CallOutput, Fact | str]:
     """Return the fact of each tensor that is there before the step; text: why there is none."""
-    found: dict[Ref, Fact | str] = {}
+    found: dict[CallOutput, Fact | str] = {}
     for name, held in graph.stored.items():
         whole = reference.values.get(f"stored {names.get(name, name)}")
         made = _stored(name, held, whole, graph, reference.terms, axes)
@@ -110,10 +110,12 @@ def _stored(
     return Fact(whole.coefficient, whole.term, laid.states)
 
 
-def compare(facts: Sequence[Fact], whole: WholeTerm, wanted: Wanted, axes: Sequence[Axis]) -> Fact | Difference | None:
-    """Return the fact that shows that a tensor is the model's; a `Difference` if it shows that it is not; None if it
-    shows neither."""
-    different: Difference | None = None
+def compare(
+    facts: Sequence[Fact], whole: WholeTerm, wanted: EndClaim, axes: Sequence[Axis]
+) -> Fact | EndDifference | None:
+    """Return the fact that shows that a tensor is the model's; an `EndDifference` if it shows that it is not; None if
+    it shows neither."""
+    different: EndDifference | None = None
     for fact in facts:
         if fact.pieces is not None or fact.term != whole.term:
             continue
@@ -124,13 +126,15 @@ def compare(facts: Sequence[Fact], whole: WholeTerm, wanted: Wanted, axes: Seque
     return different
 
 
-def _differs(fact: Fact, whole: WholeTerm, wanted: Wanted, axes: Sequence[Axis]) -> Difference | None:
+def _differs(fact: Fact, whole: WholeTerm, wanted: EndClaim, axes: Sequence[Axis]) -> EndDifference | None:
     for i, (axis, state) in enumerate(zip(axes, wanted.states, strict=True)):
         if isinstance(state, PartialSum):
             try:
                 fact = as_terms(fact, i, axis.size)
             except NoFact:
-                return Difference(f"has a shard of it over {axis.name}, and is said to have a term of a sum", axis.name)
+                return EndDifference(
+                    f"has a shard of it over {axis.name}, and is said to have a term of a sum", axis.name
+                )
             continue
         own = fact.states[i]
         if isinstance(own, Constant | Zero) or own == state:
@@ -138,13 +142,13 @@ def _differs(fact: Fact, whole: WholeTerm, wanted: Wanted, axes: Sequence[Axis])
         if isinstance(own, Shard) and isinstance(state, Shard) and own.dim == state.dim and join(own, state):
             continue
         if isinstance(own, PartialSum):
-            return Difference(f"has only a term of it: it is not summed over {axis.name}", axis.name)
-        return Difference(f"has {own} of it over {axis.name}, and is to have {state}", axis.name)
+            return EndDifference(f"has only a term of it: it is not summed over {axis.name}", axis.name)
+        return EndDifference(f"has {own} of it over {axis.name}, and is to have {state}", axis.name)
     expected = whole.coefficient * wanted.factor
     if close(fact.coefficient, expected):
         return None
     ratio = fact.coefficient / expected
-    return Difference(f"has {ratio if ratio.denominator < 10**6 else float(ratio)} times it")
+    return EndDifference(f"has {ratio if ratio.denominator < 10**6 else float(ratio)} times it")
 
 
 def loss_of_parts(facts: Sequence[Fact], data: Sequence[str], axes: Sequence[Axis]) -> list[Fact]:

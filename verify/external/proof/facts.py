@@ -27,7 +27,7 @@ from verify.external.proof.lift import States
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TensorPieces:
     """A tensor cut into `parts` equal pieces along `dim`: one of them, or (`index` None) all stacked along dim 0."""
 
     dim: int
@@ -48,7 +48,7 @@ class Fact:
     coefficient: Fraction
     term: int
     states: States
-    pieces: Pieces | None = None
+    pieces: TensorPieces | None = None
     ignored: frozenset[int] = frozenset()
 
     def at(self, axis: int, state: State) -> Fact:
@@ -111,7 +111,7 @@ def gathered(fact: Fact, axis: int, axes: Sequence[Axis]) -> Fact:
             states[i] = Shard(dim, None if later.outer is None else later.outer * axes[axis].size)
     elif not (len(inner) == 1 and states[inner[0]] == Shard(dim, 1) and outer == axes[inner[0]].size):
         raise NoFact("a strided shard is gathered", axes[axis].name)
-    pieces = None if dim == 0 else Pieces(dim, axes[axis].size, None)
+    pieces = None if dim == 0 else TensorPieces(dim, axes[axis].size, None)
     return replace(fact, states=tuple(states), pieces=pieces)
 
 
@@ -151,7 +151,7 @@ def reduce_scattered(fact: Fact, axis: int, axes: Sequence[Axis], reduction: str
 def cut(fact: Fact, dim: int, parts: int) -> list[Fact]:
     """Return the pieces of a tensor that is cut into equal parts along a dim."""
     if fact.pieces is None:
-        return [replace(fact, pieces=Pieces(dim, parts, i)) for i in range(parts)]
+        return [replace(fact, pieces=TensorPieces(dim, parts, i)) for i in range(parts)]
     if fact.pieces.index is None and dim == 0 and parts == fact.pieces.parts:
         return [replace(fact, pieces=replace(fact.pieces, index=i)) for i in range(parts)]
     return []

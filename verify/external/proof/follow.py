@@ -20,10 +20,10 @@ from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Shard
 from verify.external.proof import facts as layouts
 from verify.external.proof.align import Aligned
 from verify.external.proof.facts import Fact, NoFact
-from verify.external.proof.graph import Form, RecordedCall, Ref
+from verify.external.proof.graph import CallOutput, Form, RecordedCall
 from verify.external.proof.lift import Lifting
 from verify.external.proof.linear import tensors_of
-from verify.external.proof.normal import Call, Constant, Identity, Permutation, Sum, View, normal_form
+from verify.external.proof.normal import ConstantForm, Identity, OperatorForm, Permutation, Sum, View, normal_form
 from verify.external.proof.operators import FactsOf, Operators
 from verify.external.proof.reference import ProofReference, captured
 from verify.external.proof.vocabulary import VocabularyLookup, vocabulary_lookup
@@ -54,12 +54,12 @@ class Lost:
 class Followed:
     """The facts of one graph. `typed`: calls with facts; `collectives`: those among them."""
 
-    facts: dict[Ref, tuple[Fact, ...]] = field(default_factory=dict)
-    lost: dict[Ref, Lost] = field(default_factory=dict)
+    facts: dict[CallOutput, tuple[Fact, ...]] = field(default_factory=dict)
+    lost: dict[CallOutput, Lost] = field(default_factory=dict)
     typed: int = 0
     collectives: int = 0
 
-    def set(self, ref: Ref, found: Sequence[Fact], size: int) -> None:
+    def set(self, ref: CallOutput, found: Sequence[Fact], size: int) -> None:
         """Note what is known of a tensor: what it is of the model (terms below `size`), or else some of the rest."""
         facts = tuple(dict.fromkeys(found))
         whole = [f for f in facts if f.pieces is None]
@@ -77,11 +77,11 @@ class Follower:
         self.operators = Operators(reference, axes, lifting, self.form)
         self.found = Followed()
 
-    def run(self, given: Mapping[Ref, Fact | str]) -> Followed:
+    def run(self, given: Mapping[CallOutput, Fact | str]) -> Followed:
         """Follow all calls."""
         for number, call in enumerate(self.graph.calls):
             if call.overload is None:
-                self._begin(Ref(number, 0), call, given)
+                self._begin(CallOutput(number, 0), call, given)
                 continue
             try:
                 made = self._made(number, call)
@@ -91,20 +91,20 @@ class Follower:
             self.found.typed += 1
             for output, found in enumerate(made):
                 if found:
-                    every = self.operators.otherwise(found, self.form(Ref(number, output)))
-                    self.found.set(Ref(number, output), every, self.reference.size)
+                    every = self.operators.otherwise(found, self.form(CallOutput(number, output)))
+                    self.found.set(CallOutput(number, output), every, self.reference.size)
                 else:
                     lost = Lost(number, f"nothing is known of output {output} of `{call.name}`")
-                    self.found.lost[Ref(number, output)] = lost
+                    self.found.lost[CallOutput(number, output)] = lost
         return self.found
 
-    def form(self, ref: Ref) -> Form:
+    def form(self, ref: CallOutput) -> Form:
         """Return shape and dtype of a tensor of the rank."""
         found = self.graph.calls[ref.call].outputs[ref.output]
         assert found is not None
         return found
 
-    def _begin(self, ref: Ref, call: RecordedCall, given: Mapping[Ref, Fact | str]) -> None:
+    def _begin(self, ref: CallOutput, call: RecordedCall, given: Mapping[CallOutput, Fact | str]) -> None:
         known = given.get(ref)
         if isinstance(known, Fact):
             self.found.set(ref, [known], self.reference.size)
@@ -123,7 +123,7 @@ class Follower:
         )
         for output, form in enumerate(call.outputs):
             if form is not None:
-                self.found.lost[Ref(number, output)] = lost
+                self.found.lost[CallOutput(number, output)] = lost
 
     def _terms_made(self, call: RecordedCall, no: NoFact) -> SourceLocation | None:
         """Return the line that made an operand that is a term of a sum over the axis."""
@@ -133,12 +133,12 @@ class Follower:
                 return self.graph.calls[ref.call].where
         return None
 
-    def _facts(self, ref: Ref) -> tuple[Fact, ...]:
+    def _facts(self, ref: CallOutput) -> tuple[Fact, ...]:
         if ref not in self.found.facts:
             raise NoFact("an operand is lost")
         return self.found.facts[ref]
 
-    def _whole(self, ref: Ref) -> list[Fact]:
+    def _whole(self, ref: CallOutput) -> list[Fact]:
         """Return the facts of a tensor that is no piece of another."""
         found = [f for f in self._facts(ref) if f.pieces is None]
         if not found:
@@ -155,13 +155,13 @@ class Follower:
             self.found.collectives += 1
             return made
 
-        def facts(ref: Ref) -> Sequence[Fact]:
+        def facts(ref: CallOutput) -> Sequence[Fact]:
             return pieces.get(ref) or self._whole(ref)
 
         match normal_form(call, self.form):
             case Identity(of):
                 return [pieces.get(of) or self._facts(of)]
-            case Constant(value):
+            case ConstantForm(value):
                 return [[self.operators.everywhere(self.terms.constant(value))]]
             case View(of, out):
                 unstacked = [f for f in (self.operators.unstacked(f, out) for f in self._facts(of)) if f is not None]
@@ -170,24 +170,24 @@ class Follower:
                 return [[self.operators.permuted(f, order) for f in facts(of)]]
             case Sum() as found:
                 return [self.operators.sum(found, facts)]
-            case Call() as found:
+            case OperatorForm() as found:
                 return self._moved(found, facts) or self.operators.called(found, facts)
         raise AssertionError(call.name)
 
     # -- what follows the rank's coordinates
 
-    def _own_pieces(self, number: int, call: RecordedCall) -> tuple[RecordedCall, dict[Ref, list[Fact]]]:
+    def _own_pieces(self, number: int, call: RecordedCall) -> tuple[RecordedCall, dict[CallOutput, list[Fact]]]:
         """Return the facts of operands that are the rank's own piece of a tensor; raise NoFact for other numbers that
         differ from rank to rank."""
         varies = self.aligned.varies.get(number)
         if not varies:
             return call, {}
-        found: dict[Ref, list[Fact]] = {}
+        found: dict[CallOutput, list[Fact]] = {}
         for path, follows in varies.items():
             ref = _at(call.arguments, path)
             if follows is None or follows.axis not in self.place:
                 raise NoFact("a number differs from rank to rank, and follows no coordinate")
-            if isinstance(ref, Ref) and follows.start == 0 and follows.step == 1:
+            if isinstance(ref, CallOutput) and follows.start == 0 and follows.step == 1:
                 axis = self.place[follows.axis]
                 own = [self._own(f, axis) for f in self._facts(ref)]
                 found[ref] = [f for f in own if f is not None]
@@ -208,7 +208,9 @@ class Follower:
         except NoFact:
             return None
 
-    def _own_slice(self, call: RecordedCall, varies: Mapping[Any, Any]) -> tuple[RecordedCall, dict[Ref, list[Fact]]]:
+    def _own_slice(
+        self, call: RecordedCall, varies: Mapping[Any, Any]
+    ) -> tuple[RecordedCall, dict[CallOutput, list[Fact]]]:
         """Return the rank's own slice as the same tensor again, with the facts of a shard."""
         of, start, end = call.arguments["self"], varies.get(("start",)), varies.get(("end",))
         dim = call.arguments["dim"] % max(len(self.form(of).shape), 1)
@@ -255,7 +257,7 @@ class Follower:
             return [self._each(given["input"], lambda f: self._exchanged(f, axis, gather, shard))]
         raise NoFact(f"no rule for `{call.name}`")
 
-    def _each(self, ref: Ref, change: Callable[[Fact], Fact]) -> list[Fact]:
+    def _each(self, ref: CallOutput, change: Callable[[Fact], Fact]) -> list[Fact]:
         return self._any(self._facts(ref), lambda f: [change(f)])
 
     def _any(self, facts: Sequence[Fact], change: Callable[[Fact], list[Fact]]) -> list[Fact]:
@@ -284,7 +286,7 @@ class Follower:
 
     # -- pieces
 
-    def _moved(self, call: Call, facts: FactsOf) -> Sequence[Sequence[Fact]] | None:
+    def _moved(self, call: OperatorForm, facts: FactsOf) -> Sequence[Sequence[Fact]] | None:
         """Return the facts of pieces that are cut and joined around a collective; None for what is no such thing."""
         name = str(call.overload)
         if name in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"):
@@ -304,7 +306,7 @@ class Follower:
                     return [[whole]]
         return None
 
-    def _cut(self, call: Call, facts: FactsOf) -> Sequence[Sequence[Fact]] | None:
+    def _cut(self, call: OperatorForm, facts: FactsOf) -> Sequence[Sequence[Fact]] | None:
         """Return the model's own pieces, and those of any tensor that is cut into equal parts."""
         of = call.arguments["self"]
         dim = call.arguments["dim"] % max(len(self.form(of).shape), 1)
@@ -330,10 +332,10 @@ class Follower:
         parts, own = self.axes[axis].size, self.form(found.table)
         every = replace(own, shape=(found.rows * parts, *own.shape[1:]))  # as if this axis did not divide the table
 
-        def form(ref: Ref) -> Form:
+        def form(ref: CallOutput) -> Form:
             return every if ref == found.table else self.form(ref)
 
-        call = Call(torch.ops.aten.embedding.default, found.arguments, (self.form(found.result),))
+        call = OperatorForm(torch.ops.aten.embedding.default, found.arguments, (self.form(found.result),))
         operators = Operators(self.reference, self.axes, self.lifting, form)
         made: list[Fact] = []
         for table in self._whole(found.table):

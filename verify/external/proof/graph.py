@@ -16,7 +16,7 @@ from op_registry.spec import SourceLocation
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class CallOutput:
     """The tensor that a call makes: its position in the graph's list, and which output of it."""
 
     call: int
@@ -37,7 +37,7 @@ class RecordedCall:
 
     overload   the operator (torch._ops.OpOverload); None for a tensor that was there before the step
     name       of the tensor that was there; of an operator, as torch prints it
-    arguments  by the schema's names, defaults filled in, with a `Ref` for each tensor
+    arguments  by the schema's names, defaults filled in, with a `CallOutput` for each tensor
     outputs    one per result, lists flattened; None for what is no tensor
     where      the line of the user's code that called it; in the backward pass, the line whose gradient this is
     backward   it ran in the backward pass
@@ -62,7 +62,7 @@ class HeldInGraph:
     doubt       why it is not known to begin with the model's values; empty: it does, as far as that can be seen
     """
 
-    ref: Ref
+    ref: CallOutput
     placements: tuple[Any, ...] | None
     axes: tuple[tuple[str, ...] | None, ...]
     shape: tuple[int, ...]
@@ -87,16 +87,16 @@ class RankGraph:
     coordinates: Mapping[str, int]
     calls: tuple[RecordedCall, ...]
     stored: Mapping[str, HeldInGraph]
-    inputs: Mapping[str, Ref]
+    inputs: Mapping[str, CallOutput]
     loss: HeldInGraph | None
     gradients: Mapping[str, HeldInGraph]
     changed: Mapping[str, HeldInGraph]
     groups: Mapping[str, tuple[str, ...] | None]
 
 
-def refs_in(value: Any) -> Iterator[Ref]:
+def refs_in(value: Any) -> Iterator[CallOutput]:
     """Yield the tensors in an argument, left to right."""
-    if isinstance(value, Ref):
+    if isinstance(value, CallOutput):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -123,8 +123,8 @@ def pruned(graph: RankGraph) -> RankGraph:
     place = {old: new for new, old in enumerate(sorted(live))}
 
     def moved(value: Any) -> Any:
-        if isinstance(value, Ref):
-            return Ref(place[value.call], value.output)
+        if isinstance(value, CallOutput):
+            return CallOutput(place[value.call], value.output)
         if isinstance(value, HeldInGraph):
             return replace(value, ref=moved(value.ref))
         if isinstance(value, Mapping):

@@ -38,7 +38,7 @@ from verify.evidence.dimension_types.states import (
     Unknown,
     Zero,
 )
-from verify.external.proof.graph import Ref
+from verify.external.proof.graph import CallOutput
 from verify.external.proof.rules import transfer
 
 K = sympy.Symbol("k", positive=True, integer=True)
@@ -78,7 +78,7 @@ class Failure:
 class PairedCall:
     """
     overload   whose rule is asked
-    arguments  by the schema's names; a `Ref` for each tensor
+    arguments  by the schema's names; a `CallOutput` for each tensor
     wholes     the whole's numbers among the arguments, by name
     operands   the tensors, and their states
     outputs    None for what is no tensor
@@ -88,7 +88,7 @@ class PairedCall:
     overload: Any
     arguments: Mapping[str, Any]
     wholes: Mapping[str, Any]
-    operands: Mapping[Ref, tuple[Pair, States]]
+    operands: Mapping[CallOutput, tuple[Pair, States]]
     outputs: tuple[Pair | None, ...]
     follows: tuple[str, ...] = ()
 
@@ -109,7 +109,7 @@ class Lifting:
         numbers = {ref: i for i, ref in enumerate(call.operands)}
 
         def key_of(value: Any) -> Any:
-            if isinstance(value, Ref):
+            if isinstance(value, CallOutput):
                 return ("tensor", numbers[value])
             return tuple(map(key_of, value)) if isinstance(value, list | tuple) else (type(value), repr(value))
 
@@ -189,7 +189,7 @@ class Lifting:
             level = whole // prod(self.axes[i].size for i in axes if i < axis)
             return level // self.axes[axis].size * K if axis in axes else level
 
-        def operand(ref: Ref) -> Operand:
+        def operand(ref: CallOutput) -> Operand:
             pair, states = call.operands[ref]
             return Operand(
                 tuple(size(w, way.get((ref, d), divided_by(states, d))) for d, w in enumerate(pair.whole)),
@@ -198,7 +198,7 @@ class Lifting:
             )
 
         def number(name: str, value: Any, whole: Any, path: tuple[Any, ...]) -> Any:
-            if isinstance(value, Ref):
+            if isinstance(value, CallOutput):
                 return operand(value)
             if isinstance(value, list | tuple):
                 whole = whole if isinstance(whole, list | tuple) else [None] * len(value)

@@ -15,8 +15,8 @@ from typing import Any
 
 from verify.evidence.dimension_types.rules.call import Operand, RuleCall
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, Same, Unknown
-from verify.external.proof.graph import Form, Ref
-from verify.external.proof.normal import Call
+from verify.external.proof.graph import CallOutput, Form
+from verify.external.proof.normal import OperatorForm
 from verify.external.proof.rules import transfer
 
 UNIT = Fraction(1)
@@ -33,12 +33,12 @@ class Pulled:
     left: tuple[Fraction, ...]
 
 
-def tensors_of(arguments: Mapping[str, Any]) -> list[tuple[str, Ref]]:
+def tensors_of(arguments: Mapping[str, Any]) -> list[tuple[str, CallOutput]]:
     """Return the tensors of a call with their names (`indices.0` in lists), in order."""
-    found: list[tuple[str, Ref]] = []
+    found: list[tuple[str, CallOutput]] = []
 
     def walk(name: str, value: Any) -> None:
-        if isinstance(value, Ref):
+        if isinstance(value, CallOutput):
             found.append((name, value))
         elif isinstance(value, list | tuple):
             for i, item in enumerate(value):
@@ -55,7 +55,7 @@ class Factors:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[int | None, ...]] = {}
 
-    def pulled(self, call: Call, forms: Sequence[Form], factors: Sequence[Fraction]) -> Pulled:
+    def pulled(self, call: OperatorForm, forms: Sequence[Form], factors: Sequence[Fraction]) -> Pulled:
         """Take out what can be taken out. `forms`, `factors`: of the operands, in the order of `tensors_of`."""
         left = list(factors)
         outputs = [UNIT] * len(call.outputs)
@@ -79,7 +79,7 @@ class Factors:
                         left[i] = UNIT
         return Pulled(tuple(outputs), tuple(left))
 
-    def _degrees(self, call: Call, forms: Sequence[Form], together: tuple[int, ...]) -> tuple[int | None, ...]:
+    def _degrees(self, call: OperatorForm, forms: Sequence[Form], together: tuple[int, ...]) -> tuple[int | None, ...]:
         """Return, for each output, 1 where it is linear in these operands, 0 where it does not depend on them, else
         None."""
         key = (str(call.overload), _without_refs(call.arguments), tuple(forms), together)
@@ -87,11 +87,11 @@ class Factors:
             self._known[key] = self._asked(call, forms, together)
         return self._known[key]
 
-    def _asked(self, call: Call, forms: Sequence[Form], together: tuple[int, ...]) -> tuple[int | None, ...]:
+    def _asked(self, call: OperatorForm, forms: Sequence[Form], together: tuple[int, ...]) -> tuple[int | None, ...]:
         made = iter(range(len(forms)))
 
         def convert(value: Any) -> Any:
-            if isinstance(value, Ref):
+            if isinstance(value, CallOutput):
                 i = next(made)
                 return Operand(forms[i].shape, forms[i].dtype, PARTIAL_SUM if i in together else SAME)
             return tuple(map(convert, value)) if isinstance(value, list | tuple) else value
@@ -108,7 +108,7 @@ class Factors:
 
 
 def _without_refs(value: Any) -> Any:
-    if isinstance(value, Ref):
+    if isinstance(value, CallOutput):
         return "tensor"
     if isinstance(value, Mapping):
         return tuple((n, _without_refs(v)) for n, v in value.items())

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verify.external.proof.graph import Form, RecordedCall, Ref
+from verify.external.proof.graph import CallOutput, Form, RecordedCall
 
 aten = torch.ops.aten
 
@@ -23,15 +23,15 @@ aten = torch.ops.aten
 class Identity:
     """The same values."""
 
-    of: Ref
+    of: CallOutput
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorForm:
     """A call of an operator.
 
     overload    whose transfer rule is asked
-    arguments   by the schema's names, with a `Ref` for each tensor
+    arguments   by the schema's names, with a `CallOutput` for each tensor
     outputs     forms of its outputs
     follows     arguments that are the sizes of the first output
     """
@@ -46,7 +46,7 @@ class Call:
 class Sum:
     """Factors times tensors (or calls with one output), which broadcast, and a number."""
 
-    parts: tuple[tuple[Fraction, Ref | Call], ...]
+    parts: tuple[tuple[Fraction, CallOutput | OperatorForm], ...]
     number: Fraction
     out: Form
 
@@ -55,7 +55,7 @@ class Sum:
 class View:
     """The same entries in the same order, under other dims."""
 
-    of: Ref
+    of: CallOutput
     out: Form
 
 
@@ -63,19 +63,19 @@ class View:
 class Permutation:
     """The dims in another order."""
 
-    of: Ref
+    of: CallOutput
     order: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class ConstantForm:
     """One number everywhere."""
 
     value: float
 
 
-Normal = Identity | Call | Sum | View | Permutation | Constant
-Forms = Callable[[Ref], Form]
+Normal = Identity | OperatorForm | Sum | View | Permutation | ConstantForm
+Forms = Callable[[CallOutput], Form]
 
 _SAME = frozenset("alias detach lift_fresh lift_fresh_copy lift clone contiguous".split())
 _VIEWS = frozenset("view _unsafe_view reshape _reshape_copy unsqueeze squeeze _reshape_alias".split())
@@ -101,7 +101,7 @@ def normal_form(call: RecordedCall, forms: Forms) -> Normal:
         return Identity(call.arguments["tensor"])
     if out is None or not packet:
         return _call(call)
-    if isinstance(of, Ref):
+    if isinstance(of, CallOutput):
         before = forms(of)
         if packet in _SAME or (packet in {"_to_copy", "expand"} and before == out):
             return Identity(of)
@@ -113,17 +113,17 @@ def normal_form(call: RecordedCall, forms: Forms) -> Normal:
             source = call.arguments["src"]
             return Identity(source) if forms(source) == out else _call(call)
     if packet in _CONSTANTS:
-        return Constant(_CONSTANTS[packet])
+        return ConstantForm(_CONSTANTS[packet])
     if packet in _FILLED or call.name == "aten.fill.Scalar":
         value = call.arguments[_FILLED.get(packet, "value")]
-        return Constant(value) if _finite(value) else _call(call)
+        return ConstantForm(value) if _finite(value) else _call(call)
     return _arithmetic(packet, call, out, forms) or _call(call)
 
 
-def _call(call: RecordedCall) -> Call:
+def _call(call: RecordedCall) -> OperatorForm:
     kept = {n: v for n, v in call.arguments.items() if n not in _PLACE}
     kept |= {n: v for n, v in call.arguments.items() if n == "dtype" and isinstance(v, torch.dtype) and kept}
-    return Call(call.overload, kept, call.outputs, _SIZES.get(call.name, ()))
+    return OperatorForm(call.overload, kept, call.outputs, _SIZES.get(call.name, ()))
 
 
 def _order(packet: str, arguments: Mapping[str, Any], ndim: int) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def _order(packet: str, arguments: Mapping[str, Any], ndim: int) -> tuple[int, .
 def _arithmetic(packet: str, call: RecordedCall, out: Form, forms: Forms) -> Normal | None:
     """Return sums, multiples, products with a sum, and means; None for others."""
     given = call.arguments
-    operands = [v for v in given.values() if isinstance(v, Ref)]
+    operands = [v for v in given.values() if isinstance(v, CallOutput)]
     if not out.dtype.is_floating_point or any(not forms(r).dtype.is_floating_point for r in operands):
         return None
     if packet in {"add", "sub", "rsub"} and call.name.endswith((".Tensor", ".Scalar")):
@@ -160,7 +160,7 @@ def _arithmetic(packet: str, call: RecordedCall, out: Form, forms: Forms) -> Nor
         return None
     if call.name in {"aten.addmm.default", "aten.baddbmm.default"}:
         names = ("mat1", "mat2") if packet == "addmm" else ("batch1", "batch2")
-        product = Call(
+        product = OperatorForm(
             aten.mm.default if packet == "addmm" else aten.bmm.default,
             {"self": given[names[0]], "mat2": given[names[1]]},
             (out,),
@@ -175,10 +175,10 @@ def _arithmetic(packet: str, call: RecordedCall, out: Form, forms: Forms) -> Nor
 
 def _sum(parts: tuple[tuple[Fraction | None, Any], ...], out: Form) -> Sum | None:
     """Return a sum of factors times tensors, calls and numbers; None where one of them is not finite."""
-    if any(f is None or not (isinstance(v, Ref | Call) or _finite(v)) for f, v in parts):
+    if any(f is None or not (isinstance(v, CallOutput | OperatorForm) or _finite(v)) for f, v in parts):
         return None
     number = sum((f * Fraction(v) for f, v in parts if f is not None and isinstance(v, int | float)), Fraction(0))
-    return Sum(tuple((f, v) for f, v in parts if f and isinstance(v, Ref | Call)), number, out)
+    return Sum(tuple((f, v) for f, v in parts if f and isinstance(v, CallOutput | OperatorForm)), number, out)
 
 
 def _reduction(packet: str, call: RecordedCall, out: Form, forms: Forms) -> Sum:
@@ -188,7 +188,7 @@ def _reduction(packet: str, call: RecordedCall, out: Form, forms: Forms) -> Sum:
     dims = sorted({d % max(len(shape), 1) for d in named}) if named else list(range(len(shape)))
     arguments = {"self": call.arguments["self"], "dim": dims, "keepdim": bool(call.arguments.get("keepdim", False))}
     count = prod(shape[d] for d in dims) if packet == "mean" else 1
-    return Sum(((Fraction(1, max(count, 1)), Call(aten.sum.dim_IntList, arguments, (out,))),), Fraction(0), out)
+    return Sum(((Fraction(1, max(count, 1)), OperatorForm(aten.sum.dim_IntList, arguments, (out,))),), Fraction(0), out)
 
 
 def _finite(value: Any) -> bool:

@@ -20,19 +20,19 @@ from nnscaler.ir.layout import Axis
 from verify.evidence.dimension_types.states import CONSTANT, SAME, ZERO, PartialSum, Shard
 from verify.external.proof import facts as layouts
 from verify.external.proof.facts import Fact, NoFact
-from verify.external.proof.graph import Form, Ref
+from verify.external.proof.graph import CallOutput, Form
 from verify.external.proof.lift import Failure, Laid, Lifting, Pair, PairedCall, States, local_shape
 from verify.external.proof.linear import tensors_of
-from verify.external.proof.normal import Call, Sum
+from verify.external.proof.normal import OperatorForm, Sum
 from verify.external.proof.own_rows import own_rows
 from verify.external.proof.reference import ProofReference, multiplied_by_one, operand_order, parameters
 from verify.external.proof.terms import UNIT, Shape, WholeTerm
 
 MOST = 16  # combinations of operands' facts, and of dims that axes may divide
 _ROUNDS = frozenset({"aten._to_copy.default"})  # what it does to terms of a sum is rounding, not another value
-_A, _B = Ref(0, 0), Ref(0, 1)
+_A, _B = CallOutput(0, 0), CallOutput(0, 1)
 
-FactsOf = Callable[[Ref], Sequence[Fact]]  # raises NoFact
+FactsOf = Callable[[CallOutput], Sequence[Fact]]  # raises NoFact
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Operators:
     """Makes facts of results from facts of operands. `form`: shape and dtype of a tensor of the rank."""
 
     def __init__(
-        self, reference: ProofReference, axes: Sequence[Axis], lifting: Lifting, form: Callable[[Ref], Form]
+        self, reference: ProofReference, axes: Sequence[Axis], lifting: Lifting, form: Callable[[CallOutput], Form]
     ) -> None:
         self.reference, self.terms = reference, reference.terms
         self.axes, self.lifting, self.form = tuple(axes), lifting, form
@@ -151,7 +151,7 @@ class Operators:
         """Return the facts of a sum. Raises NoFact."""
         parts: list[list[tuple[Fact, Form]]] = []
         for factor, part in found.parts:
-            if isinstance(part, Ref):
+            if isinstance(part, CallOutput):
                 made, form = facts(part), self.form(part)
             else:
                 (made, *_), form = self.called(part, facts), found.out
@@ -204,7 +204,7 @@ class Operators:
         total = self.terms.sum([WholeTerm(f.coefficient, f.term) for f, _ in every], shape, str(found.out.dtype))
         return Fact(total.coefficient, total.term, states, None, ignored)
 
-    def called(self, call: Call, facts: FactsOf) -> Sequence[Sequence[Fact]]:
+    def called(self, call: OperatorForm, facts: FactsOf) -> Sequence[Sequence[Fact]]:
         """Return the facts of a call of an operator. Raises NoFact where there are none for any output."""
         if call.overload.namespace != "aten":
             raise NoFact(f"no rule for `{call.overload}`")
@@ -230,7 +230,7 @@ class Operators:
             raise NoFact(f"`{call.overload}`: {first.reason}", first.axis, certain)
         return made
 
-    def of(self, call: Call, given: Mapping[Ref, Fact]) -> Sequence[list[Fact]]:
+    def of(self, call: OperatorForm, given: Mapping[CallOutput, Fact]) -> Sequence[list[Fact]]:
         """Return the facts of a call, with one fact for each operand."""
         names = tensors_of(call.arguments)
         chosen = [given[ref] for _, ref in names]
@@ -283,11 +283,11 @@ class Operators:
         return any(len(operands) == len(key) and [parts(o) for o in operands] == wanted for operands in models)
 
     def _beside(
-        self, call: Call, given: Mapping[Ref, Fact], candidate: Candidate, order: Sequence[int]
+        self, call: OperatorForm, given: Mapping[CallOutput, Fact], candidate: Candidate, order: Sequence[int]
     ) -> Sequence[Laid | None]:
         """Return how the outputs lie, if this is a shard's call of the candidate. Raises NoFact."""
         names = tensors_of(call.arguments)
-        operands: dict[Ref, tuple[Pair, States]] = {}
+        operands: dict[CallOutput, tuple[Pair, States]] = {}
         for i, whole in zip(order, candidate.shapes, strict=True):
             ref = names[i][1]
             form, fact = self.form(ref), given[ref]
@@ -306,7 +306,11 @@ class Operators:
         return found
 
     def _candidates(
-        self, call: Call, key: tuple[tuple[Fraction, int], ...], order: Sequence[int], given: Mapping[Ref, Fact]
+        self,
+        call: OperatorForm,
+        key: tuple[tuple[Fraction, int], ...],
+        order: Sequence[int],
+        given: Mapping[CallOutput, Fact],
     ) -> Iterator[Candidate]:
         """Yield calls of the whole that this may be a shard's call of: the model's, then new ones."""
         own = parameters(call)

@@ -11,22 +11,26 @@ from collections.abc import Mapping
 
 from verify.evidence.dimension_types.states import SAME, Shard, State
 from verify.external.proof.facts import Fact
-from verify.external.proof.graph import Form, Ref
+from verify.external.proof.graph import CallOutput, Form
 from verify.external.proof.lift import Failure, Lifting, Pair, PairedCall
 from verify.external.proof.linear import tensors_of
-from verify.external.proof.normal import Call
+from verify.external.proof.normal import OperatorForm
 from verify.external.proof.rules import OWN_ROWS
 from verify.external.proof.terms import UNIT, Terms
 
 
 def own_rows(
-    call: Call, given: Mapping[Ref, Fact], forms: Mapping[Ref, Form], terms: Terms, lifting: Lifting
+    call: OperatorForm,
+    given: Mapping[CallOutput, Fact],
+    forms: Mapping[CallOutput, Form],
+    terms: Terms,
+    lifting: Lifting,
 ) -> list[Fact]:
     """Return the facts of an `index` whose first index counts the rank's rows of what is indexed; none if it is not
     such a call of the model's."""
     names = tensors_of(call.arguments)
     indices = call.arguments.get("indices", ())
-    if str(call.overload) != "aten.index.Tensor" or not indices or not isinstance(indices[0], Ref):
+    if str(call.overload) != "aten.index.Tensor" or not indices or not isinstance(indices[0], CallOutput):
         return []
     of, rows = call.arguments["self"], indices[0]
     cuts = [i for i, s in enumerate(given[of].states) if isinstance(s, Shard) and s.dim == 0]

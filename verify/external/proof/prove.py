@@ -20,7 +20,7 @@ from op_registry.spec import SourceLocation
 from nnscaler.ir.layout import Axis
 from verify.external.program import ExternalProgram
 from verify.external.proof.align import Aligned, align
-from verify.external.proof.ends import Difference, Wanted, beginning, compare, layout_of, loss_of_parts
+from verify.external.proof.ends import EndClaim, EndDifference, beginning, compare, layout_of, loss_of_parts
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.follow import Followed, Follower, Lost
 from verify.external.proof.graph import HeldInGraph, RankGraph, refs_in
@@ -223,7 +223,7 @@ class _Ends:
         self._judge(what, held, facts, whole, wanted, is_loss)
 
     def _judge(
-        self, what: str, held: HeldInGraph, facts: Sequence[Fact], whole: WholeTerm, wanted: Wanted, is_loss: bool
+        self, what: str, held: HeldInGraph, facts: Sequence[Fact], whole: WholeTerm, wanted: EndClaim, is_loss: bool
     ) -> None:
         if is_loss:
             facts = loss_of_parts(facts, self.program.data_axes, self.axes)
@@ -232,7 +232,7 @@ class _Ends:
         if isinstance(found, Fact):
             self.compared += 1
             self.ignored |= found.ignored
-        elif isinstance(found, Difference):
+        elif isinstance(found, EndDifference):
             code = "loss_differs" if is_loss else "gradient_reduced_wrongly"
             self.refuted.append(Finding(code, f"{what}: a rank {found.text}", where))
         else:

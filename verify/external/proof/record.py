@@ -24,7 +24,7 @@ from op_registry.spec import SourceLocation
 
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of, flat, functional
-from verify.external.proof.graph import Form, RecordedCall, Ref
+from verify.external.proof.graph import CallOutput, Form, RecordedCall
 from verify.external.ranks.torch_private_trace import (
     autograd_sequence_number,
     current_autograd_node,
@@ -61,11 +61,11 @@ class GraphRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[RecordedCall] = []
         self._alive: list[Tensor] = []  # keeps storages from being used again
-        self._values: dict[int, dict[Any, Ref]] = {}  # storage -> place in it -> the value there
+        self._values: dict[int, dict[Any, CallOutput]] = {}  # storage -> place in it -> the value there
         self._results: dict[Any, Any] = {}  # operator and forms of its arguments -> forms of its results
         self._lines: dict[int, SourceLocation] = {}  # number of an autograd node -> the line that made it
 
-    def given(self, tensor: Tensor, name: str) -> Ref:
+    def given(self, tensor: Tensor, name: str) -> CallOutput:
         """Name a tensor that is there before the step; a second name of one place gives the same value."""
         storage, place = _place(tensor)
         found = self._values.setdefault(storage, {})
@@ -74,7 +74,7 @@ class GraphRecorder(TorchDispatchMode):
             self._alive.append(tensor)
         return found[place]
 
-    def read(self, tensor: Tensor) -> Ref:
+    def read(self, tensor: Tensor) -> CallOutput:
         """Return the value of a tensor as it is now."""
         storage, place = _place(tensor)
         found = self._values.get(storage)
@@ -166,9 +166,9 @@ class GraphRecorder(TorchDispatchMode):
                 continue
             storage, place = _place(tensor)
             if any(tensor is t for t in targets):
-                self._values[storage] = {place: Ref(ref.call, number)}
+                self._values[storage] = {place: CallOutput(ref.call, number)}
             else:
-                self._values.setdefault(storage, {}).setdefault(place, Ref(ref.call, number))
+                self._values.setdefault(storage, {}).setdefault(place, CallOutput(ref.call, number))
             self._alive.append(tensor)
 
     def _where(self, node: Any) -> SourceLocation | None:
@@ -187,13 +187,13 @@ class GraphRecorder(TorchDispatchMode):
         made: tuple[Any, ...],
         where: SourceLocation | None,
         backward: bool,
-    ) -> Ref:
+    ) -> CallOutput:
         forms = tuple(Form(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else None for t in made)
         self.calls.append(RecordedCall(overload, name, arguments, forms, where, backward))
-        return Ref(len(self.calls) - 1, 0)
+        return CallOutput(len(self.calls) - 1, 0)
 
     def _noted(self, value: Any) -> Any:
-        """Return the argument with a `Ref` for every tensor, and plain values for what C++ holds."""
+        """Return the argument with a `CallOutput` for every tensor, and plain values for what C++ holds."""
         if isinstance(value, Tensor):
             return self.read(value)
         if isinstance(value, list | tuple):

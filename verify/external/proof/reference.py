@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from verify.external.proof.graph import Form, RankGraph, RecordedCall, Ref
+from verify.external.proof.graph import CallOutput, Form, RankGraph, RecordedCall
 from verify.external.proof.linear import Factors, tensors_of
-from verify.external.proof.normal import Call, Constant, Identity, Permutation, Sum, View, normal_form
+from verify.external.proof.normal import ConstantForm, Identity, OperatorForm, Permutation, Sum, View, normal_form
 from verify.external.proof.record import CAPTURED, STALE
 from verify.external.proof.terms import UNIT, Terms, WholeTerm
 
@@ -39,14 +39,14 @@ class ProofReference:
 def read_reference(graph: RankGraph) -> ProofReference:
     """Read the plain model's graph."""
     terms, factors = Terms(), Factors()
-    values: dict[Ref, WholeTerm] = {}
+    values: dict[CallOutput, WholeTerm] = {}
     lost: str | None = None
     named: dict[str, WholeTerm] = {}
     for number, call in enumerate(graph.calls):
         made = _made(graph, call, values, terms, factors)
         if all(m is None for m in made) and call.outputs and call.overload is not None:
             lost = lost or call.name
-        values.update({Ref(number, i): m for i, m in enumerate(made) if m is not None})
+        values.update({CallOutput(number, i): m for i, m in enumerate(made) if m is not None})
     for name, held in graph.stored.items():
         named[f"stored {name}"] = values[held.ref]
     for path, ref in graph.inputs.items():
@@ -58,14 +58,14 @@ def read_reference(graph: RankGraph) -> ProofReference:
 
 
 def _made(
-    graph: RankGraph, call: RecordedCall, values: Mapping[Ref, WholeTerm], terms: Terms, factors: Factors
+    graph: RankGraph, call: RecordedCall, values: Mapping[CallOutput, WholeTerm], terms: Terms, factors: Factors
 ) -> Sequence[WholeTerm | None]:
     if call.overload is None:
         return (_given(call, terms),)
     if any(ref not in values for _, ref in tensors_of(call.arguments)):
         return (None,) * len(call.outputs)
 
-    def form(ref: Ref) -> Form:
+    def form(ref: CallOutput) -> Form:
         found = graph.calls[ref.call].outputs[ref.output]
         assert found is not None
         return found
@@ -73,7 +73,7 @@ def _made(
     match normal_form(call, form):
         case Identity(of):
             return (values[of],)
-        case Constant(value):
+        case ConstantForm(value):
             return (terms.constant(value),)
         case View(of, out):
             viewed = terms.view(values[of].term, out.shape)
@@ -87,7 +87,7 @@ def _made(
                 return (None,)
             shape, dtype = found.out.shape, str(found.out.dtype)
             return (terms.sum([p for p in parts if p is not None] + number_, shape, dtype),)
-        case Call() as found:
+        case OperatorForm() as found:
             return called(found, values, form, terms, factors)
     raise AssertionError(f"no form of {call.name}")
 
@@ -113,19 +113,23 @@ def captured(call: RecordedCall, terms: Terms) -> WholeTerm | None:
 
 
 def _part(
-    part: Ref | Call,
+    part: CallOutput | OperatorForm,
     factor: Fraction,
-    values: Mapping[Ref, WholeTerm],
-    form: Callable[[Ref], Form],
+    values: Mapping[CallOutput, WholeTerm],
+    form: Callable[[CallOutput], Form],
     terms: Terms,
     factors: Factors,
 ) -> WholeTerm | None:
-    found = values[part] if isinstance(part, Ref) else called(part, values, form, terms, factors)[0]
+    found = values[part] if isinstance(part, CallOutput) else called(part, values, form, terms, factors)[0]
     return None if found is None else WholeTerm(found.coefficient * factor, found.term)
 
 
 def called(
-    call: Call, values: Mapping[Ref, WholeTerm], form: Callable[[Ref], Form], terms: Terms, factors: Factors
+    call: OperatorForm,
+    values: Mapping[CallOutput, WholeTerm],
+    form: Callable[[CallOutput], Form],
+    terms: Terms,
+    factors: Factors,
 ) -> Sequence[WholeTerm | None]:
     """Return the values of a call of the whole, which is noted among those of the model."""
     names = tensors_of(call.arguments)
@@ -149,7 +153,11 @@ def called(
 
 
 def multiplied_by_one(
-    call: Call, operands: Sequence[int], shapes: Sequence[tuple[int, ...]], left: Sequence[Fraction], terms: Terms
+    call: OperatorForm,
+    operands: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    left: Sequence[Fraction],
+    terms: Terms,
 ) -> int | None:
     """Return the other factor of a product with ones that does not change its shape; None for anything else."""
     (out, *_) = call.outputs
@@ -161,23 +169,23 @@ def multiplied_by_one(
     return None
 
 
-def operand_order(call: Call, operands: Sequence[tuple[Fraction, int]]) -> list[int]:
+def operand_order(call: OperatorForm, operands: Sequence[tuple[Fraction, int]]) -> list[int]:
     """Return the order in which operands stand in a key: that of the call, and for products a fixed one."""
     order = list(range(len(operands)))
     commutes = str(call.overload) == "aten.mul.Tensor"
     return sorted(order, key=lambda i: (operands[i][1], operands[i][0])) if commutes else order
 
 
-def parameters(call: Call) -> dict[str, Any]:
+def parameters(call: OperatorForm) -> dict[str, Any]:
     """Return what is no tensor among the arguments, and does not follow from the result's sizes."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, Ref):
+        if isinstance(value, CallOutput):
             return "tensor"
         return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
 
     return {
         name: plain(value)
         for name, value in call.arguments.items()
-        if not isinstance(value, Ref) and name not in call.follows
+        if not isinstance(value, CallOutput) and name not in call.follows
     }

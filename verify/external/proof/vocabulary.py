@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verify.external.proof.align import Aligned, Follows
-from verify.external.proof.graph import RecordedCall, Ref
+from verify.external.proof.graph import CallOutput, RecordedCall
 from verify.external.proof.record import CAPTURED
 
 _AS_IT_IS = frozenset(f"aten.{name}.default" for name in ("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy"))
@@ -35,9 +35,9 @@ class VocabularyLookup:
 
     axis: str
     rows: int
-    table: Ref
-    ids: Ref
-    result: Ref
+    table: CallOutput
+    ids: CallOutput
+    result: CallOutput
     arguments: Mapping[str, Any]
 
 
@@ -66,7 +66,7 @@ def vocabulary_lookup(aligned: Aligned, number: int) -> VocabularyLookup | None:
     return VocabularyLookup(start.axis, start.step, embedding.arguments["weight"], ids, looked, arguments)
 
 
-def _origin(aligned: Aligned, ref: Ref) -> Ref:
+def _origin(aligned: Aligned, ref: CallOutput) -> CallOutput:
     """Return the tensor that this one is a copy of."""
     call = aligned.graph.calls[ref.call]
     while call.name in _AS_IT_IS:
@@ -75,7 +75,7 @@ def _origin(aligned: Aligned, ref: Ref) -> Ref:
     return ref
 
 
-def _put_zero(aligned: Aligned, call: RecordedCall) -> tuple[Ref, Ref] | None:
+def _put_zero(aligned: Aligned, call: RecordedCall) -> tuple[CallOutput, CallOutput] | None:
     """Return the tensor and the mask, of a call that puts zeros where the mask is true."""
     if call.name == "aten.masked_fill.Scalar" and call.arguments["value"] == 0:
         return _origin(aligned, call.arguments["self"]), call.arguments["mask"]
@@ -88,7 +88,7 @@ def _put_zero(aligned: Aligned, call: RecordedCall) -> tuple[Ref, Ref] | None:
     return _origin(aligned, call.arguments["self"]), indices[0]
 
 
-def _shift(aligned: Aligned, ref: Ref) -> tuple[Ref, Follows] | None:
+def _shift(aligned: Aligned, ref: CallOutput) -> tuple[CallOutput, Follows] | None:
     """Return what a number that follows a coordinate is taken from, and the number."""
     call = aligned.graph.calls[ref.call]
     number = aligned.varies.get(ref.call, {}).get(("other",))
@@ -97,7 +97,7 @@ def _shift(aligned: Aligned, ref: Ref) -> tuple[Ref, Follows] | None:
     return _origin(aligned, call.arguments["self"]), number
 
 
-def _bounds(aligned: Aligned, outside: Ref) -> tuple[Ref, Follows, Follows] | None:
+def _bounds(aligned: Aligned, outside: CallOutput) -> tuple[CallOutput, Follows, Follows] | None:
     """Return what is compared with two numbers that follow a coordinate, and the numbers."""
     both = aligned.graph.calls[outside.call]
     if both.name not in ("aten.__or__.Tensor", "aten.bitwise_or.Tensor", "aten.logical_or.default"):

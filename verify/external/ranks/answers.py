@@ -20,7 +20,7 @@ _BLOCK = 1 << 15  # elements
 
 
 @dataclass(frozen=True)
-class Part:
+class CollectiveShare:
     """One rank's share of a collective.
 
     rank     global
@@ -44,7 +44,7 @@ class Part:
         return sum(tensor.numel() * tensor.element_size() for item in self.inputs for tensor in item)
 
 
-def answer(parts: Sequence[Part], root: int | None) -> None:
+def answer(parts: Sequence[CollectiveShare], root: int | None) -> None:
     """Write the results of a collective. `parts` are in the order of the group, `root` is a place in it.
 
     Raises CommunicationError where what one rank gives is not what another takes.
@@ -57,7 +57,7 @@ def answer(parts: Sequence[Part], root: int | None) -> None:
             _ANSWERS[kind](parts, item, root or 0)
 
 
-def _all_reduce(parts: Sequence[Part], item: int, _: int) -> None:
+def _all_reduce(parts: Sequence[CollectiveShare], item: int, _: int) -> None:
     tensors = [part.outputs[item][0] for part in parts]
     reducer = _Reducer(parts)
     for blocks in _blocks(tensors):
@@ -66,14 +66,14 @@ def _all_reduce(parts: Sequence[Part], item: int, _: int) -> None:
             block.copy_(blocks[0])
 
 
-def _reduce(parts: Sequence[Part], item: int, root: int) -> None:
+def _reduce(parts: Sequence[CollectiveShare], item: int, root: int) -> None:
     target = parts[root].outputs[item][0]
     reducer = _Reducer(parts)
     for blocks in _blocks([*(part.inputs[item][0] for part in parts), target]):
         reducer.reduce(blocks[:-1], blocks[-1])
 
 
-def _reduce_scatter(parts: Sequence[Part], item: int, _: int) -> None:
+def _reduce_scatter(parts: Sequence[CollectiveShare], item: int, _: int) -> None:
     reducer = _Reducer(parts)
     for place, part in enumerate(parts):
         (target,) = part.outputs[item]
@@ -84,7 +84,7 @@ def _reduce_scatter(parts: Sequence[Part], item: int, _: int) -> None:
             reducer.reduce(blocks[:-1], blocks[-1])
 
 
-def _all_gather(parts: Sequence[Part], item: int, _: int) -> None:
+def _all_gather(parts: Sequence[CollectiveShare], item: int, _: int) -> None:
     for source, sender in enumerate(parts):
         (given,) = sender.inputs[item]
         targets = [part.outputs[item][source] for part in parts]
@@ -96,28 +96,28 @@ def _all_gather(parts: Sequence[Part], item: int, _: int) -> None:
                     copy.copy_(block)
 
 
-def _all_to_all(parts: Sequence[Part], item: int, _: int) -> None:
+def _all_to_all(parts: Sequence[CollectiveShare], item: int, _: int) -> None:
     for place, part in enumerate(parts):
         for source, target in enumerate(part.outputs[item]):
             _copy(parts[source], parts[source].inputs[item][place], part, target)
 
 
-def _broadcast(parts: Sequence[Part], item: int, root: int) -> None:
+def _broadcast(parts: Sequence[CollectiveShare], item: int, root: int) -> None:
     for part in parts:
         _copy(parts[root], parts[root].inputs[item][0], part, part.outputs[item][0])
 
 
-def _scatter(parts: Sequence[Part], item: int, root: int) -> None:
+def _scatter(parts: Sequence[CollectiveShare], item: int, root: int) -> None:
     for place, part in enumerate(parts):
         _copy(parts[root], parts[root].inputs[item][place], part, part.outputs[item][0])
 
 
-def _gather(parts: Sequence[Part], item: int, root: int) -> None:
+def _gather(parts: Sequence[CollectiveShare], item: int, root: int) -> None:
     for source, target in enumerate(parts[root].outputs[item]):
         _copy(parts[source], parts[source].inputs[item][0], parts[root], target)
 
 
-_ANSWERS: dict[str, Callable[[Sequence[Part], int, int], None]] = {
+_ANSWERS: dict[str, Callable[[Sequence[CollectiveShare], int, int], None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
@@ -129,13 +129,13 @@ _ANSWERS: dict[str, Callable[[Sequence[Part], int, int], None]] = {
 }
 
 
-def _copy(sender: Part, given: Tensor, receiver: Part, target: Tensor) -> None:
+def _copy(sender: CollectiveShare, given: Tensor, receiver: CollectiveShare, target: Tensor) -> None:
     _check_fit(sender, given, receiver, target)
     if given.data_ptr() != target.data_ptr() or given.stride() != target.stride():
         target.data.copy_(given if given.shape == target.shape else given.reshape(target.shape))
 
 
-def _check_fit(sender: Part, given: Tensor, receiver: Part, target: Tensor) -> None:
+def _check_fit(sender: CollectiveShare, given: Tensor, receiver: CollectiveShare, target: Tensor) -> None:
     if given.numel() != target.numel() or given.dtype != target.dtype:
         raise CommunicationError(
             f"rank {sender.rank} gives {_kind(given)} where rank {receiver.rank} takes {_kind(target)}:"
@@ -166,7 +166,7 @@ def _blocks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
 class _Reducer:
     """The reduction that the ranks ask for."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[CollectiveShare]) -> None:
         self.name = parts[0].call.reduction.partition(" ")[0]
         self.factors = [part.factor for part in parts]
         self.count = len(parts)

@@ -2,8 +2,8 @@
 
 A subclass of `ProcessGroup`, for torch has no way to write a `Backend` in Python; its creator is given to
 `Backend.register_backend`, and torch then takes what it returns as the group itself. Torch's C++ (functional
-collectives, DDP) reaches these methods through virtual functions, Python by name. All of them come down to a `Part` of
-a collective, or to a message; how these travel is left to subclasses: threads that meet, or gloo.
+collectives, DDP) reaches these methods through virtual functions, Python by name. All of them come down to a
+`CollectiveShare`, or to a message; how these travel is left to subclasses: threads that meet, or gloo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from verify.external.ranks.answers import Part
+from verify.external.ranks.answers import CollectiveShare
 from verify.external.ranks.places import phase, place_of_call
 from verify.external.ranks.torch_private import BACKEND, ProcessGroup, Work, current_worlds, premultiplier
 
@@ -71,7 +71,7 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
-    def begin_collective(self, part: Part, root: int | None, options: Any, real: Real) -> Any:
+    def begin_collective(self, part: CollectiveShare, root: int | None, options: Any, real: Real) -> Any:
         """Begin a collective, and return its Work."""
         raise AssertionError("subclasses define this")
 
@@ -258,7 +258,10 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         waits_now = getattr(options, "asyncOp", True) is False
         work = self._begun(
             self.begin_collective(
-                Part(self.members[self.place], call, given, taken, factor, not waits_now), root, options, real
+                CollectiveShare(self.members[self.place], call, given, taken, factor, not waits_now),
+                root,
+                options,
+                real,
             )
         )
         if waits_now:

@@ -15,7 +15,7 @@ from torch import nn
 
 from nnscaler.tracing.precision import convert_floats
 from verify.external.addresses import StateMap, as_real, state_of
-from verify.external.case import Case
+from verify.external.case import ExternalCase
 from verify.external.ranks.run import RanksFailed
 from verify.external.saving.checkpoint import (
     CheckpointForm,
@@ -59,7 +59,7 @@ class _Tried:
     lossy: Mapping[str, float]
 
 
-def check_saving(case: Case) -> SavingChecked:
+def check_saving(case: ExternalCase) -> SavingChecked:
     """Save the program in each way, load it elsewhere, and compare; what cannot be saved or loaded is undecided."""
     found = SavingChecked()
     for form in forms_of(case.program, case.model):
@@ -73,7 +73,7 @@ def check_saving(case: Case) -> SavingChecked:
     return found
 
 
-def _not_tried(case: Case, form: CheckpointForm, failure: RanksFailed) -> SavingChecked:
+def _not_tried(case: ExternalCase, form: CheckpointForm, failure: RanksFailed) -> SavingChecked:
     message = f"{_in_short(failure.message)}, in saving or loading by {form.name}"
     finding = Finding("checkpoint_not_tried", message, case.program.where)
     return SavingChecked((Check(form.name, Verdict.INCONCLUSIVE, 0),), (finding,))
@@ -88,7 +88,7 @@ def _in_short(message: str) -> str:
     return f"{first}: {' '.join(line.strip() for line in rest[at : at + 2])[:300].strip()}"
 
 
-def _check(case: Case, form: CheckpointForm) -> SavingChecked | RanksFailed:
+def _check(case: ExternalCase, form: CheckpointForm) -> SavingChecked | RanksFailed:
     with _folder() as folder, without_progress_bars():
         try:
             tried = _tried(case, form, folder)
@@ -99,7 +99,7 @@ def _check(case: Case, form: CheckpointForm) -> SavingChecked | RanksFailed:
     return _judged(case, form, tried)
 
 
-def _tried(case: Case, form: CheckpointForm, folder: Path) -> _Tried | None:
+def _tried(case: ExternalCase, form: CheckpointForm, folder: Path) -> _Tried | None:
     """Save on the ranks, and load; None where the program cannot be saved in this form. Raises RanksFailed."""
     program, model, reference, lookup = case.program, case.model, case.reference, case.truth.lookup()
     space = reference.space
@@ -138,7 +138,7 @@ def _holding(model: nn.Module, space: StateMap, held: HeldValues, dtype: torch.d
     return mine
 
 
-def _judged(case: Case, form: CheckpointForm, tried: _Tried) -> SavingChecked:
+def _judged(case: ExternalCase, form: CheckpointForm, tried: _Tried) -> SavingChecked:
     """Judge what was loaded: a tensor must come back as it was, up to what it loses without any parallelism."""
     lost = sorted({name for name, relative in tried.lossy.items() if relative > _LOST})
     compared = [one for one in tried.loaded if not set(one.name.split("+")) & set(lost)]
@@ -157,7 +157,7 @@ def _judged(case: Case, form: CheckpointForm, tried: _Tried) -> SavingChecked:
     return SavingChecked((Check(form.name, verdict, len(compared), len(bad)),), tuple(found))
 
 
-def _differs(case: Case, form: CheckpointForm, one: LoadedTensor) -> Finding:
+def _differs(case: ExternalCase, form: CheckpointForm, one: LoadedTensor) -> Finding:
     if one.relative < float("inf"):
         message = f"{one.name} loaded into {one.how} is not what was saved by {form.name}"
     else:

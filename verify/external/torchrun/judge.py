@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verify.external.addresses import RankPiece
 from verify.external.comparison.compare import compare
-from verify.external.comparison.differences import Compared, Difference, PartGradients, Run
+from verify.external.comparison.differences import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
 from verify.external.observe import RankRecord
@@ -20,7 +20,7 @@ from verify.external.torchrun.feed import Material, Way
 from verify.external.torchrun.match import Layout, own_gradients, program_of, rank_records, reference_of, unmatched
 from verify.external.torchrun.processes import Failed, NotMatched
 from verify.external.torchrun.records import ScriptRecord
-from verify.external.torchrun.runs import Runner
+from verify.external.torchrun.runs import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding
 from verify.results.report import Check
@@ -48,8 +48,8 @@ class Attempt:
     """
 
     way: Way
-    run: Run
-    compared: tuple[Compared, ...]
+    run: ProgramRun
+    compared: tuple[ComparisonResult, ...]
     notes: tuple[str, ...]
 
     @property
@@ -85,7 +85,7 @@ class Judged:
 
 
 def judge(
-    runner: Runner, name: str, records: Sequence[ScriptRecord], layout: Layout, material: Material, double: bool
+    runner: ScriptRunner, name: str, records: Sequence[ScriptRecord], layout: Layout, material: Material, double: bool
 ) -> Judged:
     """Make references until one agrees, and judge by that, or by the one that assumes least."""
     reasons: list[tuple[Way, str]] = []
@@ -116,7 +116,7 @@ def judge(
 
 
 def _attempt(
-    runner: Runner,
+    runner: ScriptRunner,
     name: str,
     records: Sequence[ScriptRecord],
     layout: Layout,
@@ -138,7 +138,7 @@ def _attempt(
     tolerance = Noise() if double else Noise({}, torch.finfo(reference.dtype).eps, exact=False)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
-    run = Run(program_of(name, layout), reference, ranks, tolerance, own)
+    run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
     attempt = Attempt(way, run, compare(run), made[0].notes)
     if not double and not attempt.agrees:
         run = replace(run, tolerance=_noise(runner, material, double, way, reference))
@@ -168,7 +168,7 @@ def _with_part_losses(
     return tuple(steps)
 
 
-def _noise(runner: Runner, material: Material, double: bool, way: Way, truth: PlainReference) -> Noise:
+def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, truth: PlainReference) -> Noise:
     """Run the same reference from parameters that are moved by a unit in the last place."""
     generator = torch.Generator().manual_seed(0)
     noise: dict[Key, float] = {}
@@ -186,7 +186,9 @@ def _noise(runner: Runner, material: Material, double: bool, way: Way, truth: Pl
     return Noise(noise, torch.finfo(truth.dtype).eps, double)
 
 
-def _explained(runner: Runner, chosen: Attempt, made: Sequence[Attempt], material: Material, double: bool) -> Attempt:
+def _explained(
+    runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], material: Material, double: bool
+) -> Attempt:
     """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
     run = chosen.run
     if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
@@ -261,7 +263,7 @@ def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
 # Ranks that hold the same elements.
 
 
-def compare_replicas(records: Sequence[RankRecord]) -> Compared:
+def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
     """Compare bitwise what ranks hold of the same elements after each step."""
     found: list[Difference] = []
     count = 0
@@ -283,7 +285,7 @@ def compare_replicas(records: Sequence[RankRecord]) -> Compared:
                     found.append(Difference("replicas_differ", piece.name, record.rank, number, Verdict.REFUTED, gap))
         if found:
             break
-    return Compared("replicas bitwise equal", count, tuple(found))
+    return ComparisonResult("replicas bitwise equal", count, tuple(found))
 
 
 def _first_and_last(piece: RankPiece) -> str:

@@ -23,7 +23,7 @@ from verify.external.torchrun.watch import Start
 
 
 @dataclass(frozen=True)
-class Runner:
+class ScriptRunner:
     """How a script is run.
 
     words    of the command line

@@ -18,7 +18,7 @@ from verify.external.torchrun.judge import SAID, Judged, are_copies, counts_for_
 from verify.external.torchrun.match import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.processes import Failed, first_line
 from verify.external.torchrun.records import ScriptRecord
-from verify.external.torchrun.runs import Runner
+from verify.external.torchrun.runs import ScriptRunner
 from verify.external.torchrun.script import check_words
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -55,7 +55,7 @@ def verify_script(
     given = check_words(words)
     name = " ".join(given)
     with tempfile.TemporaryDirectory(prefix="nnscaler-torchrun-", ignore_cleanup_errors=True) as folder:
-        runner = Runner(given, ranks, steps, timeout, Path(folder))
+        runner = ScriptRunner(given, ranks, steps, timeout, Path(folder))
         checks, found, notes, used = _verify(runner, name, dtype == "float64", progress)
     return Report(
         tool=TOOL,
@@ -73,7 +73,7 @@ def verify_script(
 Outcome = tuple[tuple[Check, ...], tuple[Finding, ...], tuple[str, ...], str]
 
 
-def _verify(runner: Runner, name: str, double: bool, progress: Progress) -> Outcome:
+def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -> Outcome:
     notes: list[str] = []
     progress(f"{name} on {runner.ranks} ranks")
     try:
@@ -109,7 +109,7 @@ def _verify(runner: Runner, name: str, double: bool, progress: Progress) -> Outc
     return *_outcome(judged), tuple(notes), used
 
 
-def _varied(runner: Runner, name: str, double: bool, notes: list[str], used: str) -> Outcome:
+def _varied(runner: ScriptRunner, name: str, double: bool, notes: list[str], used: str) -> Outcome:
     """Verify a script whose ranks are copies of each other once more, with other data on every rank.
 
     As they are, they agree with one rank: that would hide a missing reduction. Where they disagree with other data,
@@ -139,7 +139,7 @@ class _Other:
     judged: Judged
 
 
-def _on_other_data(runner: Runner, name: str, double: bool) -> _Other | str:
+def _on_other_data(runner: ScriptRunner, name: str, double: bool) -> _Other | str:
     """Run the script with other data on every rank, and judge it; return why not, as the end of a sentence, where it
     cannot be."""
     try:
@@ -160,7 +160,7 @@ def _outcome(judged: Judged) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
     return _undecided(message, None, help=_CHECK_FILE)
 
 
-def _run(runner: Runner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
+def _run(runner: ScriptRunner, double: bool, notes: list[str]) -> tuple[tuple[ScriptRecord, ...], bool]:
     """Run the script on all ranks, in float64 if it can; return what they did, and whether it was in float64."""
     told = ""
     if double:
@@ -183,7 +183,7 @@ def _undecided(
     return (check,), (Finding(code, message, counter_example=example, help=help),)
 
 
-def _failed(runner: Runner, failure: RanksFailed, double: bool) -> Outcome:
+def _failed(runner: ScriptRunner, failure: RanksFailed, double: bool) -> Outcome:
     """Judge a run of the ranks that did not end: it refutes the script where one rank ends well."""
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
     code, message = failure.code, failure.message

@@ -13,10 +13,10 @@ from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from verify.evidence.cases import Case
+from verify.evidence.cases import SplitCase
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate import Base, Target, Unusable, bases
-from verify.evidence.oracle.runner import CaseResult, Runner, WholeRaised
+from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaised
 from verify.operators.run.job import Job
 from verify.operators.run.run_job import Reproduce, verify_job
 from verify.operators.verify_spec import refutation
@@ -58,7 +58,7 @@ def verify_deep(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) 
     if not report.verdict.passes or job.error is not None:
         return report
     started = time.perf_counter()
-    runner = Runner(job.spec, options, note)
+    runner = OperatorRunner(job.spec, options, note)
     found = [base for base in bases(runner) if base.leaders or base.linear]
     if not found:
         return report
@@ -79,7 +79,7 @@ def verify_deep(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) 
     )
 
 
-def draw_cases(runner: Runner, found: list[Base], seed: int, examples: int) -> DrawTally:
+def draw_cases(runner: OperatorRunner, found: list[Base], seed: int, examples: int) -> DrawTally:
     """Draw and run cases until one fails; shrink that. The same seed draws the same cases."""
     import hypothesis
     from hypothesis import strategies
@@ -123,7 +123,7 @@ def draw_cases(runner: Runner, found: list[Base], seed: int, examples: int) -> D
     return tally
 
 
-def _case(data: Any, base: Base) -> Case:
+def _case(data: Any, base: Base) -> SplitCase:
     from hypothesis import strategies
 
     targets: list[Target] = [*base.leaders, *base.linear]
@@ -140,7 +140,7 @@ def _case(data: Any, base: Base) -> Case:
         seed=data.draw(strategies.integers(0, 2**16)),
         dtype=data.draw(strategies.sampled_from(DTYPES)),
     )
-    return Case(inputs, (choice,), (parts,), wants_uneven and outer == 1 and isinstance(target, str))
+    return SplitCase(inputs, (choice,), (parts,), wants_uneven and outer == 1 and isinstance(target, str))
 
 
 def _sizes(data: Any, base: Base, target: Target, divisor: int) -> tuple[tuple[str, int], ...]:

@@ -25,12 +25,12 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.runtime.cut import Cut
 from nnscaler.training.updates import Update
-from verify.evidence.cases import Case
+from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.operand_shards import Lay, spread
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate import bases
 from verify.evidence.oracle.partition import AXES, Partition
-from verify.evidence.oracle.runner import Prepared, Runner
+from verify.evidence.oracle.runner import OperatorRunner, Prepared
 from verify.evidence.oracle.whole import as_leaves
 from verify.operators.run.token import Token
 from verify.results.finding import Finding
@@ -175,7 +175,7 @@ _NO_TEST = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EmittedFinding:
     """A finding, and where it is found again."""
 
     spec: OperatorSpec
@@ -183,7 +183,7 @@ class Wanted:
     token: Token
 
 
-def write_tests(wanted: Sequence[Wanted], file: Path, options: OpOptions) -> str:
+def write_tests(wanted: Sequence[EmittedFinding], file: Path, options: OpOptions) -> str:
     """Return the text of a test file for the findings of one operator; `file` is where it will stand.
 
     Runs the operator. A finding that no test can show is named in a comment. Raises NotWritable where none can.
@@ -210,7 +210,7 @@ def write_tests(wanted: Sequence[Wanted], file: Path, options: OpOptions) -> str
 class _Names:
     """How the test file gets at the operator."""
 
-    def __init__(self, wanted: Wanted, file: Path) -> None:
+    def __init__(self, wanted: EmittedFinding, file: Path) -> None:
         address, spec = wanted.token.address, wanted.spec
         left, double, name = address.partition("::")
         module, colon, member = ("", "", "") if double else address.partition(":")
@@ -259,14 +259,14 @@ def _operator_text(spec: OperatorSpec, member: str, module: str, loaded: bool) -
     return f"{module}.{member}" + (".apply" if is_class else "")
 
 
-def _test(wanted: Wanted, names: _Names, options: OpOptions, number: int, bounds: list[float]) -> str:
+def _test(wanted: EmittedFinding, names: _Names, options: OpOptions, number: int, bounds: list[float]) -> str:
     code = wanted.finding.code
     if code in _NO_TEST:
         raise NotWritable(_NO_TEST[code])
     name = re.sub(r"\W+", "_", f"test_{wanted.spec.qualname or wanted.spec.name}_{code}").strip("_").lower()
     head = [f"def {name}{f'_{number}' if number else ''}():", f'    """{wanted.finding.message}."""']
     head[1] = head[1].replace("\\", "\\\\")
-    runner = Runner(wanted.spec, options)
+    runner = OperatorRunner(wanted.spec, options)
     if wanted.token.case is None:
         body = _of_operator(code, runner, names)
     else:
@@ -279,7 +279,7 @@ def _test(wanted: Wanted, names: _Names, options: OpOptions, number: int, bounds
     return "\n".join([*head, *(f"    {line}" if line else "" for line in body)]) + "\n"
 
 
-def _of_case(case: Case, prepared: Prepared, partition: Partition, names: _Names) -> list[str]:
+def _of_case(case: SplitCase, prepared: Prepared, partition: Partition, names: _Names) -> list[str]:
     whole, spec = prepared.whole, partition.signature.spec
     assert spec is not None
     ranks = partition.inputs[0].ranks() if partition.inputs else partition.outputs[0].ranks()
@@ -358,7 +358,7 @@ def _compared(lay: Lay, expected: Tensor, whole: str, parts: Sequence[str], fami
     return [f"agree(add_up({whole}, [{', '.join(group)}]), {whole}, {whole}{family})" for group in groups.values()]
 
 
-def _of_operator(code: str, runner: Runner, names: _Names) -> list[str]:
+def _of_operator(code: str, runner: OperatorRunner, names: _Names) -> list[str]:
     """Return a test of the operator itself."""
     write: dict[str, Callable[[str, str], list[str]]] = {
         "gradient_is_not_derivative": _gradcheck,

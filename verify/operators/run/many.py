@@ -45,7 +45,7 @@ class InternalError(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class PoolSettings:
     """
     workers    child processes; None: one for each processor
     isolate    whether to use child processes at all
@@ -62,7 +62,7 @@ class Settings:
 
 
 def run_many(
-    jobs: Sequence[Job], options: OpOptions, settings: Settings | None = None, started: Note | None = None
+    jobs: Sequence[Job], options: OpOptions, settings: PoolSettings | None = None, started: Note | None = None
 ) -> Generator[JobResult, None, None]:
     """Yield every job's result, in the order in which they come. Closing the iterator ends what still runs.
 
@@ -70,7 +70,7 @@ def run_many(
     `options.fail_fast` nothing follows the first report that does not pass. `started` is told what runs. Raises
     InternalError after all results where our own code has failed.
     """
-    settings = settings or Settings()
+    settings = settings or PoolSettings()
     keys, remarks = _keys(jobs, options, settings)
     open_jobs: list[int] = []
     for index, job in enumerate(jobs):
@@ -110,7 +110,7 @@ def _cut_short(report: Report) -> bool:
 
 def run_one(job: Job, options: OpOptions, isolate: bool = True) -> Report:
     """Return the report on one operator, from a child process unless `isolate` is off. Raises as `run_many`."""
-    (result,) = run_many([job], options, Settings(workers=1, isolate=isolate))
+    (result,) = run_many([job], options, PoolSettings(workers=1, isolate=isolate))
     return result.report
 
 
@@ -120,7 +120,7 @@ def worst(reports: Sequence[Report]) -> int:
     return next(code for code in (1, 3, 0) if code in codes)
 
 
-def _keys(jobs: Sequence[Job], options: OpOptions, settings: Settings) -> tuple[dict[int, str], dict[int, str]]:
+def _keys(jobs: Sequence[Job], options: OpOptions, settings: PoolSettings) -> tuple[dict[int, str], dict[int, str]]:
     """Return the digests of the jobs by index, and for those without one, why."""
     keys: dict[int, str] = {}
     remarks: dict[int, str] = {}
@@ -137,7 +137,7 @@ def _keys(jobs: Sequence[Job], options: OpOptions, settings: Settings) -> tuple[
 
 
 def _events(
-    jobs: Sequence[Job], options: OpOptions, settings: Settings, started: Note | None
+    jobs: Sequence[Job], options: OpOptions, settings: PoolSettings, started: Note | None
 ) -> Generator[Event[Report], None, None]:
     def task(job: Job) -> Task[Report]:
         reproduce = Reproduce(job, options.seed, settings.modules)
@@ -167,7 +167,7 @@ def _preload(jobs: Sequence[Job]) -> None:
         importlib.import_module("torch._dynamo")
 
 
-def _report(job: Job, event: Event[Report], options: OpOptions, settings: Settings, alone: bool) -> Report | None:
+def _report(job: Job, event: Event[Report], options: OpOptions, settings: PoolSettings, alone: bool) -> Report | None:
     """None where our own code has failed."""
     reproduce = Reproduce(job, options.seed, settings.modules)
     if isinstance(event, Done):

@@ -22,11 +22,11 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import RunPartial, Split
 from nnscaler.ir.signature import Signature
-from verify.evidence.cases import Case, Inputs
+from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate import first_line, leaders_of
-from verify.evidence.oracle.runner import Runner, WholeRaised
+from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo
@@ -212,7 +212,7 @@ class _AtenRecorder(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-class GivenCall(Runner):
+class GivenCall(OperatorRunner):
     """Runs cases of one call with the tensors that it was made with."""
 
     def __init__(self, spec: OperatorSpec, call: ConcreteCall, options: OpOptions) -> None:
@@ -245,14 +245,14 @@ def check_call(call: ConcreteCall, registry: Registry) -> SampleResult:
     return SampleResult("", 0, "holds" if comparisons else "nothing to split", name, "", cases, comparisons)
 
 
-def _cases(inputs: Inputs, signature: Signature) -> Iterator[Case]:
+def _cases(inputs: Inputs, signature: Signature) -> Iterator[SplitCase]:
     bound = signature.bound
     assert bound is not None
     for name in leaders_of(signature):
         together = bound.tied.get(name, (name,))
         parts = next((p for p in PARTS if all(bound.sizes[t] % p == 0 for t in together)), None)
         if parts is not None:
-            yield Case(inputs, (Split(name),), (parts,))
-        yield Case(inputs, (Split(name),), (2,), uneven=True)
+            yield SplitCase(inputs, (Split(name),), (parts,))
+        yield SplitCase(inputs, (Split(name),), (2,), uneven=True)
     for slots in signature.linear:
-        yield Case(inputs, (RunPartial(slots),), (2,))
+        yield SplitCase(inputs, (RunPartial(slots),), (2,))

@@ -12,10 +12,10 @@ from nnscaler.files import write_text
 from verify.evidence.inputs.find_operator import matching
 from verify.evidence.inputs.user_code import import_module
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.runner import CaseResult, Runner, WholeRaised
-from verify.operators.run.emitted_test import NotWritable, Wanted, write_tests
+from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaised
+from verify.operators.run.emitted_test import EmittedFinding, NotWritable, write_tests
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.many import Settings, run_many
+from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.run_job import Reproduce, verify_job
 from verify.operators.run.token import PREFIX, Token, decode, encode
 from verify.operators.verify_spec import refutation
@@ -48,7 +48,7 @@ def replay(token: Token, timeout: float) -> Report:
             return _again(token, verify_job(job, options, reproduce, note))
         return _case(token, job, options, note)
 
-    (result,) = run_many([find_job(token)], options, Settings(workers=1, modules=token.modules, verify=verify))
+    (result,) = run_many([find_job(token)], options, PoolSettings(workers=1, modules=token.modules, verify=verify))
     return result.report
 
 
@@ -56,7 +56,7 @@ def _case(token: Token, job: Job, options: OpOptions, note: Note) -> Report:
     assert token.case is not None
     started = time.perf_counter()
     try:
-        result = Runner(job.spec, options, note).run(token.case)
+        result = OperatorRunner(job.spec, options, note).run(token.case)
     except WholeRaised as raised:
         raise _gone(f"the whole operator does not run on its inputs any more: {raised}") from None
     except KeyError as error:
@@ -132,18 +132,18 @@ def _word(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
 
 
-def _wanted(job: Job, report: Report, problems: list[str]) -> list[Wanted]:
-    found: list[Wanted] = []
+def _wanted(job: Job, report: Report, problems: list[str]) -> list[EmittedFinding]:
+    found: list[EmittedFinding] = []
     for finding in report.findings:
         token = token_of(finding)
         if token is None:
             problems.append(f"{finding.code} of `{job.spec.name}` has no test: no text names the operator")
         else:
-            found.append(Wanted(job.spec, finding, token))
+            found.append(EmittedFinding(job.spec, finding, token))
     return found
 
 
-def _made(wanted: list[Wanted], path: Path, options: OpOptions, problems: list[str]) -> str | None:
+def _made(wanted: list[EmittedFinding], path: Path, options: OpOptions, problems: list[str]) -> str | None:
     def task(note: Note) -> str:
         note("the operator, to write its test")
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nnscaler.errors import NnscalerError
-from verify.evidence.cases import Case
+from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.optimizer_operator import remarks
 from verify.evidence.inputs.user_code import is_users
 from verify.evidence.options import OpOptions
@@ -33,7 +33,7 @@ class Reproduce:
     seed: int
     modules: tuple[str, ...] = ()
 
-    def __call__(self, code: str, case: Case | None) -> str | None:
+    def __call__(self, code: str, case: SplitCase | None) -> str | None:
         """None where no text names the operator."""
         if not self.job.repeatable or self.job.address is None:
             return None

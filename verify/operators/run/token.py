@@ -12,7 +12,7 @@ from shlex import quote
 from typing import Any, get_args
 
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from verify.evidence.cases import Case, Inputs
+from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.options import Kind
 from verify.results.packed_word import WordKind
 
@@ -33,7 +33,7 @@ class Token:
     samples: str | None
     code: str
     seed: int
-    case: Case | None
+    case: SplitCase | None
     modules: tuple[str, ...]
     nnscaler: str
     torch: str
@@ -81,7 +81,7 @@ def _token(document: Mapping[str, Any]) -> Token:
     )
 
 
-def _case(case: Case) -> dict[str, Any]:
+def _case(case: SplitCase) -> dict[str, Any]:
     return {
         "inputs": {name: value for name, value in asdict(case.inputs).items() if value not in ((), None)},
         "choices": [_choice(choice) for choice in case.choices],
@@ -98,7 +98,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     raise TypeError(f"{choice} is no choice of a case")
 
 
-def _read_case(document: Mapping[str, Any]) -> Case:
+def _read_case(document: Mapping[str, Any]) -> SplitCase:
     inputs = Inputs(**{"sample": None, **{name: _tuples(value) for name, value in document["inputs"].items()}})
     if inputs.kind not in get_args(Kind):
         raise ValueError("kind")
@@ -106,7 +106,7 @@ def _read_case(document: Mapping[str, Any]) -> Case:
     parts = tuple(map(int, document["parts"]))
     if len(choices) != len(parts) or not choices:
         raise ValueError("parts")
-    return Case(inputs, choices, parts, bool(document["uneven"]))
+    return SplitCase(inputs, choices, parts, bool(document["uneven"]))
 
 
 def _tuples(value: Any) -> Any:

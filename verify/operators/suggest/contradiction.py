@@ -25,7 +25,7 @@ from verify.evidence.inputs.operand_shards import spread
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate import Enumerator, Unusable, bases
 from verify.evidence.oracle.partition import ShardRaised, make_partition, run_shards
-from verify.evidence.oracle.runner import Runner, WholeRaised
+from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 from verify.evidence.oracle.whole import as_leaves
 from verify.operators.suggest.widen import frozen, repair
 from verify.results.finding import Finding
@@ -49,7 +49,7 @@ def contradiction(
         return None
     try:
         spec = find_operator(operator, with_marks(parsed, missing, Identifier("", "+")))
-        facts = _counter_example(Runner(spec, options), missing[0])
+        facts = _counter_example(OperatorRunner(spec, options), missing[0])
     except (NnscalerError, Unusable, ShardRaised, WholeRaised):
         return None
     if facts is None:
@@ -79,7 +79,7 @@ def _missing(text: str) -> list[str]:
     return [name for name in names if any(name not in output for output in outputs)]
 
 
-def _counter_example(runner: Runner, identifier: str) -> dict[str, str] | None:
+def _counter_example(runner: OperatorRunner, identifier: str) -> dict[str, str] | None:
     """Return how far one shard's output is from the whole's; None if it is equal after all."""
     for base in bases(runner):
         enumerator = Enumerator(runner, base)

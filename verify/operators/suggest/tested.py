@@ -16,7 +16,7 @@ from verify.evidence.options import DRAWS, OpOptions
 from verify.evidence.oracle.check import TargetOutcome, as_check, check_target
 from verify.evidence.oracle.claims import Claimed, claims_of, untested
 from verify.evidence.oracle.enumerate import Base, Enumerator, Unusable, bases
-from verify.evidence.oracle.runner import Runner, WholeRaised
+from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 from verify.operators.suggest.linear import derive_linear
 from verify.operators.suggest.probe_call import Question
 from verify.operators.verification import Verification, verify_record
@@ -60,7 +60,7 @@ def claims_hold(spec: OperatorSpec, names: Sequence[str], options: OpOptions | N
     """
     outcomes: dict[str, TargetOutcome] = {}
     claimed: list[Claimed] = []
-    runner = Runner(spec, replace(options or OpOptions(), prove=False))
+    runner = OperatorRunner(spec, replace(options or OpOptions(), prove=False))
     wanted = set(names)
     try:
         for base in bases(runner):
@@ -97,7 +97,7 @@ def add_derived(verification: Verification) -> None:
     verification.notes.update(dict.fromkeys(notes))
 
 
-def derived_linear(runner: Runner, base: Base) -> tuple[Check | None, list[str]]:
+def derived_linear(runner: OperatorRunner, base: Base) -> tuple[Check | None, list[str]]:
     """Return the sets of inputs through which partial sums pass, of an operator that declares none; no check without
     any."""
     started = time.perf_counter()
@@ -109,7 +109,7 @@ def derived_linear(runner: Runner, base: Base) -> tuple[Check | None, list[str]]
     holds = TargetOutcome()
     notes: list[str] = []
     for slots in found:
-        other = Runner(replace(runner.spec, linear=(slots,)), runner.options, runner.progress)
+        other = OperatorRunner(replace(runner.spec, linear=(slots,)), runner.options, runner.progress)
         try:
             outcome = check_target(Enumerator(other, bases(other)[0]), slots)
         except (Unusable, WholeRaised, NnscalerError, IndexError):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.runtime.layout import Replicated, States
 from nnscaler.runtime.role import IN_STEP, Buffer, Parameter, Stage
-from nnscaler.runtime.shards import Difference, assemble, ravel, same_bits, unravel
+from nnscaler.runtime.shards import UnequalCopies, assemble, ravel, same_bits, unravel
 from verify.programs.execution.rank_program import Entry, RankResult
 
 
@@ -43,7 +43,7 @@ class StageTensor:
 
     holding: Holding
     value: Tensor | None
-    unequal: tuple[tuple[int, int, Difference], ...] = ()
+    unequal: tuple[tuple[int, int, UnequalCopies], ...] = ()
     copies: int = 0  # how many were compared bitwise
     problem: str = ""
     pieces: Mapping[int, Tensor] | None = None  # by rank

@@ -12,7 +12,7 @@ from verify.programs.checks import losses, tensors
 from verify.programs.checks.context import CheckOutcome, Comparison, merge_outcomes
 from verify.programs.execution.rank_program import Entry
 from verify.programs.reference.eager import Trajectory
-from verify.programs.single_steps import Trial
+from verify.programs.single_steps import SingleStep
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
@@ -20,7 +20,7 @@ from verify.results.verdict import Verdict
 TINY = 1e-290  # below, float64 has fewer digits, and scaling rounds
 
 
-def check(comparison: Comparison, trial: Trial) -> CheckOutcome:
+def check(comparison: Comparison, trial: SingleStep) -> CheckOutcome:
     """Loss and gradients against the trial's own reference; under another loss scale also the bits of the gradients
     against those of the trajectory's first step, where the model's own do not change."""
     results = tuple(
@@ -35,7 +35,7 @@ def check(comparison: Comparison, trial: Trial) -> CheckOutcome:
     return merge_outcomes(trial.name, f"with {_with(trial)}: ", outcomes)
 
 
-def _with(trial: Trial) -> str:
+def _with(trial: SingleStep) -> str:
     return f"a loss scale of {trial.loss_scale:g}" if trial.scaled else "unequal numbers of labels"
 
 
@@ -45,7 +45,7 @@ def _unchanged(one: Trajectory, other: Trajectory) -> bool:
     return all(_same(a, b) for a, b in pairs)
 
 
-def _same_bits(comparison: Comparison, trial: Trial) -> CheckOutcome:
+def _same_bits(comparison: Comparison, trial: SingleStep) -> CheckOutcome:
     count, wrong = 0, dict[str, tuple[int, Tensor, Tensor]]()
     for result in comparison.results:
         if trial.name not in result.trials:
@@ -62,7 +62,7 @@ def _same_bits(comparison: Comparison, trial: Trial) -> CheckOutcome:
     return CheckOutcome(Check("", verdict, count, len(wrong)), findings)
 
 
-def _finding(comparison: Comparison, trial: Trial, name: str, rank: int, plain: Tensor, scaled: Tensor) -> Finding:
+def _finding(comparison: Comparison, trial: SingleStep, name: str, rank: int, plain: Tensor, scaled: Tensor) -> Finding:
     gap = (plain.double() - scaled.double()).abs()
     place = int(gap.argmax())
     return Finding(

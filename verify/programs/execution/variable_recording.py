@@ -37,7 +37,7 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True)
-class Unequal:
+class VariableDifference:
     """How a variable differs, on which ranks (those of the worst micro-batch), empty where no rank can be blamed."""
 
     text: str
@@ -70,7 +70,7 @@ def gradient_states(states: Mapping[str, State]) -> dict[str, State]:
 
 def compare_variable(
     variable: Variable, pieces: Pieces, expected: Tensor, bound: float, *, is_gradient: bool, scale: float = 0.0
-) -> Unequal | None:
+) -> VariableDifference | None:
     """Return how the variable (or its gradient) differs from the logical tensor; None if it agrees."""
     states = gradient_states(variable.states) if is_gradient else dict(variable.states)
     prepared = all(micro < 0 for _, micro in pieces)
@@ -93,11 +93,11 @@ def compare_variable(
     try:
         assembled = assemble(at, states, sizes, tuple(expected.shape))
     except ValueError as error:
-        return Unequal(str(error))
+        return VariableDifference(str(error))
     found = difference(assembled.value, expected, scale)
     if found.relative <= bound:
         return _unequal_copies(variable, assembled, expected, bound, scale)
-    return Unequal(str(found), cause=_likely_cause(at, expected, states, sizes, is_gradient))
+    return VariableDifference(str(found), cause=_likely_cause(at, expected, states, sizes, is_gradient))
 
 
 def _exact(piece: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _exact(piece: Tensor) -> Tensor:
 
 def _unequal_copies(
     variable: Variable, assembled: Assembled, expected: Tensor, bound: float, scale: float
-) -> Unequal | None:
+) -> VariableDifference | None:
     """Find partial sums whose copies on another axis differ: the first copy alone is right."""
     allowed = bound * max(largest(expected), FAMILY_SHARE * scale)
     unequal = [found for found in assembled.differences if found.largest > allowed]
@@ -115,7 +115,9 @@ def _unequal_copies(
     at = dict(unequal[0].other)
     axes = ", ".join(axis for axis, index in unequal[0].coordinates if at[axis] != index)
     rank = variable.stage.ranks[ravel(at, variable.stage.axes)]
-    return Unequal(str(unequal[0]), (rank,), cause=f"only the first rank of {axes} is right, and its copies differ")
+    return VariableDifference(
+        str(unequal[0]), (rank,), cause=f"only the first rank of {axes} is right, and its copies differ"
+    )
 
 
 def _likely_cause(
@@ -186,7 +188,7 @@ def _blame(
     states: Mapping[str, State],
     sizes: Mapping[str, int],
     scale: float,
-) -> Unequal | None:
+) -> VariableDifference | None:
     """Return the ranks whose piece is not what the layout says; partial sums blame nobody."""
     if any(isinstance(state, Partial) for state in states.values()):
         return None
@@ -197,7 +199,7 @@ def _blame(
         try:
             right = shard(expected.double(), states, sizes, coordinates)
         except ValueError as error:
-            return Unequal(str(error), (rank,))
+            return VariableDifference(str(error), (rank,))
         found = difference(piece, right, scale)
         if found.relative > bound:
             wrong.setdefault(micro, []).append(rank)
@@ -207,7 +209,9 @@ def _blame(
         return None
     number = min(wrong)
     micro = place_in_time(variable.stage, max(number, 0))[MICRO]
-    return Unequal(text, tuple(wrong[number]), micro if number >= 0 and variable.stage.micro_batches > 1 else None)
+    return VariableDifference(
+        text, tuple(wrong[number]), micro if number >= 0 and variable.stage.micro_batches > 1 else None
+    )
 
 
 def _coordinates(variable: Variable, rank: int, micro: int, prepared: bool) -> dict[str, int]:

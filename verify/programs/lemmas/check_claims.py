@@ -14,7 +14,7 @@ from op_registry.errors import AnnotationError
 from op_registry.spec import Refusal
 
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from verify.evidence.cases import Case, Inputs
+from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.dimension_types.hook_forms import composes, left_alone
 from verify.evidence.options import DRAWS, Kind
 from verify.evidence.oracle.check import TargetOutcome, as_check, run_cases
@@ -135,22 +135,22 @@ def _draws(small: Representative) -> Iterator[Inputs]:
         yield from zeros[:DRAWS]
 
 
-def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[Case]:
+def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[SplitCase]:
     inputs = _cut_alike(claim, inputs)
     if isinstance(claim, Together):
         (first, second), (one, other) = claim.pair
         outer = 2 if first == second else 1
         inside = Split(second, circulating=other, prefix=second in claim.prefix)
-        yield Case(inputs, (Split(first, outer, circulating=one, prefix=first in claim.prefix), inside), MESH)
+        yield SplitCase(inputs, (Split(first, outer, circulating=one, prefix=first in claim.prefix), inside), MESH)
         return
     if isinstance(claim, Splits) and claim.uneven:
         split = Split(claim.identifier, circulating=claim.circulating, prefix=claim.prefix)
         for parts in PARTS:
-            yield Case(inputs, (split,), (parts,), uneven=True)
+            yield SplitCase(inputs, (split,), (parts,), uneven=True)
         return
     for choice in _choices(claim, strided):
         for parts in PARTS if isinstance(claim, Splits) else PARTS[:2]:
-            yield Case(inputs, (choice,), (parts,))
+            yield SplitCase(inputs, (choice,), (parts,))
 
 
 def _cut_alike(claim: Claim, inputs: Inputs) -> Inputs:

@@ -30,7 +30,7 @@ from verify.evidence.dimension_types.symbolic_call import resized
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import builtin_call, sample_calls
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.runner import Runner, WholeRaised
+from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 from verify.evidence.smt.shrink import same_kind, variants
 from verify.programs.lemmas.stand_in import (
     Unrepresented,
@@ -60,7 +60,7 @@ class Representative:
     other_numbers  arguments that are not sizes are others than the program's
     """
 
-    runner: Runner
+    runner: OperatorRunner
     inputs: Inputs
     signature: Signature
     follows: bool = False
@@ -194,7 +194,7 @@ class _Attempt:
             return None
         return Representative(runner, inputs, signature, follows, samples)
 
-    def run(self, concrete: ConcreteCall) -> tuple[Runner, Inputs, Signature]:
+    def run(self, concrete: ConcreteCall) -> tuple[OperatorRunner, Inputs, Signature]:
         """Run the whole operator, with gradients for all tensors but those of which torch says that they have none
         (running statistics). Raises WholeRaised and AnnotationError."""
         try:
@@ -205,9 +205,9 @@ class _Attempt:
                 raise
         return self.run(replace(concrete, constants=constants))
 
-    def run_with(self, concrete: ConcreteCall) -> tuple[Runner, Inputs, Signature]:
+    def run_with(self, concrete: ConcreteCall) -> tuple[OperatorRunner, Inputs, Signature]:
         """Run the whole operator, with a gradient for all but its constants. Raises WholeRaised and AnnotationError."""
-        runner = Runner(self.spec, OpOptions(self.seed))
+        runner = OperatorRunner(self.spec, OpOptions(self.seed))
         runner.rows, runner.given = (), (concrete,)
         inputs = Inputs(0, (), "integers", self.seed)
         try:

@@ -26,8 +26,8 @@ from verify.programs.execution.rank_program import Task
 from verify.programs.execution.variable_recording import (
     Observed,
     Pieces,
-    Unequal,
     Variable,
+    VariableDifference,
     compare_variable,
     variables_of,
 )
@@ -156,7 +156,7 @@ def _last_gradient(
     return None
 
 
-def _absent(forward: Pieces, backward: Pieces, expected: Tensor) -> Unequal | None:
+def _absent(forward: Pieces, backward: Pieces, expected: Tensor) -> VariableDifference | None:
     """Return the ranks and micro-batches that computed the variable and got no gradient for it."""
     missing = sorted(set(forward) - set(backward))
     if not missing or not largest(expected) > 0:
@@ -166,7 +166,7 @@ def _absent(forward: Pieces, backward: Pieces, expected: Tensor) -> Unequal | No
     batches = "" if set(micros) == every else f" for micro-batch {', '.join(map(str, micros))}"
     text = f"no gradient comes back{batches} on rank {', '.join(map(str, ranks))}"
     cause = "it is cut off here, or in what follows; or a backward pass is missing, or the gradient is not sent back"
-    return Unequal(text, tuple(ranks), micros[0] if batches else None, cause)
+    return VariableDifference(text, tuple(ranks), micros[0] if batches else None, cause)
 
 
 def _facts(found: _Found) -> dict[str, str]:

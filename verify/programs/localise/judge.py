@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.ir.graph import Operation
 from nnscaler.runtime.layout import Partial, Replicated, Sharded, State
-from verify.programs.execution.variable_recording import Pieces, Unequal, Variable, compare_variable
+from verify.programs.execution.variable_recording import Pieces, Variable, VariableDifference, compare_variable
 from verify.programs.localise.statements import Statement
 from verify.programs.localise.teacher_forcing import At, Execution, Teacher, results_of
 from verify.results.tolerance import family_scale, largest
@@ -36,7 +36,7 @@ class Wrong:
     statement: Statement
     result: str
     variable: Variable
-    unequal: Unequal
+    unequal: VariableDifference
     pieces: Pieces
     expected: Tensor
     scale: float
@@ -133,11 +133,11 @@ def wrong_gradients(
             yield Wrong(statement, result, variable, unequal, pieces, expected, scale, read)
 
 
-def _cut_off(got: Mapping[At, Tensor | None]) -> Unequal:
+def _cut_off(got: Mapping[At, Tensor | None]) -> VariableDifference:
     missing = sorted(at for at, piece in got.items() if piece is None)
     ranks = tuple(sorted({rank for rank, _ in missing}))
     some = "" if len(missing) == len(got) else f" on rank {', '.join(map(str, ranks))}"
-    return Unequal(f"no gradient goes back{some}", ranks, cause="the gradient is cut off here")
+    return VariableDifference(f"no gradient goes back{some}", ranks, cause="the gradient is cut off here")
 
 
 def _results(teacher: Teacher, statement: Statement) -> list[str]:
@@ -206,7 +206,7 @@ def operand(teacher: Teacher, stage: int, read: str) -> Variable | None:
 
 def _compare_gradient(
     statement: Statement, variable: Variable, read: str, pieces: Pieces, expected: Tensor, scale: float
-) -> tuple[Unequal | None, frozenset[str] | None]:
+) -> tuple[VariableDifference | None, frozenset[str] | None]:
     """Return how the gradient of an operand differs.
 
     Of a stored tensor: also on which axes it is a partial sum, where it is right when read so.

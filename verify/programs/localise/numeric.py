@@ -37,7 +37,7 @@ def explain(wrong: Wrong, operands: Mapping[str, Tensor]) -> str | None:
         at.append((place if prepared else {**place, **place_in_time(variable.stage, micro)}, piece.double()))
     if len(at) != _count(sizes) or not largest(wrong.expected) > 0:
         return None
-    case = _Case(at, wrong.expected.double(), states, sizes, variable.stage.ranks, variable.stage.axes)
+    case = _Divergence(at, wrong.expected.double(), states, sizes, variable.stage.ranks, variable.stage.axes)
     tried = (case.whole_where_parts(), case.zero(), case.first_alone(), case.unsummed(), case.scaled())
     found = next((text for text in tried if text), None) or wrong.unequal.cause
     later = (case.order, case.other_cut, case.transposed, lambda: case.operand(operands), case.offset, case.some_ranks)
@@ -56,7 +56,7 @@ def near(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and difference(one, other).relative < CLOSE
 
 
-class _Case:
+class _Divergence:
     def __init__(
         self,
         at: At,

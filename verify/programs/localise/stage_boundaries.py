@@ -8,7 +8,7 @@ from nnscaler.ir import gradient_flow
 from nnscaler.runtime.layout import Invariant, State
 from nnscaler.runtime.role import is_trained, sizes_in_time
 from nnscaler.runtime.shards import shard, unravel
-from verify.programs.execution.variable_recording import Unequal, Variable, compare_variable
+from verify.programs.execution.variable_recording import Variable, VariableDifference, compare_variable
 from verify.programs.localise.culprit import Culprit, Key, RoleLine
 from verify.programs.localise.judge import BOUND
 from verify.programs.localise.teacher_forcing import Teacher
@@ -196,7 +196,7 @@ def _buffers(teacher: Teacher, lines: Lines) -> list[Culprit]:
     return found
 
 
-def _facts(variable: Variable, unequal: Unequal) -> dict[str, str]:
+def _facts(variable: Variable, unequal: VariableDifference) -> dict[str, str]:
     facts = {"variable": variable.name, "stage": str(variable.stage.index)}
     if unequal.ranks:
         facts["ranks"] = ", ".join(map(str, unequal.ranks))

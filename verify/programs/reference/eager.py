@@ -89,7 +89,7 @@ CLIP_SHARE = 0.5  # of the norm of the gradients: clipping is active
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReferenceSettings:
     """How both sides train, besides the number of steps and the learning rate.
 
     clip        the gradients of the last step are clipped
@@ -128,7 +128,7 @@ class Trajectory:
     learning_rate: float
     seconds: float
     norm: Tensor | None = None
-    settings: Settings = field(default_factory=Settings)
+    settings: ReferenceSettings = field(default_factory=ReferenceSettings)
     results: tuple[Mapping[str, Tensor], ...] = ()
 
 
@@ -147,7 +147,7 @@ def run_reference(
     steps: int,
     dtype: torch.dtype = torch.float64,
     learning_rate: float | None = None,
-    settings: Settings | None = None,
+    settings: ReferenceSettings | None = None,
 ) -> Trajectory:
     """Train a copy of `module` on the sample batch with SGD, in `dtype`. Every part stays in its mode.
 
@@ -158,7 +158,7 @@ def run_reference(
     draws other random numbers than `settings` says.
     """
     started = time.perf_counter()
-    how = settings or Settings()
+    how = settings or ReferenceSettings()
     model = copy.deepcopy(module)
     draws = None if how.draws is None else ProgramDraws(how.draws, how.seed)
     losses: list[Tensor] = []
@@ -211,7 +211,7 @@ def choose_learning_rate(model: nn.Module) -> float:
     return float(f"{UPDATE_SHARE * (size / slope) ** 0.5:.1e}")
 
 
-def _clip(model: nn.Module, how: Settings) -> tuple[Settings, Tensor | None]:
+def _clip(model: nn.Module, how: ReferenceSettings) -> tuple[ReferenceSettings, Tensor | None]:
     """Clip the gradients by torch's own function, and return their norm before."""
     trained = [p for p in model.parameters() if p.grad is not None]
     limit = how.max_norm

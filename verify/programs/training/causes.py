@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from verify.programs.training import causes_of_delays, causes_of_losses, causes_of_updates
-from verify.programs.training.trained import Alternatives, Candidate, Compared, Trained
+from verify.programs.training.trained import Alternatives, Candidate, ComparedValue, Trained
 from verify.results.tolerance import largest
 
 CLOSE = 1e-8  # an alternative that is this near is the one
 _SEVERAL = ("gradient", "state", "parameter")  # of which many differ at once
 
 
-def explain_all(trained: Trained, found: Sequence[Compared]) -> list[str | None]:
+def explain_all(trained: Trained, found: Sequence[ComparedValue]) -> list[str | None]:
     """Return a sentence on the cause of each; None where no alternative is what the ranks have.
 
     Several alternatives may explain one tensor: the one that explains most of them is told.
@@ -30,7 +30,7 @@ def explain_all(trained: Trained, found: Sequence[Compared]) -> list[str | None]
     return [max(sentences, key=lambda s: counted[s]) if sentences else None for sentences in every]
 
 
-def _sentences(trained: Trained, found: Compared) -> Iterator[str]:
+def _sentences(trained: Trained, found: ComparedValue) -> Iterator[str]:
     if found.expected is None or found.observed.value is None:
         return
     wrong = found.observed.wrong_ranks(found.expected, CLOSE, found.scale * 1e-3)
@@ -56,7 +56,7 @@ def _sentences(trained: Trained, found: Compared) -> Iterator[str]:
         yield where + told
 
 
-def _explains(found: Compared, wrong: list[int], candidate: Candidate) -> bool:
+def _explains(found: ComparedValue, wrong: list[int], candidate: Candidate) -> bool:
     """Return whether all wrong ranks have what the candidate is there, and that is not the right tensor."""
     assert found.expected is not None
     least = max(largest(found.expected), found.scale * 1e-3)
@@ -73,7 +73,7 @@ def _explains(found: Compared, wrong: list[int], candidate: Candidate) -> bool:
     return differs
 
 
-def _neighbour(found: Compared, wrong: list[int]) -> str | None:
+def _neighbour(found: ComparedValue, wrong: list[int]) -> str | None:
     """Test the cause that a rank has the shard of another one."""
     assert found.expected is not None
     pieces, regions = found.observed.pieces, found.observed.regions
@@ -94,7 +94,7 @@ def _neighbour(found: Compared, wrong: list[int]) -> str | None:
     return f"{', '.join(told)}: a neighbour's" if told else None
 
 
-def _factor(trained: Trained, found: Compared) -> str | None:
+def _factor(trained: Trained, found: ComparedValue) -> str | None:
     """Test the cause that it is n times, or one n-th of, the right one."""
     assert found.expected is not None and found.observed.value is not None
     if found.kind not in ("loss", "gradient", "norm"):
@@ -128,7 +128,7 @@ def _of_norm(factor: float) -> str | None:
     return None
 
 
-def _unsummed(found: Compared) -> str | None:
+def _unsummed(found: ComparedValue) -> str | None:
     """Test the cause that ranks hold parts of a sum that nobody took."""
     pieces = [p.double() for p in found.observed.pieces.values()]
     if len(pieces) < 2 or found.expected is None:
@@ -151,7 +151,7 @@ def _unsummed(found: Compared) -> str | None:
     return None
 
 
-_ALTERNATIVES: Mapping[str, Callable[[Trained, Compared], Alternatives]] = {
+_ALTERNATIVES: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = {
     "learning rate": causes_of_losses.of_rate,
     "loss": causes_of_losses.of_loss,
     "gradient": causes_of_updates.of_gradient,
@@ -161,7 +161,7 @@ _ALTERNATIVES: Mapping[str, Callable[[Trained, Compared], Alternatives]] = {
     "buffer": causes_of_losses.of_buffer,
     "evaluation": causes_of_losses.of_evaluation,
 }
-_IN_STREAMS: Mapping[str, Callable[[Trained, Compared], Alternatives]] = {
+_IN_STREAMS: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = {
     "loss": causes_of_delays.of_loss,
     "gradient": causes_of_delays.of_gradient,
 }

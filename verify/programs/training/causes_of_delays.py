@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from verify.programs.training.trained import Alternatives, Compared, Trained
+from verify.programs.training.trained import Alternatives, ComparedValue, Trained
 
 UNSTASHED = (
     "its backward goes through the newest parameters, and its forward went through older ones: the stage does not keep "
@@ -14,12 +14,12 @@ UNSTASHED = (
 )
 
 
-def of_loss(trained: Trained, found: Compared) -> Alternatives:
+def of_loss(trained: Trained, found: ComparedValue) -> Alternatives:
     for sentence, read in _others(trained, found.step):
         yield f"it is computed with {sentence}", _compute(trained, found, read)[0]
 
 
-def of_gradient(trained: Trained, found: Compared) -> Alternatives:
+def of_gradient(trained: Trained, found: ComparedValue) -> Alternatives:
     stale, newest = trained.eager.read(found.step, trained.course.delays or {}), trained.eager.before(found.step)
     unstashed = _compute(trained, found, stale, newest)[1].get(found.name)
     if unstashed is not None:
@@ -49,7 +49,7 @@ def _others(trained: Trained, step: int) -> Iterator[tuple[str, Mapping[str, Ten
 
 
 def _compute(
-    trained: Trained, found: Compared, read: Mapping[str, Tensor], back: Mapping[str, Tensor] | None = None
+    trained: Trained, found: ComparedValue, read: Mapping[str, Tensor], back: Mapping[str, Tensor] | None = None
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     number = trained.course.first_batch(found.step)
     return trained.model.compute(read, trained.course.batches()[number], number, back=back)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from verify.programs.training.course import Batch, rate_at
 from verify.programs.training.together import indices_of
-from verify.programs.training.trained import NARROW, Alternatives, Compared, Trained
+from verify.programs.training.trained import NARROW, Alternatives, ComparedValue, Trained
 
 SINGLE = 64  # parameters that are tried one by one
 
 # -- learning rates and losses ----------------------------------------------------------------------------------------
 
 
-def of_rate(trained: Trained, found: Compared) -> Alternatives:
+def of_rate(trained: Trained, found: ComparedValue) -> Alternatives:
     base, step = trained.course.learning_rate, found.step
     batches = trained.course.first_batch(step)
     like = torch.zeros((), dtype=torch.float64)
@@ -33,7 +33,7 @@ def of_rate(trained: Trained, found: Compared) -> Alternatives:
         yield f"the scheduler is off: it is the rate of step {other}", like + base * rate_at(other)
 
 
-def of_loss(trained: Trained, found: Compared) -> Alternatives:
+def of_loss(trained: Trained, found: ComparedValue) -> Alternatives:
     course, eager, compute = trained.course, trained.eager, trained.model.compute
     number = course.first_batch(found.step) + int(found.name)
     batches, right = course.batches(), eager.before(found.step)
@@ -156,7 +156,7 @@ def _misread(trained: Trained, batch: Batch) -> Iterator[tuple[str, Batch]]:
 # -- buffers and evaluation -------------------------------------------------------------------------------------------
 
 
-def of_buffer(trained: Trained, found: Compared) -> Alternatives:
+def of_buffer(trained: Trained, found: ComparedValue) -> Alternatives:
     name = found.name
     initial = dict(trained.model.model.named_buffers()).get(name)
     if initial is not None:
@@ -183,7 +183,7 @@ def of_buffer(trained: Trained, found: Compared) -> Alternatives:
         )
 
 
-def of_evaluation(trained: Trained, found: Compared) -> Alternatives:
+def of_evaluation(trained: Trained, found: ComparedValue) -> Alternatives:
     if found.name:
         yield from of_buffer(trained, found)
         return

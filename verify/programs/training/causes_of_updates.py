@@ -10,12 +10,12 @@ from torch import Tensor
 from verify.programs.training.course import Batch, options_of, rate_at
 from verify.programs.training.eager import updated
 from verify.programs.training.ranks import StepRecord
-from verify.programs.training.trained import NARROW, Alternatives, Compared, Trained
+from verify.programs.training.trained import NARROW, Alternatives, ComparedValue, Trained
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def of_gradient(trained: Trained, found: Compared) -> Alternatives:
+def of_gradient(trained: Trained, found: ComparedValue) -> Alternatives:
     assert found.expected is not None
     eager, step, name = trained.eager, found.step, found.name
     right = found.expected.double()
@@ -51,7 +51,7 @@ def of_gradient(trained: Trained, found: Compared) -> Alternatives:
             yield f"it is the gradient of `{other}`: read from the place of another parameter", gradient
 
 
-def _of_batches(trained: Trained, found: Compared) -> Alternatives:
+def _of_batches(trained: Trained, found: ComparedValue) -> Alternatives:
     """The gradient where a step's batches do not add up."""
     each = _each_batch(trained, found.step, found.name)
     count = len(each)
@@ -64,7 +64,7 @@ def _of_batches(trained: Trained, found: Compared) -> Alternatives:
         yield f"it is divided by the {count} batches of the step", _sum(each, each[0]) / count  # type: ignore[arg-type]
 
 
-def _of_rows(trained: Trained, found: Compared) -> Alternatives:
+def _of_rows(trained: Trained, found: ComparedValue) -> Alternatives:
     """The gradient of some rows of the batch: of one data part, or of one micro-batch."""
     course, batches = trained.course, trained.course.steps[found.step]
     if len(batches) > 1 or not course.carried:
@@ -96,7 +96,7 @@ def _of_rows(trained: Trained, found: Compared) -> Alternatives:
             yield text, {r.rank: each[r.part[0]] for r in trained.ranks}
 
 
-def _gradient_of(trained: Trained, found: Compared, rows: Batch) -> tuple[Tensor | None, float]:
+def _gradient_of(trained: Trained, found: ComparedValue, rows: Batch) -> tuple[Tensor | None, float]:
     """Return the gradient of some rows of the step's batch, and their share of it."""
     course = trained.course
     total = course.steps[found.step][0][min(course.carried)].shape[0]
@@ -141,7 +141,7 @@ def _clipping(trained: Trained, step: StepRecord) -> float:
     return 1.0 if limit is None or step.norm is None else min(1.0, limit / (float(step.norm) + 1e-6))
 
 
-def of_norm(trained: Trained, found: Compared) -> Alternatives:
+def of_norm(trained: Trained, found: ComparedValue) -> Alternatives:
     eager, step = trained.eager, found.step
     gradients = [g for g in eager.steps[step].gradients.values() if g is not None]
     for kind, text in ((1.0, "1"), (float("inf"), "infinity")):
@@ -164,7 +164,7 @@ def of_norm(trained: Trained, found: Compared) -> Alternatives:
 # -- the update -------------------------------------------------------------------------------------------------------
 
 
-def of_state(trained: Trained, found: Compared) -> Alternatives:
+def of_state(trained: Trained, found: ComparedValue) -> Alternatives:
     key, name = found.name.partition(" of ")[0], found.parameter
     assert found.expected is not None
     right = found.expected.double()
@@ -179,7 +179,7 @@ def of_state(trained: Trained, found: Compared) -> Alternatives:
     yield from _shifted(right)
 
 
-def _counts(trained: Trained, found: Compared) -> Alternatives:
+def _counts(trained: Trained, found: ComparedValue) -> Alternatives:
     assert found.expected is not None
     like = torch.zeros_like(found.expected, dtype=torch.float64)
     step, batches = found.step, trained.course.first_batch(found.step + 1)
@@ -191,7 +191,7 @@ def _counts(trained: Trained, found: Compared) -> Alternatives:
         yield f"it is {more} behind", like + step + 1 - more
 
 
-def of_parameter(trained: Trained, found: Compared) -> Alternatives:
+def of_parameter(trained: Trained, found: ComparedValue) -> Alternatives:
     name = found.name
     assert found.expected is not None
     for sentence, parameters, _ in _updates(trained, found.step):

@@ -17,8 +17,8 @@ from verify.programs.checks.context import CheckOutcome, Tally
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.ranks import StepRecord
-from verify.programs.training.together import Unequal, Whole, put_together, unequal
-from verify.programs.training.trained import Compared, Trained
+from verify.programs.training.together import JoinedTensor, UnequalElements, put_together, unequal
+from verify.programs.training.trained import ComparedValue, Trained
 from verify.results.finding import Finding
 from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
 from verify.results.verdict import Verdict
@@ -72,7 +72,7 @@ def compare(
     return [o for o in (*outcomes, _replicas(trained, every, place), _owners(trained, every, place)) if o.check.count]
 
 
-def _first(wrong: Sequence[Compared]) -> list[Compared]:
+def _first(wrong: Sequence[ComparedValue]) -> list[ComparedValue]:
     """Return what differs first, some of it: the others follow from it."""
     order = list(CHECKS)
     first = min(((e.step, order.index(e.kind)) for e in wrong), default=None)
@@ -83,7 +83,7 @@ def _first(wrong: Sequence[Compared]) -> list[Compared]:
     return found[:LOOKED_AT]
 
 
-def everything(trained: Trained) -> Iterator[Compared]:
+def everything(trained: Trained) -> Iterator[ComparedValue]:
     """Yield all that is compared, in order."""
     eager = trained.eager
     for number, expected in enumerate(eager.steps):
@@ -100,26 +100,28 @@ def everything(trained: Trained) -> Iterator[Compared]:
     yield from _tensors(trained, "buffer", last, buffers, {r.rank: r.buffers for r in trained.ranks})
     if eager.evaluation is not None:
         found = {r.rank: r.evaluation for r in trained.ranks if r.evaluation is not None}
-        yield Compared("evaluation", last, "", _alike(found), eager.evaluation, 0.0)
+        yield ComparedValue("evaluation", last, "", _alike(found), eager.evaluation, 0.0)
         yield from _tensors(trained, "evaluation", last, buffers, {r.rank: r.after for r in trained.ranks})
 
 
-def _scalars(number: int, expected: StepRecord, steps: Mapping[int, StepRecord]) -> Iterator[Compared]:
+def _scalars(number: int, expected: StepRecord, steps: Mapping[int, StepRecord]) -> Iterator[ComparedValue]:
     like = expected.losses[0]
     for name, rate in expected.rates.items():
         found = {rank: like.new_tensor(s.rates[name]) for rank, s in steps.items() if name in s.rates}
-        yield Compared("learning rate", number, name, _alike(found), like.new_tensor(rate), 0.0)
+        yield ComparedValue("learning rate", number, name, _alike(found), like.new_tensor(rate), 0.0)
     scale = family_scale(expected.losses)
     for position, loss in enumerate(expected.losses):
         found = {rank: s.losses[position] for rank, s in steps.items() if position < len(s.losses)}
-        yield Compared("loss", number, str(position), _alike(found), loss, scale)
+        yield ComparedValue("loss", number, str(position), _alike(found), loss, scale)
     if expected.norm is not None:
-        yield Compared(
+        yield ComparedValue(
             "norm", number, "", _alike({r: s.norm for r, s in steps.items() if s.norm is not None}), expected.norm, 0.0
         )
 
 
-def _states(trained: Trained, number: int, expected: StepRecord, steps: Mapping[int, StepRecord]) -> Iterator[Compared]:
+def _states(
+    trained: Trained, number: int, expected: StepRecord, steps: Mapping[int, StepRecord]
+) -> Iterator[ComparedValue]:
     keys = dict.fromkeys(key for states in expected.states.values() for key in states)
     for key in keys:
         right = {name: states[key] for name, states in expected.states.items() if key in states}
@@ -132,7 +134,7 @@ def _states(trained: Trained, number: int, expected: StepRecord, steps: Mapping[
             else:  # a count, or what is no part of any shard: every owner has all of it
                 holders = {r.rank for r in trained.ranks if r.layout(name) is not None}
                 whole = _alike({r: t for r, t in found.items() if t is not None}, holders)
-            yield Compared("state", number, f"{key} of {name}", whole, tensor, scale)
+            yield ComparedValue("state", number, f"{key} of {name}", whole, tensor, scale)
 
 
 def _tensors(
@@ -141,33 +143,33 @@ def _tensors(
     number: int,
     expected: Mapping[str, Tensor | None],
     found: Mapping[int, Mapping[str, Tensor | None]],
-) -> Iterator[Compared]:
+) -> Iterator[ComparedValue]:
     scale = family_scale(t for t in expected.values() if t is not None and t.is_floating_point())
     for name, right in expected.items():
         whole = put_together(name, trained.ranks, {rank: entries.get(name) for rank, entries in found.items()})
-        yield Compared(kind, number, name, whole, right, scale)
+        yield ComparedValue(kind, number, name, whole, right, scale)
 
 
-def _alike(found: Mapping[int, Tensor], holders: set[int] | None = None) -> Whole:
+def _alike(found: Mapping[int, Tensor], holders: set[int] | None = None) -> JoinedTensor:
     """Return what every rank has whole."""
     absent = sorted((holders or set()) - set(found))
     if not found:
-        return Whole(None)
+        return JoinedTensor(None)
     if absent:
-        return Whole(None, found, problem=f"rank {absent[0]} has none, rank {next(iter(found))} has one")
+        return JoinedTensor(None, found, problem=f"rank {absent[0]} has none, rank {next(iter(found))} has one")
     first, value = next(iter(found.items()))
-    differing: list[Unequal] = []
+    differing: list[UnequalElements] = []
     for rank, other in found.items():
         if other.shape != value.shape:
-            return Whole(
+            return JoinedTensor(
                 None, found, problem=f"rank {rank} has {tuple(other.shape)}, rank {first} {tuple(value.shape)}"
             )
         differing += unequal(value, other, first, rank)
     regions: dict[int, tuple[Tensor, ...]] = dict.fromkeys(found, ())
-    return Whole(value, found, regions, tuple(differing), len(found) - 1)
+    return JoinedTensor(value, found, regions, tuple(differing), len(found) - 1)
 
 
-def _relative(entry: Compared) -> float:
+def _relative(entry: ComparedValue) -> float:
     """Return how far the worst rank is off: of all ranks, for copies may differ."""
     if entry.observed.value is None or entry.expected is None:
         same = entry.observed.value is None and entry.expected is None and not entry.observed.problem
@@ -194,7 +196,7 @@ def _noise(trained: Trained, moved: EagerRun) -> dict[Key, float]:
 
 def _finding(
     trained: Trained,
-    entry: Compared,
+    entry: ComparedValue,
     verdict: Verdict,
     tolerance: Tolerance,
     place: Callable[[str], SourceLocation | None],
@@ -225,7 +227,7 @@ def _finding(
     return Finding(code, f"training: {message}", place(name), facts, cause)
 
 
-def _worst(entry: Compared) -> str:
+def _worst(entry: ComparedValue) -> str:
     """Return the difference in words, of the rank where it is largest."""
     assert entry.expected is not None and entry.observed.value is not None
     if not entry.observed.unequal:
@@ -238,7 +240,7 @@ def _worst(entry: Compared) -> str:
     return f"on rank {rank}, {told[rank]}"
 
 
-def _subject(trained: Trained, entry: Compared) -> str:
+def _subject(trained: Trained, entry: ComparedValue) -> str:
     step = f"step {entry.step}"
     match entry.kind:
         case "learning rate":
@@ -265,7 +267,7 @@ def _subject(trained: Trained, entry: Compared) -> str:
 
 
 def _replicas(
-    trained: Trained, every: Sequence[Compared], place: Callable[[str], SourceLocation | None]
+    trained: Trained, every: Sequence[ComparedValue], place: Callable[[str], SourceLocation | None]
 ) -> CheckOutcome:
     """Check that copies have equal bits: of gradients, states and parameters, at every step."""
     tally = Tally(REPLICAS, Verdict.TESTED_EXACT)
@@ -280,7 +282,7 @@ def _replicas(
 
 
 def _unlike(
-    trained: Trained, entry: Compared, found: Unequal, place: Callable[[str], SourceLocation | None]
+    trained: Trained, entry: ComparedValue, found: UnequalElements, place: Callable[[str], SourceLocation | None]
 ) -> Finding:
     name = entry.parameter
     message = f"training: ranks {found.first} and {found.other} hold different copies of {_subject(trained, entry)}"
@@ -295,7 +297,9 @@ def _unlike(
     return Finding("replicas_differ", message, place(name), facts, cause)
 
 
-def _owners(trained: Trained, every: Sequence[Compared], place: Callable[[str], SourceLocation | None]) -> CheckOutcome:
+def _owners(
+    trained: Trained, every: Sequence[ComparedValue], place: Callable[[str], SourceLocation | None]
+) -> CheckOutcome:
     """Check that the state of each element is with the ranks that update it, and with no other: no gap, no overlap."""
     tally = Tally(OWNERS, Verdict.TESTED_EXACT)
     sizes: dict[int, int] = {r.rank: 0 for r in trained.ranks}

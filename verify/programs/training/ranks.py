@@ -22,7 +22,7 @@ from nnscaler.training.running import EngineSettings
 from nnscaler.training.sizes import SentProgram, SizeClass, Vouch
 from verify.evidence.oracle.checked_kernels import CheckedKernels
 from verify.programs.training.course import Batch, Course, class_of, groups_of, make_scheduler, options_of
-from verify.programs.training.resume import Resumed, Run, goes_on, reread
+from verify.programs.training.resume import ResumableRun, Resumed, goes_on, reread
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,9 @@ class Loop:
         """Return the loss in evaluation mode."""
         return self.engine.evaluate(self.rows(batch))
 
-    def as_run(self) -> Run:
+    def as_run(self) -> ResumableRun:
         """Return what a checkpoint keeps of it."""
-        return Run(self.engine, self.optimizer, self.scheduler)
+        return ResumableRun(self.engine, self.optimizer, self.scheduler)
 
     def step(self, number: int) -> StepRecord:
         """Make one optimizer step."""

@@ -40,7 +40,7 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class Run:
+class ResumableRun:
     """A run as checkpoints see it: an engine, its optimizer and its schedule."""
 
     engine: Engine
@@ -48,7 +48,7 @@ class Run:
     schedule: torch.optim.lr_scheduler.LRScheduler
 
 
-def reread(run: Run, new: Run, folder: Path) -> Resumed:
+def reread(run: ResumableRun, new: ResumableRun, folder: Path) -> Resumed:
     """Save one run, and load it into a new one. Every rank calls it, with a folder that all of them see."""
     saves = Checkpoints(folder, every=1, keep=1)
     try:
@@ -81,7 +81,7 @@ def check_resumed(ranks: Sequence[tuple[int, Resumed]]) -> CheckOutcome | None:
     return tally.outcome() if tally.count else None
 
 
-def _held(run: Run) -> Iterator[tuple[str, Tensor]]:
+def _held(run: ResumableRun) -> Iterator[tuple[str, Tensor]]:
     """Yield what goes on from a checkpoint: tensors at rest, the optimizer's state, rates and counts."""
     for entry in run.engine.stored():
         yield f"the {entry.kind} `{entry.fqn}`", entry.tensor.detach()

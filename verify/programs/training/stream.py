@@ -19,7 +19,7 @@ from verify.programs.checks.context import CheckOutcome
 from verify.programs.execution.backends import Failure
 from verify.programs.opened_program import OpenedProgram
 from verify.programs.prepare import Prepared
-from verify.programs.reference.eager import Settings, Trajectory
+from verify.programs.reference.eager import ReferenceSettings, Trajectory
 from verify.programs.request import PlanRequest
 from verify.programs.training.course import Course, carried_by, class_of, undecayed_of
 from verify.programs.training.delays import semantics, staleness_of
@@ -126,7 +126,7 @@ def trajectory_of(eager: EagerRun, course: Course) -> Trajectory:
         eager.buffers,
         course.learning_rate,
         0.0,
-        settings=Settings(seed=course.seed),
+        settings=ReferenceSettings(seed=course.seed),
     )
 
 

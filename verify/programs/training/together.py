@@ -16,7 +16,7 @@ Region = tuple[Any, ...]  # where a piece lies in the logical tensor: slices whe
 
 
 @dataclass(frozen=True)
-class Unequal:
+class UnequalElements:
     """Two ranks with different bits of the same elements."""
 
     first: int
@@ -26,7 +26,7 @@ class Unequal:
 
 
 @dataclass(frozen=True)
-class Whole:
+class JoinedTensor:
     """A logical tensor as the ranks hold it.
 
     value    None where no rank has it, or its pieces do not make it up
@@ -40,7 +40,7 @@ class Whole:
     value: Tensor | None
     pieces: Mapping[int, Tensor] = field(default_factory=dict)
     regions: Mapping[int, Region] = field(default_factory=dict)
-    unequal: tuple[Unequal, ...] = ()
+    unequal: tuple[UnequalElements, ...] = ()
     copies: int = 0
     problem: str = ""
 
@@ -69,28 +69,28 @@ def region_of(layout: Layout) -> Region:
     return indices_of(layout)
 
 
-def put_together(name: str, ranks: Sequence[RankTraining], found: Mapping[int, Tensor | None]) -> Whole:
+def put_together(name: str, ranks: Sequence[RankTraining], found: Mapping[int, Tensor | None]) -> JoinedTensor:
     """Return the logical tensor of a parameter or buffer, or of what is laid out like it. `found`: by rank."""
     layouts = {r.rank: layout for r in ranks if (layout := r.layout(name)) is not None}
     pieces = {rank: piece for rank in layouts if (piece := found.get(rank)) is not None}
     if not pieces:
-        return Whole(None)
+        return JoinedTensor(None)
     absent = [rank for rank in layouts if rank not in pieces]
     if absent:
         problem = f"rank {absent[0]} has none, rank {next(iter(pieces))} has one"
-        return Whole(None, pieces, problem=problem)
+        return JoinedTensor(None, pieces, problem=problem)
     regions = {rank: region_of(layouts[rank]) for rank in pieces}
     shape = next(iter(layouts.values())).shape
     value = next(iter(pieces.values())).new_zeros(shape)
     owner = torch.full(shape, -1)
-    differing: list[Unequal] = []
+    differing: list[UnequalElements] = []
     copies = 0
     for rank, piece in pieces.items():
         region = regions[rank]
         wanted = tuple(owner[region].shape)
         if tuple(piece.shape) != wanted:
             problem = f"rank {rank} has {tuple(piece.shape)} of it, and its shard is {wanted}"
-            return Whole(None, pieces, regions, problem=problem)
+            return JoinedTensor(None, pieces, regions, problem=problem)
         known = owner[region]
         if not piece.numel():
             continue
@@ -98,20 +98,20 @@ def put_together(name: str, ranks: Sequence[RankTraining], found: Mapping[int, T
             value[region], owner[region] = piece, rank
         elif bool((known < 0).any()):
             problem = f"rank {rank} has elements that rank {int(known.max())} has as well, and others that none has"
-            return Whole(None, pieces, regions, problem=problem)
+            return JoinedTensor(None, pieces, regions, problem=problem)
         else:
             copies += 1
             differing += unequal(value[region], piece, int(known.flatten()[0]), rank)
     missing = int((owner < 0).sum())
     if missing:
-        return Whole(None, pieces, regions, problem=f"no rank has {missing} of its {owner.numel()} elements")
-    return Whole(value, pieces, regions, tuple(differing), copies)
+        return JoinedTensor(None, pieces, regions, problem=f"no rank has {missing} of its {owner.numel()} elements")
+    return JoinedTensor(value, pieces, regions, tuple(differing), copies)
 
 
-def unequal(one: Tensor, other: Tensor, first: int, rank: int) -> list[Unequal]:
+def unequal(one: Tensor, other: Tensor, first: int, rank: int) -> list[UnequalElements]:
     """Return how two copies differ, bitwise: NaN equals itself, and -0.0 is not 0.0."""
     a, b = (t.contiguous().view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8) for t in (one, other))
     if torch.equal(a, b):
         return []
     gap = (one.double() - other.double()).abs()
-    return [Unequal(first, rank, int((one != other).sum()), float(gap.max()))]
+    return [UnequalElements(first, rank, int((one != other).sum()), float(gap.max()))]

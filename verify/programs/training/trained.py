@@ -11,7 +11,7 @@ from torch import Tensor
 from verify.programs.training.course import Course
 from verify.programs.training.eager import EagerModel, EagerRun
 from verify.programs.training.ranks import RankTraining
-from verify.programs.training.together import Whole
+from verify.programs.training.together import JoinedTensor
 from verify.results.tolerance import Key
 
 Candidate = Tensor | Mapping[int, Tensor]  # what a mistake would have made: logical, or of each rank another
@@ -36,7 +36,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedValue:
     """One thing that is compared, at one step.
 
     kind      "loss", "gradient", "state", ...
@@ -49,7 +49,7 @@ class Compared:
     kind: str
     step: int
     name: str
-    observed: Whole
+    observed: JoinedTensor
     expected: Tensor | None
     scale: float
 

@@ -31,7 +31,7 @@ from verify.programs.typing.typed_value import Mistake
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class InstructionOrder:
     """`total`: all instructions of all roles, in an order in which they can run. `wrong`: per role. `semantics`: what
     the orders of a stream train by; empty for those of a step."""
 
@@ -40,7 +40,7 @@ class Order:
     semantics: str = ""
 
 
-def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], trains: bool = True) -> Order:
+def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], trains: bool = True) -> InstructionOrder:
     """Check the schedules of all roles. Raises nothing: mistakes are in the result.
 
     `trains`: the model has a loss, so that every forward has its backward; else there is none.
@@ -81,7 +81,7 @@ def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], t
             cause = "what is waited for is in no schedule: a missing send, or a backward that never runs"
         mistake = Mistake("deadlock", "the schedule comes to a halt: " + "; ".join(heads), cause)
         wrong.append((roles[min(found.stuck)], mistake))
-    return Order(found.done, tuple(wrong), told)
+    return InstructionOrder(found.done, tuple(wrong), told)
 
 
 def _written_mistakes(role: RoleText, roles: Sequence[RoleText]) -> Iterator[Mistake]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from verify.self_test.external.models import Attention, Gpt, GptBlock, Layer
+from verify.self_test.external.models import Attention, Gpt, GptBlock, ResidualPair
 
 Group = dist.ProcessGroup
 
@@ -219,7 +219,7 @@ class Megatron:
     def __call__(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         group = mesh.get_group(self.axis)
         for layer in list(model.modules()):
-            if isinstance(layer, Layer | GptBlock):
+            if isinstance(layer, ResidualPair | GptBlock):
                 self.split(layer, "up", "down", group)
             if isinstance(layer, Attention):
                 for name in ("q", "k", "v"):

@@ -119,7 +119,7 @@ def broadcast_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 @dataclass(frozen=True)
-class Replicated:
+class HandWrittenReplicas:
     """Hand-written data parallelism: equal parameters at the start.
 
     start   what is done at the start

@@ -52,7 +52,7 @@ def _divided() -> Iterator[ExternalProgram]:
     yield program("by hand each use", Twice, dp.EachUse(), 2, **twice)
     both: dict[str, Any] = {"mesh": (("dp", 2),), "data_axes": ("dp",)}
     step = dp.ReducedStep(dp.average_each)
-    yield program("by hand owned state", Mlp, dp.Replicated(), 2, step, **both, optimizer=ds.owned_sgd)
+    yield program("by hand owned state", Mlp, dp.HandWrittenReplicas(), 2, step, **both, optimizer=ds.owned_sgd)
     ddp = dp.Ddp(before=(hand.Megatron(),))
     axes: dict[str, Any] = {"mesh": (("dp", 2), ("tp", 2)), "data_axes": ("dp",)}
     yield program("ddp=2 hand tp=2 gpt", gpt, ddp, 0, supervised, **axes)

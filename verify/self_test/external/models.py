@@ -32,7 +32,7 @@ class Sizes:
     normed: bool = False
 
 
-class Layer(nn.Module):
+class ResidualPair(nn.Module):
     """A residual pair of linear layers."""
 
     def __init__(self, width: int, hidden: int, bias: bool, dropout: float) -> None:
@@ -53,7 +53,7 @@ class Mlp(nn.Module):
         self, width: int = 12, hidden: int = 24, layers: int = 2, bias: bool = True, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): Layer(width, hidden, bias, dropout) for i in range(layers)})
+        self.layers = nn.ModuleDict({str(i): ResidualPair(width, hidden, bias, dropout) for i in range(layers)})
         self.norm: nn.Module | None = nn.LayerNorm(width)
         self.head: nn.Module | None = nn.Linear(width, 6, bias=bias)
 
@@ -84,7 +84,7 @@ class Twice(nn.Module):
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
-        self.shared = Layer(width, 2 * width, True, 0.0)
+        self.shared = ResidualPair(width, 2 * width, True, 0.0)
         self.head = nn.Linear(width, 6)
 
     def forward(self, x: Tensor) -> Tensor:

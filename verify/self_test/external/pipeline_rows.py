@@ -60,12 +60,12 @@ def _one_axis() -> Iterator[ExternalProgram]:
     yield program("pp=2 gpt clipped", gpt, pp.Pipelined(Schedule1F1B, 4), 0, **clipped)
     tied = partial(Gpt, DEEP, tied=True)
     yield program("pp=2 gpt tied", tied, pp.Pipelined(ScheduleGPipe, 3), 0, **_stages(2, step=pp.TiedStep()))
-    traced = pp.Traced(ScheduleGPipe, ("layers.2",), sample=partial(torch.zeros, 3, 12))
+    traced = pp.TracedPipeline(ScheduleGPipe, ("layers.2",), sample=partial(torch.zeros, 3, 12))
     yield program("pp=2 mlp traced", partial(Mlp, layers=4), traced, 0, **_stages(2))
-    traced = pp.Traced(Schedule1F1B, ("layers.1", "layers.3"), sample=partial(torch.zeros, 2, 12), micro=6)
+    traced = pp.TracedPipeline(Schedule1F1B, ("layers.1", "layers.3"), sample=partial(torch.zeros, 2, 12), micro=6)
     yield program("pp=3 mlp traced", mlp, traced, 0, **_stages(3))
     ids = partial(torch.zeros, 3, SMALL.length, dtype=torch.long)
-    traced = pp.Traced(Schedule1F1B, ("blocks.1",), sample=ids)
+    traced = pp.TracedPipeline(Schedule1F1B, ("blocks.1",), sample=ids)
     yield program("pp=2 gpt traced", partial(Gpt, SMALL), traced, 0, **_stages(2))
 
 

@@ -120,7 +120,7 @@ class Pipelined:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedPipeline:
     """A pipeline that `pipeline()` cuts out of the traced model.
 
     schedule  class of the schedule

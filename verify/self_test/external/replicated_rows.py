@@ -78,8 +78,8 @@ def _by_hand() -> Iterator[ExternalProgram]:
     }  # fmt: skip
     for number, (name, step) in enumerate(steps.items()):
         ranks = 2 + number % 3
-        yield program(f"by hand {name}", Mlp, dp.Replicated(), ranks, step, **_ranks(ranks, optimizer=adamw))
-    hooked = dp.Replicated(hooked=dp.average_gradient)
+        yield program(f"by hand {name}", Mlp, dp.HandWrittenReplicas(), ranks, step, **_ranks(ranks, optimizer=adamw))
+    hooked = dp.HandWrittenReplicas(hooked=dp.average_gradient)
     yield program("by hand hooks", Mlp, hooked, 2, **_ranks(2, max_norm=0.5))
     whole = {"mesh": (("dp", 3),)}
     for rows in (dp.interleaved_rows, dp.contiguous_rows, dp.shuffled_rows):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verify.external.case import Settings
+from verify.external.case import ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.verify import verify_program
 from verify.results.line import StyledLine, plain
@@ -118,7 +118,7 @@ class ExternalTable:
 def ask(name: str, edit: ExternalMutant | None = None, seed: int = 0, executor: str = "simulator") -> ExternalAnswer:
     """Verify a right program, or a mutant of it."""
     program = PROGRAMS[name] if edit is None else edit.edit(PROGRAMS[name])
-    settings = Settings(executor=executor, seed=seed, timeout=TIMEOUT, isolate=False)
+    settings = ExternalSettings(executor=executor, seed=seed, timeout=TIMEOUT, isolate=False)
     return ExternalAnswer.of(verify_program(program, settings))
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verify.evidence.options import KINDS, OpOptions, Safeguards
-from verify.evidence.oracle.runner import Runner
+from verify.evidence.oracle.runner import OperatorRunner
 from verify.self_test.operators.claims import AskedClaim, ask
 from verify.self_test.operators.corpus import SampledCall
 from verify.self_test.operators.mutants.mutant import OperatorMutant
@@ -171,6 +171,6 @@ def _without(subject: SampledCall, safeguards: Safeguards) -> SampledCall:
     if safeguards.random_cotangents:
         runs = [run for run, i in zip(subject.runs, subject.inputs, strict=True) if i in kept]
     else:
-        runner = Runner(subject.spec, OpOptions(prove=False, safeguards=safeguards))
+        runner = OperatorRunner(subject.spec, OpOptions(prove=False, safeguards=safeguards))
         runs = [runner.prepare(i) for i in kept]
     return replace(subject, runs=tuple(runs), inputs=tuple(kept))

@@ -18,7 +18,7 @@ from nnscaler.ir.signature import Signature
 from verify.evidence.cases import Inputs
 from verify.evidence.inputs.draw_calls import identifiers_of
 from verify.evidence.options import Kind, OpOptions
-from verify.evidence.oracle.runner import Prepared, Runner
+from verify.evidence.oracle.runner import OperatorRunner, Prepared
 from verify.self_test.operators import functions as f
 from verify.self_test.operators.mutants.mutant import Function, spec_of
 
@@ -80,7 +80,7 @@ class SampledCall:
     text: str
     given: tuple[tuple[str, int], ...]
     runs: tuple[Prepared, ...]
-    runner: Runner
+    runner: OperatorRunner
     inputs: tuple[Inputs, ...]
 
     @property
@@ -103,10 +103,10 @@ def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterato
     """
     number = 0
     for spec in SPECS:
-        for sample in range(Runner(spec, options).samples):
+        for sample in range(OperatorRunner(spec, options).samples):
             number += 1
             if number % every == 0:
-                subject = _of_sample(Runner(spec, options), sample, equal)
+                subject = _of_sample(OperatorRunner(spec, options), sample, equal)
                 if subject is not None:
                     yield subject
 
@@ -114,7 +114,7 @@ def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterato
 def composed_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[SampledCall]:
     """Yield the composed operators, every so many."""
     for spec in composed_operators()[::every]:
-        runner = Runner(spec, options)
+        runner = OperatorRunner(spec, options)
         if runner.samples:
             subject = _of_sample(runner, 0, equal)
         else:
@@ -142,7 +142,7 @@ def _sizes(annotation: Annotation, equal: bool) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
-def _of_sample(runner: Runner, sample: int, equal: bool) -> SampledCall | None:
+def _of_sample(runner: OperatorRunner, sample: int, equal: bool) -> SampledCall | None:
     if not equal:
         return _subject(runner, sample, ())
     plain = _run(runner, Inputs(sample, (), "normal"))
@@ -152,7 +152,7 @@ def _of_sample(runner: Runner, sample: int, equal: bool) -> SampledCall | None:
     return _subject(runner, sample, sizes) if len(sizes) > 1 else None
 
 
-def _subject(runner: Runner, sample: int | None, sizes: tuple[tuple[str, int], ...]) -> SampledCall | None:
+def _subject(runner: OperatorRunner, sample: int | None, sizes: tuple[tuple[str, int], ...]) -> SampledCall | None:
     runs: list[Prepared] = []
     inputs: list[Inputs] = []
     kinds = runner.options.safeguards.values
@@ -172,7 +172,7 @@ def _subject(runner: Runner, sample: int | None, sizes: tuple[tuple[str, int], .
     return SampledCall(name, runner.spec, text, given, tuple(runs), runner, tuple(inputs))
 
 
-def _run(runner: Runner, inputs: Inputs) -> Prepared | None:
+def _run(runner: OperatorRunner, inputs: Inputs) -> Prepared | None:
     """Return the run, if there is something to see."""
     try:
         found = runner.prepare(inputs)

@@ -24,7 +24,7 @@ from nnscaler.runtime.cut import cut_of
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.inputs.values import random_terms
 from verify.evidence.oracle.partition import make_partition
-from verify.evidence.oracle.whole import Whole
+from verify.evidence.oracle.whole import WholeRun
 
 AXIS = "shards"
 BOUND = 1e-9  # relative to the largest value: rounding in float64 is far below, a wrong claim far above
@@ -32,8 +32,8 @@ Values = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Question:
-    whole: Whole
+class _SplitQuestion:
+    whole: WholeRun
     signature: Signature
     choice: Choice
     inputs: tuple[State, ...]
@@ -43,7 +43,7 @@ class _Question:
 
 
 def holds(
-    whole: Whole,
+    whole: WholeRun,
     signature: Signature,
     choice: Choice,
     parts: int,
@@ -57,7 +57,7 @@ def holds(
     generator = torch.Generator().manual_seed(seed)
     given = input_states(signature, choice) if inputs is None else inputs
     outputs = output_states(signature, choice, len(signature.call.outputs))
-    question = _Question(whole, signature, choice, given, outputs, parts, generator)
+    question = _SplitQuestion(whole, signature, choice, given, outputs, parts, generator)
     try:
         return _decide(question)
     except Refusal:
@@ -70,7 +70,7 @@ def _shard(tensor: Tensor, state: State, parts: int, rank: int) -> Tensor:
     return cut_of(state).piece(tensor, parts, rank) if isinstance(state, Sharded) else tensor
 
 
-def _decide(q: _Question) -> bool:
+def _decide(q: _SplitQuestion) -> bool:
     tensors = q.whole.concrete.tensors
     columns = [
         random_terms(t, q.parts, q.generator, real=True)
@@ -101,13 +101,13 @@ def _decide(q: _Question) -> bool:
     return _outputs_agree(q, outputs) and _gradients_agree(q, gradients)
 
 
-def _leaf(q: _Question, index: int, value: Tensor) -> Tensor:
+def _leaf(q: _SplitQuestion, index: int, value: Tensor) -> Tensor:
     leaf = value.detach().clone(memory_format=torch.contiguous_format)
     floating = leaf.is_floating_point() or leaf.is_complex()
     return leaf.requires_grad_(floating and index not in q.whole.without_gradient)
 
 
-def _gradients(q: _Question, found: Values, leaves: Sequence[Tensor], rank: int) -> Values:
+def _gradients(q: _SplitQuestion, found: Values, leaves: Sequence[Tensor], rank: int) -> Values:
     """Cotangents lie as outputs do; of a partial sum, every rank gets the whole one."""
     ends, seeds = [], []
     for output, cotangent, state in zip(found, q.whole.cotangents, q.outputs, strict=True):
@@ -121,7 +121,7 @@ def _gradients(q: _Question, found: Values, leaves: Sequence[Tensor], rank: int)
     return [next(grads) if leaf.requires_grad else None for leaf in leaves]
 
 
-def _outputs_agree(q: _Question, outputs: Sequence[Values]) -> bool:
+def _outputs_agree(q: _SplitQuestion, outputs: Sequence[Values]) -> bool:
     for index, (expected, state) in enumerate(zip(q.whole.outputs, q.outputs, strict=True)):
         if expected is None:
             continue
@@ -135,7 +135,7 @@ def _outputs_agree(q: _Question, outputs: Sequence[Values]) -> bool:
     return True
 
 
-def _gradients_agree(q: _Question, gradients: Sequence[Values]) -> bool:
+def _gradients_agree(q: _SplitQuestion, gradients: Sequence[Values]) -> bool:
     """Check gradients: that of a copy is a partial sum, that of a partial sum a copy."""
     if any(isinstance(s, Partial) and s.reduction != "sum" for s in q.outputs):
         return True
@@ -152,7 +152,7 @@ def _gradients_agree(q: _Question, gradients: Sequence[Values]) -> bool:
     return True
 
 
-def _like(q: _Question, expected: Tensor, state: State, rank: int) -> Tensor:
+def _like(q: _SplitQuestion, expected: Tensor, state: State, rank: int) -> Tensor:
     return torch.zeros_like(_shard(expected, state, q.parts, rank))
 
 

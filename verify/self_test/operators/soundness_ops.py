@@ -28,7 +28,7 @@ from verify.evidence.cases import Inputs
 from verify.evidence.dimension_types.prove import prove
 from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.enumerate import leaders_of
-from verify.evidence.oracle.runner import Prepared, Runner
+from verify.evidence.oracle.runner import OperatorRunner, Prepared
 from verify.operators.verify_spec import verify_spec
 from verify.results.line import StyledLine, plain
 from verify.results.report import Report
@@ -104,7 +104,7 @@ class SoundnessTable:
         return bool(seen) and not self.violations and not self.true_not_passed
 
 
-class _Runner(Runner):
+class _SampleRunner(OperatorRunner):
     """Runs some of the operator's samples. Whether shapes are tried first is found out once for all annotations."""
 
     def __init__(self, spec: OperatorSpec, rows: Sequence[Sample], options: OpOptions, tried: dict[str, bool]) -> None:
@@ -207,8 +207,8 @@ class _Fuzz:
             changed = replace(changed, localize=None, contiguous=frozenset(), uneven=None)
         return changed
 
-    def runner(self, spec: OperatorSpec, rows: Sequence[Sample], options: OpOptions | None = None) -> _Runner:
-        return _Runner(spec, rows, options or OpOptions(prove=False), self.tried)
+    def runner(self, spec: OperatorSpec, rows: Sequence[Sample], options: OpOptions | None = None) -> _SampleRunner:
+        return _SampleRunner(spec, rows, options or OpOptions(prove=False), self.tried)
 
     def verified(self, spec: OperatorSpec, rows: Sequence[Sample], prove: bool, guards: Safeguards) -> Report:
         options = OpOptions(seed=self.rng.randrange(1000), prove=prove, explain=False, safeguards=guards)
@@ -290,7 +290,7 @@ class _Fuzz:
                     most = FEW if prepared is not first else len(splits)
                     yield from ((c, p, prepared) for c, p in self.rng.sample(splits, min(most, len(splits))))
 
-    def others(self, runner: Runner, kind: Kind, names: Sequence[str], count: int) -> Iterator[Prepared]:
+    def others(self, runner: OperatorRunner, kind: Kind, names: Sequence[str], count: int) -> Iterator[Prepared]:
         """Return whether a split is right on other sizes, and on calls that were not verified, with other values."""
         last = len(kind.calls) - 1
         tries: list[Inputs] = []

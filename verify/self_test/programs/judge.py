@@ -22,7 +22,7 @@ from verify.programs.execution.rank_program import RankResult
 from verify.programs.localise import localise_apart
 from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared
-from verify.programs.reference.eager import Settings, logical_state, run_reference
+from verify.programs.reference.eager import ReferenceSettings, logical_state, run_reference
 from verify.programs.role_text import SourceMap
 from verify.programs.single_steps import make_comparison, make_task
 from verify.programs.training.eager import EagerRun
@@ -100,7 +100,7 @@ class Execution:
         self.base = base
         self.folder = folder
         self.apart = apart
-        settings = Settings(clip=True, draws=base.prepared.draws, seed=base.request.seed)
+        settings = ReferenceSettings(clip=True, draws=base.prepared.draws, seed=base.request.seed)
         self.reference = run_reference(
             base.prepared.model, base.prepared.sample, steps=base.request.steps, settings=settings
         )

@@ -29,7 +29,7 @@ from verify.self_test.programs.judge import Answer, Executed, Execution, answer_
 from verify.self_test.programs.known_bugs import ROWS, PlantedBug
 from verify.self_test.programs.mutants.catalogue import mutants_of, provable_mutants
 from verify.self_test.programs.mutants.mutant import Mutant
-from verify.self_test.programs.third_oracle import RUNS, Told, compare_programs
+from verify.self_test.programs.third_oracle import RUNS, OracleAnswer, compare_programs
 from verify.self_test.runner import Progress, run_rows, run_rows_apart
 
 LEVELS = ("L0", "L2")
@@ -37,7 +37,7 @@ PROVABLE = 4  # times as many mutants of each kind in the smallest programs, whi
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MutantSelection:
     """The mutants that are wanted.
 
     quick      one plan a model, and every third mutant instead of every second; of the small programs every third
@@ -71,7 +71,7 @@ class JudgedMutant:
     mutant: Mutant
     static: Answer | None
     executed: Executed | None
-    third: Told | None = None
+    third: OracleAnswer | None = None
 
     @property
     def by_text(self) -> bool:
@@ -113,7 +113,7 @@ class Batch:
     seconds: float
 
 
-def judge_spec(spec: Spec, wanted: Wanted) -> Batch:
+def judge_spec(spec: Spec, wanted: MutantSelection) -> Batch:
     """Make the program and its mutants, and judge every so many of them; of a small program all."""
     torch.set_num_threads(1)
     started = time.perf_counter()
@@ -153,12 +153,14 @@ def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> Judge
     if judged.by_running or (judged.killed and executed is None):
         return judged
     told = run_apart(partial(compare_programs, execution, sources, mutant.state), len(RUNS) * 2 * TIMEOUT)
-    if not isinstance(told, Told):
-        told = Told(False, f"its process was ended: {told.how}" if isinstance(told, Died) else "it does not end")
+    if not isinstance(told, OracleAnswer):
+        told = OracleAnswer(
+            False, f"its process was ended: {told.how}" if isinstance(told, Died) else "it does not end"
+        )
     return JudgedMutant(mutant, static, executed, told)
 
 
-def judge_all(wanted: Wanted, progress: Progress) -> Iterator[Batch]:
+def judge_all(wanted: MutantSelection, progress: Progress) -> Iterator[Batch]:
     """Judge every program; yield them in the order in which they are done."""
     chosen = wanted.specs
     numbers = iter(range(1, len(chosen) + 1))

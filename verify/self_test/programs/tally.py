@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verify.results.line import StyledLine, plain
 from verify.self_test.programs.mutants.layout import CONSTANTS, COPIES, LAYOUT, STATE
-from verify.self_test.programs.run import JudgedMutant, Original, RowResult, TableT, Wanted, judge_all
+from verify.self_test.programs.run import JudgedMutant, MutantSelection, Original, RowResult, TableT, judge_all
 from verify.self_test.runner import Progress, closing_line
 
 REQUIRED = 0.97  # of the mutants that are not equivalent must be refuted
@@ -153,7 +153,7 @@ def count(name: str, judged: Sequence[JudgedMutant]) -> Count:
     )
 
 
-def run_plans_self_test(progress: Progress, wanted: Wanted) -> PlansSelfTest:
+def run_plans_self_test(progress: Progress, wanted: MutantSelection) -> PlansSelfTest:
     """Judge all that is wanted; the result's order does not depend on which process was faster."""
     started = time.perf_counter()
     ordered = sorted(judge_all(wanted, progress), key=lambda b: (b.original.spec.model, b.original.spec.name))

@@ -33,7 +33,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Told:
+class OracleAnswer:
     """`same` everything: `reason` says how far the comparison went; else the first thing that differs."""
 
     same: bool
@@ -48,7 +48,7 @@ class _Seen:
     variables: dict[Key, Tensor] = field(default_factory=dict)
 
 
-def compare_programs(execution: Execution, wrong: Mapping[str, str], edit: StateEdit | None = None) -> Told:
+def compare_programs(execution: Execution, wrong: Mapping[str, str], edit: StateEdit | None = None) -> OracleAnswer:
     """Run both programs.
 
     A mutant that raises where the right program does not is not the same. `edit`: what the mutant has changed in the
@@ -66,17 +66,17 @@ def compare_programs(execution: Execution, wrong: Mapping[str, str], edit: State
             other = state if edit is None else edit.apply(state)
             found = _run(wrong_path, subject.program.plan.ranks, other, batch, precision)
         except Exception as error:  # noqa: BLE001 - whatever it raises, the right program does not
-            return Told(False, f"raises {type(error).__name__}: {str(error)[:120]}")
+            return OracleAnswer(False, f"raises {type(error).__name__}: {str(error)[:120]}")
         tolerance = ROUNDING if precision == "float64" else 0.0
         problem = _unequal(right.results, found.results, tolerance)
         if problem:
-            return Told(False, f"seed {seed}, {precision or 'as written'}: {problem}")
+            return OracleAnswer(False, f"seed {seed}, {precision or 'as written'}: {problem}")
         common = right.variables.keys() & found.variables.keys()
         variables += len(common)
         differing |= {str(k[-1]) for k in common if _differ(right.variables[k], found.variables[k], 0.0)}
     if differing:
-        return Told(True, f"same results from other values of {', '.join(sorted(differing)[:4])}")
-    return Told(True, f"{variables} values and gradients are bitwise the same on {len(RUNS)} more seeds")
+        return OracleAnswer(True, f"same results from other values of {', '.join(sorted(differing)[:4])}")
+    return OracleAnswer(True, f"{variables} values and gradients are bitwise the same on {len(RUNS)} more seeds")
 
 
 def _state(execution: Execution, seed: int) -> State:

@@ -33,7 +33,7 @@ from verify.self_test.programs.corpus import TIMEOUT, SmallModel, Spec, build
 WORDS, WIDTH, HIDDEN, ROWS = 11, 6, 7, 12
 
 
-class Layer(nn.Module):
+class TrainedLayer(nn.Module):
     def __init__(self, dropout: float, norm: bool) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, HIDDEN)
@@ -52,7 +52,7 @@ class Small(nn.Module):
     def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer(dropout, norm) for _ in range(2))
+        self.layers = nn.ModuleList(TrainedLayer(dropout, norm) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.training import executor
-from nnscaler.runtime.training.saving.dcp import Folder, Shard
+from nnscaler.runtime.training.saving.dcp import Folder, TensorShard
 from nnscaler.runtime.training.saving.stored import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.running import Running
@@ -348,9 +348,9 @@ def without_buffers(right: Change) -> Change:
 def rounded_shards(right: Change) -> Change:
     """Write weights in half precision."""
 
-    def shards(stored: Sequence[StoredTensor], *, to_write: bool) -> list[Shard]:
+    def shards(stored: Sequence[StoredTensor], *, to_write: bool) -> list[TensorShard]:
         narrow = (replace(s, tensor=s.tensor.detach().bfloat16().to(s.tensor.dtype)) for s in stored)
-        found: list[Shard] = right(list(narrow), to_write=to_write)
+        found: list[TensorShard] = right(list(narrow), to_write=to_write)
         return found
 
     return shards

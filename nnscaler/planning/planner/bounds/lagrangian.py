@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.planner.layer_chain import Chain, Piece, Priced, price
+from nnscaler.planning.planner.layer_chain import Chain, ChainSegment, Priced, price
 from nnscaler.planning.planner.lean_tables import WHOLE_PASS, Numbers, of_conversions, seconds_of
 from nnscaler.planning.sharding.tables import Column, Columns
 from nnscaler.scheduling.schedule import Ramp
@@ -96,7 +96,7 @@ def floors_of(chain: Chain) -> Floors:
     """Return the floors of the pieces: of each node the least, whether these go together or not."""
     columns = chain.tables.columns
 
-    def floor(piece: Piece) -> Floor:
+    def floor(piece: ChainSegment) -> Floor:
         every = [columns[node] for node in piece.nodes]
         inside = [columns[node] for node in piece.nodes if node in piece.inside]
         outside = [columns[node] for node in piece.nodes if node not in piece.inside]
@@ -193,7 +193,7 @@ def at_prices(
             made[key] = np.concatenate([kept, again if inside else kept], axis=1)
         return made[key]
 
-    def piece(of: Piece) -> Priced:
+    def piece(of: ChainSegment) -> Priced:
         return price(counted, of, {node: costs(chain.tables.columns[node], node in of.inside) for node in of.nodes})
 
     return piece(chain.head), piece(chain.layer), piece(chain.tail)

@@ -22,7 +22,7 @@ from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBuck
 from nnscaler.runtime.training.gradients.gradient_plan import (
     HALF,
     Slot,
-    Wanted,
+    WantedGradient,
     divisions_of_leaves,
     sums_of,
     wanted,
@@ -69,7 +69,7 @@ class Gradients:
         self._complete: set[Leaf] = set()
         self._sum_buckets = [(_sum_bucket(s, f), s) for s, f in zip(self._sums, self._flats, strict=True)]
         self._division_buckets = [(_division_bucket(o, 0, named=True), o) for o in self._divisions]
-        self._passing: list[tuple[DivisionBucket, list[Wanted]]] = []  # of the backward that runs
+        self._passing: list[tuple[DivisionBucket, list[WantedGradient]]] = []  # of the backward that runs
         self._departures.expect([bucket for bucket, _ in (*self._division_buckets, *self._sum_buckets)])
         self._place: dict[Leaf, tuple[SumBucket, int]] = {}  # where gradients may lie from the first micro-batch on
         self._where: dict[Leaf, tuple[DivisionBucket, int]] = {}
@@ -193,7 +193,7 @@ class Gradients:
             self._added.add(leaf)
         leaf.grad = place if leaf.dtype == wide else None
 
-    def _local(self, one: Wanted) -> Tensor:
+    def _local(self, one: WantedGradient) -> Tensor:
         """Return this rank's gradient of a leaf without a place, in the dtype in which it is summed."""
         found = self._apart.pop(one.leaf, None) if one.leaf.dtype in HALF else one.leaf.grad
         one.leaf.grad = None
@@ -201,7 +201,7 @@ class Gradients:
             found = torch.zeros_like(one.leaf, dtype=widened(one.leaf.dtype))
         return found.to(one.dtype)
 
-    def _completed(self, one: Wanted) -> None:
+    def _completed(self, one: WantedGradient) -> None:
         """Let a gradient travel, to which nothing is added any more."""
         leaf = one.leaf
         if leaf in self._complete:
@@ -218,7 +218,7 @@ class Gradients:
 
     # -- division -------------------------------------------------------------------------------------------------
 
-    def _take(self, one: Wanted) -> None:
+    def _take(self, one: WantedGradient) -> None:
         """Put the gradient of a leaf into the bucket in which it is divided."""
         bucket, position = self._where.pop(one.leaf)
         bucket.take(position, self._local(one))
@@ -241,7 +241,7 @@ class Gradients:
         return values
 
     def _divide(
-        self, ones: Sequence[Wanted], buckets: Iterable[tuple[DivisionBucket, list[Wanted]]]
+        self, ones: Sequence[WantedGradient], buckets: Iterable[tuple[DivisionBucket, list[WantedGradient]]]
     ) -> dict[Leaf, Tensor]:
         """Return this rank's parts of gradients. `buckets`: those of the first axis, which have left."""
         values = {one.leaf: self._local(one) for one in ones if not one.travels}
@@ -257,7 +257,7 @@ class Gradients:
                 self._divide_further(ones, values, depth)
         return values
 
-    def _divide_further(self, ones: Sequence[Wanted], values: dict[Leaf, Tensor], depth: int) -> None:
+    def _divide_further(self, ones: Sequence[WantedGradient], values: dict[Leaf, Tensor], depth: int) -> None:
         taken = [(_division_bucket(o, depth, named=not o[0].at_once), o) for o in divisions_of_leaves(ones, depth)]
         self._departures.expect([bucket for bucket, _ in taken], first=True)
         for bucket, members in taken:
@@ -292,6 +292,6 @@ def _sum_bucket(slots: Sequence[Slot], memory: Flat) -> SumBucket:
     return SumBucket(first.held.group, names, shapes, first.sum_dtype, first.leaf.device, memory)
 
 
-def _division_bucket(ones: Sequence[Wanted], depth: int, *, named: bool) -> DivisionBucket:
+def _division_bucket(ones: Sequence[WantedGradient], depth: int, *, named: bool) -> DivisionBucket:
     names = tuple(one.held.fqn for one in ones) if named else ()
     return DivisionBucket(names, [one.divisions[depth] for one in ones], ones[0].dtype, ones[0].leaf.device)

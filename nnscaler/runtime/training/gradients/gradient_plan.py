@@ -47,7 +47,7 @@ def holding(stage: Stage, description: Parameter) -> Holding:
 
 
 @dataclass(eq=False, slots=True)
-class Wanted:
+class WantedGradient:
     """A leaf whose gradient is wanted.
 
     rest     its tensor at rest, which gets the gradient
@@ -83,17 +83,17 @@ class Wanted:
         return widened(self.dtype) if self.at_once else self.dtype
 
 
-def wanted(stages: Mapping[int, Stage], resting: Sequence[AtRest], precision: str | None) -> dict[Leaf, Wanted]:
+def wanted(stages: Mapping[int, Stage], resting: Sequence[AtRest], precision: str | None) -> dict[Leaf, WantedGradient]:
     """Return the leaves of this rank whose gradients are wanted, in the order of the program."""
     entries = {entry.leaf: entry for entry in resting}
-    found: dict[Leaf, Wanted] = {}
+    found: dict[Leaf, WantedGradient] = {}
     for stage in stages.values():
         for name, description in stage.parameters.items():
             leaf = getattr(stage, name)
             if not description.used:
                 continue
             dtype = dtype_named(description.sums, precision) if description.sums else widened(leaf.dtype)
-            made = Wanted(
+            made = WantedGradient(
                 leaf, stage.at_rest[name], holding(stage, description), dtype, entries.get(leaf),
                 bool(description.copies or description.rest),
             )  # fmt: skip
@@ -108,11 +108,11 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-Slot = list[Wanted]  # local copies of one shard, whose gradients are added before they are summed over ranks
+Slot = list[WantedGradient]  # local copies of one shard, whose gradients are added before they are summed over ranks
 Key = tuple[Any, ...]
 
 
-def sums_of(leaves: Iterable[Wanted]) -> list[list[Slot]]:
+def sums_of(leaves: Iterable[WantedGradient]) -> list[list[Slot]]:
     """Return the slots of each bucket of gradients that are summed over ranks, in the order of waiting.
 
     Those that begin late have buckets of their own, and come in the order of names: stages hold them in different ones.
@@ -130,10 +130,10 @@ def sums_of(leaves: Iterable[Wanted]) -> list[list[Slot]]:
     return _in_buckets(runs, lambda slot: slot[0].rest.numel() * slot[0].sum_dtype.itemsize)
 
 
-def divisions_of_leaves(leaves: Iterable[Wanted], depth: int) -> list[list[Wanted]]:
+def divisions_of_leaves(leaves: Iterable[WantedGradient], depth: int) -> list[list[WantedGradient]]:
     """Return the leaves of each bucket of gradients that are summed and divided over the axis at a depth, in the order
     of waiting."""
-    runs: dict[Key, list[Wanted]] = {}
+    runs: dict[Key, list[WantedGradient]] = {}
     for one in reversed(list(leaves)):
         if len(one.divisions) > depth and one.divisions[depth].sums:
             runs.setdefault((one.divisions[depth].group, str(one.dtype)), []).append(one)

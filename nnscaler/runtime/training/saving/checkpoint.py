@@ -26,7 +26,7 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.boxes import boxes_of
-from nnscaler.runtime.training.saving.dcp import Folder, Shard, complete, sync_folder, whole, write_part
+from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, complete, sync_folder, whole, write_part
 from nnscaler.runtime.training.saving.stored import StoredTensor, stored_tensors
 
 FORMAT = 1
@@ -172,9 +172,9 @@ def highest(communicator: Communicator, value: int) -> int:
 # -- the model and its run -----------------------------------------------------------------------------------------
 
 
-def model_shards(stored: Sequence[StoredTensor], *, to_write: bool) -> list[Shard]:
+def model_shards(stored: Sequence[StoredTensor], *, to_write: bool) -> list[TensorShard]:
     """Return the shards of parameters and buffers: those of which this rank has the first copy, or all to be read."""
-    return [Shard((MODEL, s.fqn), s.shape, boxes_of(s), s.tensor) for s in stored if s.first or not to_write]
+    return [TensorShard((MODEL, s.fqn), s.shape, boxes_of(s), s.tensor) for s in stored if s.first or not to_write]
 
 
 def run_objects(record: RunRecord) -> dict[tuple[str, ...], object]:

@@ -35,7 +35,7 @@ Path_ = tuple[str, ...]  # where an entry stands in the nested state dict that t
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TensorShard:
     """A rank's share of a logical tensor: one that it has, or wants to read.
 
     path    of the entry: ("model", "words.weight")
@@ -50,10 +50,10 @@ class Shard:
     tensor: Tensor
 
 
-def whole(path: Path_, tensor: Tensor) -> Shard:
+def whole(path: Path_, tensor: Tensor) -> TensorShard:
     """Return a tensor that this rank has alone, as a shard."""
     shape, zeros = tuple(tensor.shape), (0,) * tensor.dim()
-    return Shard(path, shape, (Box(zeros, zeros, shape),) if tensor.numel() else (), tensor)
+    return TensorShard(path, shape, (Box(zeros, zeros, shape),) if tensor.numel() else (), tensor)
 
 
 def key_of(path: Path_) -> str:
@@ -73,7 +73,7 @@ class Contents:
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-def write_part(folder: Path, rank: int, shards: Iterable[Shard], objects: Mapping[Path_, object]) -> None:
+def write_part(folder: Path, rank: int, shards: Iterable[TensorShard], objects: Mapping[Path_, object]) -> None:
     """Write this rank's entries to the folder, which is there. No two ranks write the same elements or objects.
 
     The part is there when its list is, which is moved into its place at the end. Raises OSError, or a RuntimeError of
@@ -179,7 +179,7 @@ def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _save_planner(shards: Sequence[Shard], objects: Mapping[Path_, object]) -> SavePlanner:
+def _save_planner(shards: Sequence[TensorShard], objects: Mapping[Path_, object]) -> SavePlanner:
     """Return a planner that writes these entries. (Its class cannot be defined before DCP is imported.)"""
     from torch.distributed.checkpoint import planner as dcp
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -254,7 +254,7 @@ class Folder:
             {key: tuple(map(str, path)) for key, path in (self._metadata.planner_data or {}).items()},
         )
 
-    def read(self, shards: Iterable[Shard], objects: Iterable[str] = ()) -> dict[str, Any]:
+    def read(self, shards: Iterable[TensorShard], objects: Iterable[str] = ()) -> dict[str, Any]:
         """Fill the shards in place, converting dtypes, and return the objects.
 
         Raises ProgramError, which names the entry, for one that is missing or has another shape.
@@ -277,11 +277,11 @@ class Folder:
             self._reader.read_data(plan, planner).wait()
         return values
 
-    def _told(self) -> _Told:
-        return _Told(self.path)
+    def _told(self) -> _FileErrors:
+        return _FileErrors(self.path)
 
 
-class _Told:
+class _FileErrors:
     """Turn what goes wrong with the files of a checkpoint into a ProgramError that names the folder."""
 
     def __init__(self, path: Path) -> None:
@@ -297,7 +297,7 @@ class _Told:
 
 
 def _load_planner(
-    entries: Mapping[str, Any], shards: Sequence[Shard], objects: Sequence[str], values: dict[str, Any]
+    entries: Mapping[str, Any], shards: Sequence[TensorShard], objects: Sequence[str], values: dict[str, Any]
 ) -> LoadPlanner:
     """Return a planner that reads each chunk that shards overlap once, and puts its parts where they belong."""
     from torch.distributed.checkpoint import planner as dcp
@@ -313,7 +313,7 @@ def _load_planner(
             items += [_read(dcp, dcp.LoadItemType.BYTE_IO, MetadataIndex(key), (0,)) for key in objects]
             return dcp.LoadPlan(items)
 
-        def _item(self, index: MetadataIndex, parts: list[tuple[Shard, dcp.ReadItem]]) -> dcp.ReadItem:
+        def _item(self, index: MetadataIndex, parts: list[tuple[TensorShard, dcp.ReadItem]]) -> dcp.ReadItem:
             """Read a chunk straight into the shard if one box of it takes it; by way of the chunk if several do."""
             if len(parts) == 1:
                 return parts[0][1]
@@ -339,7 +339,7 @@ def _load_planner(
             for shard, item in parts if len(parts) > 1 else ():
                 self._target(shard, item).copy_(Box((), tuple(item.storage_offsets), tuple(item.lengths)).of(tensor))
 
-        def _target(self, shard: Shard, item: dcp.ReadItem) -> Tensor:
+        def _target(self, shard: TensorShard, item: dcp.ReadItem) -> Tensor:
             assert item.dest_index.index is not None
             box = shard.boxes[item.dest_index.index]
             return Box((), _add(box.local, item.dest_offsets), tuple(item.lengths)).of(shard.tensor.detach())
@@ -347,12 +347,14 @@ def _load_planner(
     return Planner()
 
 
-def _overlaps(entries: Mapping[str, Any], shards: Sequence[Shard]) -> dict[MetadataIndex, list[tuple[Shard, ReadItem]]]:
+def _overlaps(
+    entries: Mapping[str, Any], shards: Sequence[TensorShard]
+) -> dict[MetadataIndex, list[tuple[TensorShard, ReadItem]]]:
     """Return, for each stored chunk that is needed, what the boxes of shards take of it."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-    found: dict[MetadataIndex, list[tuple[Shard, ReadItem]]] = {}
+    found: dict[MetadataIndex, list[tuple[TensorShard, ReadItem]]] = {}
     for shard in shards:
         key = key_of(shard.path)
         held = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in shard.boxes]

@@ -14,7 +14,7 @@ import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from verify.external.ranks.agreement import disagreement_of
-from verify.external.ranks.answers import Part, answer
+from verify.external.ranks.answers import CollectiveShare, answer
 from verify.external.ranks.places import is_program, place_in_stack, place_of_call, place_of_error
 from verify.external.ranks.processes.call_log import CallReader, CallWriter, Entry
 from verify.external.ranks.rank_state import VARIABLES, environment_of, load_state, save_state
@@ -33,14 +33,17 @@ def call(kind: str = "all_reduce", shape: tuple[int, ...] = (2,), **fields: obje
 
 def test_a_rank_that_gives_more_than_another_takes() -> None:
     given, taken = torch.zeros(2), torch.zeros(3)
-    parts = [Part(0, call("broadcast"), ((given,),), ((given,),)), Part(1, call("broadcast"), ((taken,),), ((taken,),))]
+    parts = [
+        CollectiveShare(0, call("broadcast"), ((given,),), ((given,),)),
+        CollectiveShare(1, call("broadcast"), ((taken,),), ((taken,),)),
+    ]
     with pytest.raises(CommunicationError, match=r"rank 0 gives float32\[2\] where rank 1 takes float32\[3\]"):
         answer(parts, 0)
 
 
 def test_tensors_that_do_not_lie_in_a_piece() -> None:
     values = [torch.arange(6.0).view(2, 3).t(), torch.ones(3, 2)]
-    parts = [Part(0, call(reduction="sum"), ((value,),), ((value,),)) for value in values]
+    parts = [CollectiveShare(0, call(reduction="sum"), ((value,),), ((value,),)) for value in values]
     answer(parts, None)
     assert values[0].tolist() == values[1].tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
@@ -48,7 +51,7 @@ def test_tensors_that_do_not_lie_in_a_piece() -> None:
 def test_a_sum_does_not_overwrite_what_a_later_rank_gives() -> None:
     values = [torch.ones(4), torch.full((4,), 2.0), torch.full((4,), 4.0)]
     target = values[2]  # the root takes into what it gives
-    parts = [Part(0, call("reduce", reduction="sum"), ((value,),), ((value,),)) for value in values]
+    parts = [CollectiveShare(0, call("reduce", reduction="sum"), ((value,),), ((value,),)) for value in values]
     answer(parts, 2)
     assert target.tolist() == [7.0] * 4
     assert values[0].tolist() == [1.0] * 4

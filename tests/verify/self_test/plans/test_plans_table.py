@@ -12,15 +12,15 @@ from verify.self_test.programs.judge import Answer, Executed
 from verify.self_test.programs.mutants.mutant import Edit, Mutant
 from verify.self_test.programs.run import JudgedMutant, Original
 from verify.self_test.programs.tally import PROVABLE, PlansSelfTest, plans_lines
-from verify.self_test.programs.third_oracle import Told
+from verify.self_test.programs.third_oracle import OracleAnswer
 
 NO, YES = Answer(False), Answer(True, ("loss_differs",), "it differs")
 EDIT = Edit("role_0.py", 7, "    x = comm.all_reduce(y, self.tp)  # sum", "    x = y")
 MUTANT = Mutant("gpt", "tp=2", "communication", "drop collective", (EDIT,), {})
 BOTH = JudgedMutant(MUTANT, YES, Executed(YES, True, True))
 RUNNING = JudgedMutant(replace(MUTANT, kind="scaled"), NO, Executed(YES, False, True))
-ALIVE = JudgedMutant(MUTANT, NO, Executed(NO, False, False), Told(False, "seed 11: differs by 0.2"))
-EQUAL = JudgedMutant(MUTANT, NO, Executed(NO, False, False), Told(True, "bitwise the same"))
+ALIVE = JudgedMutant(MUTANT, NO, Executed(NO, False, False), OracleAnswer(False, "seed 11: differs by 0.2"))
+EQUAL = JudgedMutant(MUTANT, NO, Executed(NO, False, False), OracleAnswer(True, "bitwise the same"))
 RIGHT = Original(Spec("gpt", "tp=2", 2), "")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.job import StatusWriter
-from verify.external.ranks.answers import Part
+from verify.external.ranks.answers import CollectiveShare
 from verify.external.ranks.group import AllWorks, RankGroup, Real, completed
 from verify.external.ranks.places import place_of_call
 from verify.external.ranks.processes.call_log import CallWriter, Entry
@@ -112,7 +112,7 @@ class GlooGroup(RankGroup):
         with reporter.waiting(f"the start of a group over ranks {members} at {place_of_call()}"):
             self._real = gloo_group(options.store, place, len(members), options.timeout)
 
-    def begin_collective(self, part: Part, root: int | None, options: Any, real: Real) -> Any:
+    def begin_collective(self, part: CollectiveShare, root: int | None, options: Any, real: Real) -> Any:
         self._reporter.call(Entry(self.key, part.call, part.given_bytes))
         name, *arguments = real
         finish = None
@@ -126,7 +126,7 @@ class GlooGroup(RankGroup):
             work = getattr(self._real, name)(*arguments, *([] if options is None else [options]))
         return GlooWork(self._reporter, part.call, work, [t for item in part.outputs for t in item], finish)
 
-    def _gather_uneven(self, part: Part) -> AllWorks:
+    def _gather_uneven(self, part: CollectiveShare) -> AllWorks:
         """Begin to gather tensors of different sizes, which gloo itself refuses and other backends do."""
         works = []
         for given, targets in zip(part.inputs, part.outputs, strict=True):
@@ -153,7 +153,7 @@ class GlooGroup(RankGroup):
         self._real.shutdown()
 
 
-def _premultiplied(part: Part, arguments: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:
+def _premultiplied(part: CollectiveShare, arguments: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:
     """Return the arguments of a call with its inputs multiplied by the factor of the reduction."""
     with torch.no_grad():
         if part.call.kind != "reduce_scatter":  # in place: what it was is overwritten in any case

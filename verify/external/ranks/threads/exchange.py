@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from verify.external.ranks.agreement import GroupKey, disagreement_of
-from verify.external.ranks.answers import Part, answer
+from verify.external.ranks.answers import CollectiveShare, answer
 from verify.external.ranks.records import RankCall, RanksFailed
 from verify.external.ranks.threads.turns import RankStopped, Turns
 
@@ -27,13 +27,13 @@ _SAMPLES = 64  # elements that are watched of a larger one
 class Meeting:
     """One collective of one group. `parts` and `watched` are by place in the group."""
 
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, CollectiveShare] = field(default_factory=dict)
     watched: dict[int, WatchedTensors] = field(default_factory=dict)
     done: bool = False
 
 
 @dataclass(eq=False)
-class Message:
+class MessageEnd:
     """One end of a message. `source` is a place in the group, -1 for a receiver that takes any."""
 
     call: CommunicationCall
@@ -43,7 +43,7 @@ class Message:
     done: bool = False
 
 
-class Exchange:
+class ThreadExchange:
     """All that ranks tell each other. `turns.lock` guards it."""
 
     def __init__(self, turns: Turns, ranks: int) -> None:
@@ -52,13 +52,13 @@ class Exchange:
         self.store: dict[str, bytes] = {}
         self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
         self._counts: dict[tuple[GroupKey, int], int] = defaultdict(int)  # (group, place) -> collectives it began
-        self._sent: dict[tuple[GroupKey, int, int], deque[Message]] = defaultdict(deque)  # group, receiver, tag
-        self._awaited: dict[tuple[GroupKey, int, int], deque[Message]] = defaultdict(deque)
+        self._sent: dict[tuple[GroupKey, int, int], deque[MessageEnd]] = defaultdict(deque)  # group, receiver, tag
+        self._awaited: dict[tuple[GroupKey, int, int], deque[MessageEnd]] = defaultdict(deque)
         turns.remarks = self.remarks
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def begin(self, key: GroupKey, place: int, part: Part, root: int | None) -> Meeting:
+    def begin(self, key: GroupKey, place: int, part: CollectiveShare, root: int | None) -> Meeting:
         """Hand in one rank's part of a collective. Raises RankStopped when the ranks disagree."""
         turns, size = self.turns, len(key[1])
         with turns.lock:
@@ -117,7 +117,7 @@ class Exchange:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def send(self, key: GroupKey, target: int, tag: int, message: Message) -> None:
+    def send(self, key: GroupKey, target: int, tag: int, message: MessageEnd) -> None:
         """Offer a message. It is done when a receiver has come for it, as in real ones: `send` waits for `recv`."""
         with self.turns.lock:
             self._note(message.call, message.tensor.numel() * message.tensor.element_size())
@@ -130,7 +130,7 @@ class Exchange:
                 waiting.remove(receiver)
                 self._deliver(message, receiver)
 
-    def receive(self, key: GroupKey, place: int, tag: int, message: Message) -> None:
+    def receive(self, key: GroupKey, place: int, tag: int, message: MessageEnd) -> None:
         """Ask for a message: the i-th of a sender answers the i-th request, in whatever order they are waited for."""
         with self.turns.lock:
             self._note(message.call, 0)
@@ -142,7 +142,7 @@ class Exchange:
                 offered.remove(sender)
                 self._deliver(sender, message)
 
-    def _deliver(self, sender: Message, receiver: Message) -> None:
+    def _deliver(self, sender: MessageEnd, receiver: MessageEnd) -> None:
         given, taken = sender.tensor, receiver.tensor
         if given.numel() != taken.numel() or given.dtype != taken.dtype:
             text = (

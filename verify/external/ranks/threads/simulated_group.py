@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from verify.external.ranks.answers import Part
+from verify.external.ranks.answers import CollectiveShare
 from verify.external.ranks.group import RankGroup, Real, completed
 from verify.external.ranks.places import place_of_call
-from verify.external.ranks.threads.exchange import Exchange, Message
+from verify.external.ranks.threads.exchange import MessageEnd, ThreadExchange
 from verify.external.ranks.torch_private import Store, Work
 
 
@@ -21,7 +21,7 @@ class SimulatedWork(Work):  # type: ignore[misc]
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ThreadExchange,
         call: CommunicationCall,
         ready: Callable[[], bool],
         results: Sequence[Tensor],
@@ -68,11 +68,11 @@ class SimulatedWork(Work):  # type: ignore[misc]
 class SimulatedGroup(RankGroup):
     """A group whose ranks meet in an exchange."""
 
-    def __init__(self, exchange: Exchange, name: str, place: int, members: tuple[int, ...]) -> None:
+    def __init__(self, exchange: ThreadExchange, name: str, place: int, members: tuple[int, ...]) -> None:
         super().__init__(name, place, members)
         self._exchange = exchange
 
-    def begin_collective(self, part: Part, root: int | None, options: Any, real: Real) -> SimulatedWork:
+    def begin_collective(self, part: CollectiveShare, root: int | None, options: Any, real: Real) -> SimulatedWork:
         self._check_thread()
         meeting = self._exchange.begin(self.key, self.place, part, root)
         results = [tensor for item in part.outputs for tensor in item]
@@ -81,10 +81,10 @@ class SimulatedGroup(RankGroup):
     def begin_message(self, call: CommunicationCall, tensor: Tensor, peer: int, tag: int) -> SimulatedWork:
         self._check_thread()
         if call.kind == "send":
-            message = Message(call, tensor, self.place)
+            message = MessageEnd(call, tensor, self.place)
             self._exchange.send(self.key, peer, tag, message)
         else:
-            message = Message(call, tensor, peer)
+            message = MessageEnd(call, tensor, peer)
             self._exchange.receive(self.key, self.place, tag, message)
         return SimulatedWork(self._exchange, call, lambda: message.done, [tensor], lambda: message.source)
 
@@ -98,7 +98,7 @@ class SimulatedGroup(RankGroup):
 class SimulatedStore(Store):  # type: ignore[misc]
     """The keys of a run, one view of them a thread: a rank that waits for a key is seen to wait."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: ThreadExchange) -> None:
         super().__init__()
         self._exchange = exchange
 

@@ -20,7 +20,7 @@ from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
 from verify.external.ranks.places import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
 from verify.external.ranks.records import RankRun, RanksFailed
-from verify.external.ranks.threads.exchange import Exchange
+from verify.external.ranks.threads.exchange import ThreadExchange
 from verify.external.ranks.threads.helpers import helpers_of_ranks
 from verify.external.ranks.threads.simulated_group import SimulatedGroup, SimulatedStore
 from verify.external.ranks.threads.turns import RankStopped, Turns
@@ -48,7 +48,7 @@ def run_simulated(
     `note` is told what the ranks do, before they do it.
     """
     turns = Turns(ranks, not free_threads, note)
-    exchange = Exchange(turns, ranks)
+    exchange = ThreadExchange(turns, ranks)
     results: dict[int, T] = {}
     unwaited: dict[int, int] = {}
     before = save_state()

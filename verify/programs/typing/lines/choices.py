@@ -36,7 +36,7 @@ def as_told(states: Sequence[State], axis: str, hint: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Told:
+class FreeSplits:
     """How an identifier that no input has may be split.
 
     outers  outers that the other axes may put above it
@@ -47,12 +47,12 @@ class Told:
     tables: tuple[tuple[int, ...], ...] = ()
 
 
-def told_by(line: Assignment, axis: str, outers: tuple[int, ...]) -> Told:
+def told_by(line: Assignment, axis: str, outers: tuple[int, ...]) -> FreeSplits:
     """Collect the sizes of shards along an axis that a line states.
 
     They are not trusted: a choice has to give the line.
     """
-    return Told(outers, tuple(dict.fromkeys(_tables((line.args, dict(line.kwargs)), axis))))
+    return FreeSplits(outers, tuple(dict.fromkeys(_tables((line.args, dict(line.kwargs)), axis))))
 
 
 def _tables(value: Any, axis: str) -> Iterator[tuple[int, ...]]:
@@ -69,7 +69,7 @@ def _tables(value: Any, axis: str) -> Iterator[tuple[int, ...]]:
                 yield from _tables(item, axis)
 
 
-def legal_choices(signature: Signature, states: Sequence[State], parts: int, told: Told) -> list[Choice]:
+def legal_choices(signature: Signature, states: Sequence[State], parts: int, told: FreeSplits) -> list[Choice]:
     """Return the legal choices that operands in these states, or the line, suggest."""
     wanted = (*whole_choices(signature), *_resolved(signature, states, parts), *_output_only(signature, parts, told))
     return [c for c in dict.fromkeys(wanted) if is_legal(signature, c, parts)]
@@ -104,7 +104,7 @@ def _resolved(signature: Signature, states: Sequence[State], parts: int) -> Iter
                     yield around
 
 
-def _output_only(signature: Signature, parts: int, told: Told) -> Iterator[Choice]:
+def _output_only(signature: Signature, parts: int, told: FreeSplits) -> Iterator[Choice]:
     if signature.bound is None:
         return
     given = {i for operand in signature.bound.inputs if operand is not None for i in operand.identifiers()}

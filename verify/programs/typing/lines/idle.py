@@ -44,7 +44,7 @@ Locals = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Move:
+class MovedTensor:
     """A tensor that a line made by moving the elements of another one.
 
     held  its type; None where the model has no such tensor
@@ -54,11 +54,11 @@ class Move:
 
     held: Held | None
     line: Assignment | None = None
-    of: Move | None = None
+    of: MovedTensor | None = None
 
-    def path(self) -> Iterator[Move]:
+    def path(self) -> Iterator[MovedTensor]:
         """Yield this tensor, the one that it was made of, and so on."""
-        here: Move | None = self
+        here: MovedTensor | None = self
         while here is not None:
             yield here
             here = here.of
@@ -102,7 +102,7 @@ def _is_move(operator: str | None) -> bool:
     return facts.moves not in (None, "pad") and not facts.detached
 
 
-def as_before(move: Move, graph: Graph, axes: Axes) -> Move | None:
+def as_before(move: MovedTensor, graph: Graph, axes: Axes) -> MovedTensor | None:
     """Return the tensor on the way that has the same elements in the same places, on every rank; None
     if there is none."""
     path = list(move.path())[::-1]
@@ -117,7 +117,7 @@ def as_before(move: Move, graph: Graph, axes: Axes) -> Move | None:
     return known if recorded or not graph.tensors[known.held.tensor].needs_grad else None
 
 
-def _as_before(path: Sequence[Move], locals_: Sequence[Locals], place: int) -> int | None:
+def _as_before(path: Sequence[MovedTensor], locals_: Sequence[Locals], place: int) -> int | None:
     """Return the number of that tensor on the way, on the ranks at one place."""
     views: list[torch.Tensor | None] = []
     start = 0  # of what is a view of one tensor

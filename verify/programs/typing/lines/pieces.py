@@ -24,13 +24,13 @@ from nnscaler.ir.layout import (
     with_state,
 )
 from verify.programs.typing.explain_mismatch import disagreement
-from verify.programs.typing.roles.text import Pieces
+from verify.programs.typing.roles.text import RegionPieces
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
 JOIN = "join"  # the runtime's function that ends a region
 
 
-def number_of_pieces(statement: Pieces, time_axes: Mapping[str, int]) -> int:
+def number_of_pieces(statement: RegionPieces, time_axes: Mapping[str, int]) -> int:
     """Return the number of pieces. Raises Mistake where not each of them is run once, in order."""
     axis, indices, parts = statement.axis, statement.indices, time_axes.get(statement.axis)
     if parts is None:

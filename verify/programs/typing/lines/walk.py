@@ -17,7 +17,7 @@ from verify.programs.typing.lines.conversions import convert
 from verify.programs.typing.lines.forms import NoCall, canonical
 from verify.programs.typing.lines.idle import (
     Locals,
-    Move,
+    MovedTensor,
     as_before,
     idle_at_all_sizes,
     idle_result,
@@ -32,8 +32,8 @@ from verify.programs.typing.roles.text import (
     ITEM,
     Assignment,
     OutsideGrammar,
-    Pieces,
     Recomputed,
+    RegionPieces,
     StageText,
     Statement,
     Variable,
@@ -116,7 +116,7 @@ class Walk:
     graph: Graph
     typer: Typer
     scope: Scope
-    moved: dict[Variable, Move] = field(default_factory=dict)
+    moved: dict[Variable, MovedTensor] = field(default_factory=dict)
 
     def statements(self, statements: Sequence[Statement]) -> None:
         for statement in statements:
@@ -132,7 +132,7 @@ class Walk:
                         self._wrong(statement, Mistake("program_unreadable", why))
                 case Recomputed():
                     self._recomputed(statement)
-                case Pieces():
+                case RegionPieces():
                     self._pieces(statement)
 
     def read(self, number: int, variable: Variable) -> Held | None:
@@ -168,7 +168,7 @@ class Walk:
         for target, result in zip(statement.targets, statement.results, strict=True):
             self._assign(target, inner.read(statement.number, result))
 
-    def _pieces(self, statement: Pieces) -> None:
+    def _pieces(self, statement: RegionPieces) -> None:
         """Type one piece, which stands for all: its axis has a coordinate that is known in each call."""
         axes, of = self.reading.axes, self.reading.stage.time_axes
         try:
@@ -199,7 +199,7 @@ class Walk:
         self.reading.converted += region.converted
         self.reading.rows.add(JOIN)
 
-    def _assign(self, target: str, known: Known, move: Move | None = None) -> None:
+    def _assign(self, target: str, known: Known, move: MovedTensor | None = None) -> None:
         variable = Variable(target)
         self.moved.pop(variable, None)
         self.scope[variable] = known
@@ -323,12 +323,14 @@ class Walk:
             message = f"`{line.text}` keeps rows of `{operand.tensor}` in a region that runs in pieces"
             raise Mistake("layouts_disagree", message, "each piece would keep other rows in one place", operand.tensor)
 
-    def _move(self, line: Assignment, result: Held | Absent) -> Move | None:
+    def _move(self, line: Assignment, result: Held | Absent) -> MovedTensor | None:
         if not moves(line) or not isinstance(result, Held):
             return None
         source = line.kwargs["self"]
         known = self.scope[source]
-        return Move(result, line, self.moved.get(source) or Move(known if isinstance(known, Held) else None))
+        return MovedTensor(
+            result, line, self.moved.get(source) or MovedTensor(known if isinstance(known, Held) else None)
+        )
 
     def _untyped(self, line: Assignment, knowns: dict[Variable, Known], noted: Noted) -> None:
         """Handle a line that is no operation of the model."""
@@ -341,7 +343,9 @@ class Walk:
         source = line.kwargs.get("self")
         if moves(line) and isinstance(source, Variable):
             known = knowns[source]
-            move = Move(None, line, self.moved.get(source) or Move(known if isinstance(known, Held) else None))
+            move = MovedTensor(
+                None, line, self.moved.get(source) or MovedTensor(known if isinstance(known, Held) else None)
+            )
             before = as_before(move, self.graph, axes)
             if before is not None:
                 path = [local_tensors(step.held, self.graph, axes) for step in move.path() if step.held is not None]

@@ -20,8 +20,8 @@ from verify.programs.typing.roles.text import (
     Assignment,
     Body,
     OutsideGrammar,
-    Pieces,
     Recomputed,
+    RegionPieces,
     StageText,
     Statement,
     Unreadable,
@@ -57,9 +57,9 @@ def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
         for name in reserved.intersection(body.arguments):
             yield body.number, name
         for statement in body.statements:
-            lines = (statement, *statement.lines) if isinstance(statement, Recomputed | Pieces) else (statement,)
+            lines = (statement, *statement.lines) if isinstance(statement, Recomputed | RegionPieces) else (statement,)
             for line in lines:
-                if isinstance(line, Assignment | Recomputed | Pieces):
+                if isinstance(line, Assignment | Recomputed | RegionPieces):
                     inside = [] if isinstance(line, Assignment) else [name for name, _ in line.bound]
                     for name in reserved.intersection((*line.targets, *inside)):
                         yield line.number, name
@@ -73,7 +73,7 @@ _CALLED = ("aten.", "comm.", "ops.", "user.")
 
 def read_body(function: ast.FunctionDef, source: Sequence[str]) -> Body:
     """A body. What cannot be read becomes a Problem in its place; raises Unreadable where it returns no dict."""
-    reader = _Reader(source)
+    reader = _BodyReader(source)
     first, *arguments = (*_arguments(function), "")
     if first != "self":
         raise Unreadable(function, f"the first argument of `{function.name}` is not `self`")
@@ -124,7 +124,7 @@ def _check_nested(function: ast.FunctionDef) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _BodyReader:
     source: Sequence[str]
 
     def statements(self, nodes: Sequence[ast.stmt], region: Region) -> Iterator[Statement]:
@@ -277,7 +277,7 @@ class _Reader:
 
     def _pieces(
         self, node: ast.Assign, call: ast.Call, targets: tuple[str, ...], functions: dict[str, ast.FunctionDef]
-    ) -> Pieces:
+    ) -> RegionPieces:
         """Read `a, b = comm.join((recompute(self.in_piece(f, co=i), x) for i in range(2)), self.co, Partial(), ..)`."""
         match call:
             case ast.Call(
@@ -316,7 +316,7 @@ class _Reader:
         bound, lines, results = self._called(node, functions[of], given, targets)
         if not isinstance(node.targets[0], ast.Tuple):
             raise Unreadable(node, "`comm.join` makes a tuple, and is assigned to one variable")
-        return Pieces(node.lineno, bound, lines, results, targets, over, _numbers(every), said)
+        return RegionPieces(node.lineno, bound, lines, results, targets, over, _numbers(every), said)
 
     def _called(
         self, node: ast.Assign, function: ast.FunctionDef, values: Sequence[ast.expr], targets: tuple[str, ...]

@@ -82,7 +82,7 @@ class Recomputed:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class RegionPieces:
     """A nested function, its calls for the pieces of a region, and `comm.join` of their results.
 
     bound    (name inside, the variable given to every piece)
@@ -104,7 +104,7 @@ class Pieces:
     states: tuple[State, ...]
 
 
-Statement = Assignment | Recomputed | Pieces | OutsideGrammar
+Statement = Assignment | Recomputed | RegionPieces | OutsideGrammar
 
 
 @dataclass(frozen=True, slots=True)

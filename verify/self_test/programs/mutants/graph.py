@@ -19,7 +19,7 @@ from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,
     Feed,
-    Message,
+    StageMessage,
     StageProgram,
     Statement,
     Stored,
@@ -27,7 +27,7 @@ from nnscaler.communication.communicated_graph import (
     reads,
     writes,
 )
-from nnscaler.ir.conversion import ROWS, Move
+from nnscaler.ir.conversion import ROWS, ConversionStep
 from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded, State
@@ -112,7 +112,9 @@ def _other_state(made: Generation) -> Iterator[Text]:
             maximum = isinstance(before, Partial) and before.reduction == "max"
             if not same and not maximum and (not grad_only or _needs_grad(made, found.source)):
                 target = (*move.target[: move.axis], state, *move.target[move.axis + 1 :])
-                yield _changed(made, stage, _put(at, replace(found, move=Move(move.axis, move.source, target))))
+                yield _changed(
+                    made, stage, _put(at, replace(found, move=ConversionStep(move.axis, move.source, target)))
+                )
 
 
 def _other_axis(made: Generation) -> Iterator[Text]:
@@ -124,7 +126,7 @@ def _other_axis(made: Generation) -> Iterator[Text]:
         for axis in range(len(sizes)):
             if axis != move.axis:
                 source, target = (_with(x, axis, x[move.axis]) for x in (move.source, move.target))
-                yield _changed(made, stage, _put(at, replace(found, move=Move(axis, source, target))))
+                yield _changed(made, stage, _put(at, replace(found, move=ConversionStep(axis, source, target))))
 
 
 def _other_version(made: Generation) -> Iterator[Text]:
@@ -206,8 +208,8 @@ def _message(made: Generation) -> Iterator[Text]:
                 yield _changed(made, number, _put(at, replace(message, needs_grad=False), "receives"))
 
 
-def _quiet(made: Generation, gone: Message) -> Text:
-    def of(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _quiet(made: Generation, gone: StageMessage) -> Text:
+    def of(messages: tuple[StageMessage, ...]) -> tuple[StageMessage, ...]:
         return tuple(replace(m, needs_grad=False) if m == gone else m for m in messages)
 
     def text() -> Sources | None:

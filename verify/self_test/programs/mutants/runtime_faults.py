@@ -16,7 +16,7 @@ from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.gradients import gradient_plan
 from nnscaler.runtime.training.gradients.accumulate import Gradients
 from nnscaler.runtime.training.gradients.buckets import SumBucket
-from nnscaler.runtime.training.gradients.gradient_plan import Holding, Wanted
+from nnscaler.runtime.training.gradients.gradient_plan import Holding, WantedGradient
 from nnscaler.runtime.training.saving import checkpoint
 from nnscaler.runtime.training.saving.stored import StoredTensor, stored_tensors
 from nnscaler.runtime.training.stream import StreamExecutor, Versions
@@ -48,7 +48,7 @@ def early_reducer(parameter: str) -> Fault:
             self.__dict__["_early"] = place.clone()
         _enter(self, *given, **named)
 
-    def completed(self: Gradients, one: Wanted) -> None:
+    def completed(self: Gradients, one: WantedGradient) -> None:
         place = place_of(self)
         early = self.__dict__.pop("_early", None) if one.held.fqn == parameter else None
         if early is not None and place is not None:
