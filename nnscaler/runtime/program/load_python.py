@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -112,7 +111,6 @@ def _read(file: Path, missing: str) -> str:
         raise ProgramError(f"{_shown(file)}:{line}: it is not UTF-8: {error.reason}") from None
 
 
-@lru_cache(maxsize=64)  # ranks that are threads load the same roles again and again
 def _compile(source: str, filename: str) -> CodeType:
     return compile(source, filename, "exec", dont_inherit=True)
 
