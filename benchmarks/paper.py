@@ -50,6 +50,7 @@ from nnscaler.planning.constraints import Constraint, megatron, sizes
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.planner.find_plan import Found as Planned
 from nnscaler.planning.planner.find_plan import find_plan
+from nnscaler.planning.sharding.memory import MemoryBudget
 
 CLUSTERS = ("dgx2-v100", "ethernet10g")
 GPUS = (4, 8, 16, 32)
@@ -209,7 +210,7 @@ def verified(command: Sequence[str]) -> tuple[str, bool]:
 def searched(graph: Graph, known: Mapping[str, Signature], gpus: int, constraint: Constraint | None) -> Searched:
     """Search a plan on the first cluster."""
     start = time.process_time()
-    found = find_plan(graph, known, cluster_of(CLUSTERS[0], gpus), memory=MEMORY, constraint=constraint)
+    found = find_plan(graph, known, cluster_of(CLUSTERS[0], gpus), memory=MemoryBudget(MEMORY), constraint=constraint)
     return time.process_time() - start, found
 
 

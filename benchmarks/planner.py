@@ -100,11 +100,14 @@ def large(size: str, batch: int, devices: int, memory: float) -> None:
     from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.planner.find_plan import find_plan
+    from nnscaler.planning.sharding.memory import MemoryBudget
 
     graph = llama_graph(size, batch)
     before = memory_mb()
     start = time.perf_counter()
-    found = find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(devices), memory=memory * 1e9)
+    found = find_plan(
+        graph, signatures(graph), load_cluster("h100x8").scaled(devices), memory=MemoryBudget(memory * 1e9)
+    )
     taken = time.perf_counter() - start
     told = found.certificate
     print(
@@ -159,6 +162,7 @@ def pairs(count: int) -> None:
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.planner.find_plan import find_plan
+    from nnscaler.planning.sharding.memory import MemoryBudget
 
     passed = tried = 0
     for name in EXAMPLES:
@@ -173,7 +177,7 @@ def pairs(count: int) -> None:
             kept = sizes(zero=True) if number == len(CLUSTERS) else None
             try:
                 on = load_cluster(cluster).scaled(ranks)
-                found = find_plan(traced.graph, known, on, memory=limit, constraint=kept)
+                found = find_plan(traced.graph, known, on, memory=MemoryBudget(limit), constraint=kept)
             except Exception:  # noqa: BLE001 - nothing fits: the plan without a limit is verified
                 found = free
             report = verify.verify_plan(model.build, model.inputs, ranks=ranks, plan=found.plan, micro_batches=None)

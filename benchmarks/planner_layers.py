@@ -79,6 +79,7 @@ def answer(question: Question, chained: bool) -> Answer:
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.planner.find_plan import find_plan
     from nnscaler.planning.planner.layered_graph import PlanningCache
+    from nnscaler.planning.sharding.memory import MemoryBudget
 
     cluster = load_cluster(CLUSTER).scaled(question.ranks)
     kept = sizes(dp=1, pp=1, recompute=False) if question.space == "tp" else None
@@ -87,7 +88,9 @@ def answer(question: Question, chained: bool) -> Answer:
     with mock.patch.object(PlanningCache, "chain", chain):
         start = time.process_time()
         try:
-            found = find_plan(question.graph, known, cluster, memory=question.memory, constraint=kept).certificate
+            found = find_plan(
+                question.graph, known, cluster, memory=MemoryBudget(question.memory), constraint=kept
+            ).certificate
         except NnscalerError as error:
             assert error.code == "plan_too_large", error
             return Answer(time.process_time() - start, float("inf"), 0.0, "nothing fits")

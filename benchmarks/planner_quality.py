@@ -160,9 +160,10 @@ def seconds_of(graph: Any, known: Any, cluster: Any, constraint: Any, memory: fl
     """Return the plan that is found, or None."""
     from nnscaler.errors import NnscalerError
     from nnscaler.planning.planner.find_plan import find_plan
+    from nnscaler.planning.sharding.memory import MemoryBudget
 
     try:
-        return find_plan(graph, dict(known), cluster, constraint=constraint, memory=memory)
+        return find_plan(graph, dict(known), cluster, constraint=constraint, memory=MemoryBudget(memory))
     except NnscalerError:
         return None
 

@@ -102,6 +102,7 @@ def search_plan(
     """
     from nnscaler.planning import constraints
     from nnscaler.planning.planner.find_plan import find_plan
+    from nnscaler.planning.sharding.memory import MemoryBudget
 
     cluster = cluster_of(wanted, ranks)
     kept = []
@@ -120,10 +121,9 @@ def search_plan(
             graph,
             known,
             cluster,
-            memory=wanted.memory,
+            memory=MemoryBudget(wanted.memory, decided.optimizer_bytes),
             cost=decided.cost or cost_of(wanted, cluster),
             constraint=constraints.all_of(kept) if kept else None,
-            optimizer_bytes=decided.optimizer_bytes,
             progress=progress,
         )
     except NnscalerError as error:

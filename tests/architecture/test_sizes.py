@@ -15,7 +15,6 @@ PARAMETERS = 7  # without `self` and `cls`
 MORE_PARAMETERS = {  # function -> why it has more
     "nnscaler/compile.py parallelize": "a front door: options by keyword",
     "verify/programs/verify_plan.py verify_plan": "a front door: options by keyword",
-    "nnscaler/planning/planner/find_plan.py find_plan": "the planner's front door: options by keyword",
     "nnscaler/runtime/communication/comm.py all_to_all": "written in programs, which keep their text",
     "nnscaler/runtime/ops/index.py embedding_bag": "the same",
     "nnscaler/runtime/ops/ring.py ring_attention": "the same",

@@ -6,7 +6,7 @@ import ast
 from collections import defaultdict
 
 SAME_CLASS_NAMES = 3  # that stand in three or more files
-QUESTIONS = 60
+QUESTIONS = 45
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -86,7 +86,7 @@ from nnscaler.planning.planner.branch_and_bound import Search, search
 from nnscaler.planning.planner.evaluate import Evaluated, cuts_of
 from nnscaler.planning.planner.layered_graph import FREE, PlanningCache
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
-from nnscaler.planning.sharding.memory import bytes_of_optimizer
+from nnscaler.planning.sharding.memory import CLUSTERS_MEMORY, MemoryBudget, bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.blocks import describe_modules
 from nnscaler.transform.complete_plan import follow_batch
@@ -180,21 +180,18 @@ def find_plan(
     signatures: Mapping[str, Signature],
     cluster: Cluster,
     *,
-    memory: float | None = None,
+    memory: MemoryBudget = CLUSTERS_MEMORY,
     cost: CostModel | None = None,
     constraint: Constraint | None = None,
-    optimizer_bytes: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """Return the fastest plan for all devices of a cluster, each with `memory` bytes (None: what the cluster says).
-
-    `optimizer_bytes`: that the optimizer keeps of an element (None: two float32 moments, as Adam does).
+    """Return the fastest plan for all devices of a cluster.
 
     Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted; it names the
     constraint that cannot hold.
     """
     priced = (cost or AnalyticCost(cluster)).among(cluster.devices)
-    kept, optimizer = constraint or FREE, bytes_of_optimizer(optimizer_bytes)
+    kept, optimizer = constraint or FREE, bytes_of_optimizer(memory.optimizer)
     with _without_collector():
         every: list[Found] = []
         refused: list[NnscalerError] = []
@@ -208,7 +205,7 @@ def find_plan(
         for cp in contexts(graph, signatures, cluster.devices, permitted):
             subject = subject_of(cp)
             try:
-                every.append(_find_plan(subject, cluster, memory, constraint, progress))
+                every.append(_find_plan(subject, cluster, memory.limit, constraint, progress))
             except NnscalerError as error:  # what the first one says is said, where none has a plan
                 if error.code not in ("plan_too_large", "plan_illegal"):
                     raise

@@ -30,6 +30,21 @@ def bytes_of_optimizer(told: float | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """The memory of a plan.
+
+    limit      bytes of a device; None: what the cluster says
+    optimizer  bytes that the optimizer keeps of an element; None: two float32 moments, as Adam does
+    """
+
+    limit: float | None = None
+    optimizer: float | None = None
+
+
+CLUSTERS_MEMORY = MemoryBudget()  # all that the cluster has
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterMemory:
     """Bytes on one rank.
 

@@ -11,6 +11,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.planner.find_plan import find_plan
+from nnscaler.planning.sharding.memory import MemoryBudget
 from nnscaler.tracing import trace
 
 
@@ -33,7 +34,7 @@ def graph() -> Graph:
 def test_what_couples_micro_batches_is_asked_for_once_for_each_number(graph: Graph) -> None:
     told: list[str] = []
     cluster = load_cluster("ethernet10g").scaled(2)
-    found = find_plan(graph, signatures(graph), cluster, memory=1e9, progress=told.append)
+    found = find_plan(graph, signatures(graph), cluster, memory=MemoryBudget(1e9), progress=told.append)
     assert found.plan.micro_batches == 1 and found.certificate.gap < 0.01
     refused = [line for line in told if "all micro-batches at once" in line]
     assert len(set(refused)) == len(refused) <= 7  # of dp 1 and 2, with 2, 4 and 8

@@ -24,6 +24,7 @@ from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.lean_tables import WHOLE_PASS, of_conversions, seconds_of
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.stage_partition_dp import Together, best_cut
+from nnscaler.planning.sharding.memory import MemoryBudget
 from nnscaler.planning.solver import eliminate as elimination
 from nnscaler.scheduling.registry import DEFAULT
 from nnscaler.transform.apply import apply_plan
@@ -191,9 +192,17 @@ def test_too_little_memory_is_told_with_what_would_do() -> None:
     graph = deep(12)
     limit = 1.03 * subject_of(graph, 4).least(1).resting / 4  # what rests can be spread so evenly, and no more fits
     with pytest.raises(NnscalerError, match=r"the least that was found is .*B a rank \(pp=4, .* recompute") as told:
-        find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(4), constraint=sizes(pp=4), memory=limit)
+        find_plan(
+            graph,
+            signatures(graph),
+            load_cluster("h100x8").scaled(4),
+            constraint=sizes(pp=4),
+            memory=MemoryBudget(limit),
+        )
     named = re.search(r"--memory (\S+) would do", told.value.help or "")
     assert named is not None
     enough = quantity(named[1], "bytes") * 1.01  # three digits are shown
-    made = find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(4), constraint=sizes(pp=4), memory=enough)
+    made = find_plan(
+        graph, signatures(graph), load_cluster("h100x8").scaled(4), constraint=sizes(pp=4), memory=MemoryBudget(enough)
+    )
     assert made.best.memory <= enough < 1.5 * limit

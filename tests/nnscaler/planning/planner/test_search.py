@@ -21,7 +21,7 @@ from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.explain import alternatives
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
-from nnscaler.planning.sharding.memory import parameter_memory
+from nnscaler.planning.sharding.memory import MemoryBudget, parameter_memory
 from nnscaler.planning.solver import eliminate as elimination
 from nnscaler.transform.plan import Plan, SplitStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
@@ -147,7 +147,7 @@ def test_alternatives_are_reduced_costs() -> None:
 def test_what_cannot_be_says_so(tmp_path: Path) -> None:
     graph = graph_of("gpt")
     with pytest.raises(NnscalerError, match=r"fits into 1kB a rank") as too_large:
-        found("gpt", 4, memory=1e3)
+        found("gpt", 4, memory=MemoryBudget(1e3))
     told = re.search(r"alone take (\S+) a rank or more", str(too_large.value))
     assert told is not None
     least = quantity(told[1], "bytes")

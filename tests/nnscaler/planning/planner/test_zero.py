@@ -22,7 +22,7 @@ from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.policies import make_plan
-from nnscaler.planning.sharding.memory import parameter_memory
+from nnscaler.planning.sharding.memory import MemoryBudget, parameter_memory
 from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, ZERO_1, ZERO_2, ZERO_3, AtRest
 from nnscaler.transform.plan import Plan, RestStep
 from tests.nnscaler.planning.planner.planned import deep, graph_of, subject_of
@@ -42,14 +42,14 @@ def program_memory(found: Found) -> int:
 def test_less_memory_asks_for_later_stages(layers: int) -> None:
     graph, cluster = deep(layers, tokens=2048), load_cluster("h100x8").scaled(4)
     known = dict(signatures(graph))
-    free = find_plan(graph, known, cluster, memory=PLENTY, constraint=data_parallel())
+    free = find_plan(graph, known, cluster, memory=MemoryBudget(PLENTY), constraint=data_parallel())
     assert free.plan.describe() == "dp=4"
-    enough = find_plan(graph, known, cluster, memory=free.best.memory, constraint=data_parallel())
+    enough = find_plan(graph, known, cluster, memory=MemoryBudget(free.best.memory), constraint=data_parallel())
     assert enough.plan == free.plan
     whole = WHOLE_BYTES * sum(tensor.elements for tensor in graph.with_role("parameter"))
     stages, seconds = [], [free.best.seconds]
     for share in (0.95, 0.8, 0.7):
-        found = find_plan(graph, known, cluster, memory=share * whole, constraint=data_parallel())
+        found = find_plan(graph, known, cluster, memory=MemoryBudget(share * whole), constraint=data_parallel())
         stages.append(found.plan.describe())
         seconds.append(found.best.seconds)
         assert found.best.memory <= share * whole and program_memory(found) <= share * whole
@@ -65,11 +65,11 @@ def test_shards_of_states_are_taken_rather_than_tp_and_shards_of_parameters() ->
     graph, cluster = deep(9, tokens=2048), load_cluster("h100x8").scaled(4)
     known = dict(signatures(graph))
     limit = float(WHOLE_BYTES * sum(tensor.elements for tensor in graph.with_role("parameter")))
-    found = find_plan(graph, known, cluster, memory=limit)
+    found = find_plan(graph, known, cluster, memory=MemoryBudget(limit))
     assert found.plan.describe() == "dp=4 zero=1" and RestStep(("*",), zero=1) in found.plan.steps
     assert "dp=4 zero=1" in found.certificate.configuration and program_memory(found) <= limit
     for other in ({"tp": 4}, {"zero": 0}, {"zero": 3}):
-        slower = find_plan(graph, known, cluster, memory=limit, constraint=sizes(**other))
+        slower = find_plan(graph, known, cluster, memory=MemoryBudget(limit), constraint=sizes(**other))
         assert slower.best.seconds > found.best.seconds
 
 
@@ -92,7 +92,7 @@ def test_what_is_chosen_is_the_cheapest_program_that_fits(name: str, cluster: st
     kept = all_of([data_parallel(), sizes(recompute=False, micro_batches=micro_batches)])
     taken = []
     for _, limit in programs.values():
-        found = find_plan(graph, known, machine, memory=limit, constraint=kept)
+        found = find_plan(graph, known, machine, memory=MemoryBudget(limit), constraint=kept)
         seconds, memory_of = programs[found.best.configuration.zero]
         assert found.best.memory == memory_of <= limit
         cheapest = min(seconds for seconds, held in programs.values() if held <= limit)
@@ -100,7 +100,9 @@ def test_what_is_chosen_is_the_cheapest_program_that_fits(name: str, cluster: st
         taken.append(found.best.configuration.zero)
     assert taken[0] == 0 and set(taken) >= {1, 2, 3}
     with pytest.raises(NnscalerError, match="fits into"):
-        find_plan(graph, known, machine, memory=min(held for _, held in programs.values()) - 1, constraint=kept)
+        find_plan(
+            graph, known, machine, memory=MemoryBudget(min(held for _, held in programs.values()) - 1), constraint=kept
+        )
 
 
 def test_a_plan_with_shards_is_found_again_from_its_constraints() -> None:
