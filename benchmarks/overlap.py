@@ -3,10 +3,11 @@
     python benchmarks/overlap.py                                   # about a minute on two cores
     python benchmarks/overlap.py --plans dp=2 dp=2,zero=3 --mbps 600 --trace traces
 
-Ranks are processes over gloo. Each message waits as long as a link of `--mbps` megabits a second would need for it, on
-the thread that sends it, and takes no time of a core meanwhile. Communication counts from when a link begins to carry
-something to when it ends, and is hidden while the rank computes: whatever it waits for is not. `--trace`: a folder for
-files that chrome://tracing and Perfetto show. Exits with 1 where less than 70 % of a plan's communication is hidden.
+Ranks are processes over gloo. What is waited for is there when a link of `--mbps` megabits a second, which carries one
+message of a rank after another, would have brought it; that takes no time of a core. Communication counts from when the
+link begins to carry something to when it ends, and is hidden while the rank computes: whatever it waits for is not.
+`--trace`: a folder for files that chrome://tracing and Perfetto show. Exits with 1 where less than 70 % of a plan's
+communication is hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
+from nnscaler.runtime.communication.exchanges import Arrival, Exchange
 from nnscaler.runtime.communication.gloo import GlooCommunicator
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
@@ -74,29 +76,53 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+class SlowArrival(Arrival):
+    """A message over a slow link, which is there at a time."""
+
+    def __init__(self, time_of_arrival: float) -> None:
+        super().__init__()
+        self._time = time_of_arrival
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._time - time.monotonic()))
+
+
 class SlowCommunicator(GlooCommunicator):
-    """Messages over links of some bytes a second; notes when links carry something, and when the rank waits."""
+    """Messages over a link of some bytes a second, one after another; notes when it carries something, and when the
+    rank waits."""
 
     def __init__(self, rank: int, ranks: int, speed: float) -> None:
         super().__init__(rank, ranks, torch.device("cpu"))
         self.speed = speed
         self.carried: list[Span] = []
         self.waited: list[Span] = []
-        self._main = threading.get_ident()
+        self._main, self._lock, self._free = threading.get_ident(), threading.Lock(), 0.0
+
+    def _carries(
+        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], call: CommunicationCall
+    ) -> SlowArrival:
+        sent, arrived = (
+            sum(t.nbytes for rank, t in side.items() if rank != self.rank) for side in (outgoing, incoming)
+        )
+        with self._lock:
+            start = max(time.monotonic(), self._free)
+            self._free = start + max(sent, arrived) / self.speed
+            self.carried.append((start, self._free, f"{call.kind} {call.context}".strip()))
+            return SlowArrival(self._free)
 
     def _exchange(
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], call: CommunicationCall
     ) -> None:
-        start = time.monotonic()
+        start, arrival = time.monotonic(), self._carries(outgoing, incoming, call)
         super()._exchange(outgoing, incoming, call)
-        sent, arrived = (
-            sum(t.nbytes for rank, t in side.items() if rank != self.rank) for side in (outgoing, incoming)
-        )
-        time.sleep(max(0.0, start + max(sent, arrived) / self.speed - time.monotonic()))
-        span = (start, time.monotonic(), f"{call.kind} {call.context}".strip())
-        self.carried.append(span)
+        arrival.wait()
         if threading.get_ident() == self._main:
-            self.waited.append(span)
+            self.waited.append((start, time.monotonic(), f"{call.kind} {call.context}".strip()))
+
+    def _post(self, exchanges: Sequence[Exchange]) -> None:
+        super()._post(exchanges)
+        for exchange in exchanges:
+            exchange.arrivals.append(self._carries(exchange.outgoing, exchange.incoming, exchange.call))
 
     def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
         finish = super()._begin(call, given, into)

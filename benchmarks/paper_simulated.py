@@ -16,7 +16,8 @@ from nnscaler.communication.profile_memory import stage_memory
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import local_shape
 from nnscaler.ir.signature import Signature
-from nnscaler.performance.predict import Prediction, Programmed, StagePrices, programmed
+from nnscaler.performance.predict import Prediction, Programmed, programmed
+from nnscaler.performance.stage_prices import StagePrices
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.timeline import PassCosts, Timeline, simulate

@@ -91,7 +91,16 @@ def markdown(rows: Sequence[Row], seconds: float) -> Iterator[str]:
     if scripts:
         yield from ("", "## Scripts", "", "One for each model with a wrong plan; each prints what is wrong.")
         for model, row in sorted(scripts.items()):
-            yield from ("", f"### {model} {row.case} {row.flag}".rstrip(), "", "```python", row.script.rstrip(), "```")
+            name = f"{model}_{row.case}.py"
+            yield from (
+                "",
+                f"### {model} {row.case} {row.flag}".rstrip(),
+                "",
+                "<!-- long -->",
+                f'```python title="{name}"',
+            )
+            command = re.findall(r"torchrun [^;]*", row.script)[0].replace("this.py", name)
+            yield from (row.script.rstrip(), "```", f"<!-- then: {command} -->")  # for tests/pages/
 
 
 def headline(rows: Sequence[Row], seconds: float) -> str:

@@ -37,3 +37,41 @@ def time_steps(communicator: Communicator, programs: Sequence[str], steps: int) 
                     times.append(time.perf_counter() - start)
     communicator.barrier(everyone)
     return taken
+
+
+def time_turns(
+    communicator: Communicator, programs: Sequence[str], ranks: Sequence[int], rounds: int
+) -> list[list[float]]:
+    """Return the seconds of a step of each program on this rank, in each of `rounds` in which all take a turn.
+
+    `ranks`: of each program; others wait. A turn is a step that is not counted and one that is. A rank that does not
+    take part takes no time.
+    """
+    prepared = []
+    for program, count in zip(programs, ranks, strict=True):
+        directory = read_program(program)
+        if communicator.rank < count:
+            settings = ExecutorSettings(shapes=directory.manifest.shapes)
+            state, rank = directory.state(), communicator.rank
+            executor = RankExecutor(directory.role(rank), rank, communicator, state, settings)
+            prepared.append((executor, directory.inputs()))
+        else:
+            prepared.append(None)
+    everyone = tuple(range(communicator.world_size))
+    taken: list[list[float]] = [[] for _ in programs]
+    for number in range(rounds + 1):
+        for one, count, times in zip(prepared, ranks, taken, strict=True):
+            communicator.barrier(everyone)
+            seconds = 0.0
+            if one is not None:
+                executor, batch = one
+                for _ in range(2):
+                    executor.zero_grad()
+                    communicator.barrier(tuple(range(count)))
+                    start = time.perf_counter()
+                    executor.step(batch)
+                    seconds = time.perf_counter() - start
+            if number:
+                times.append(seconds)
+    communicator.barrier(everyone)
+    return taken

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import SwinConfig, SwinForImageClassification
 
-SIZE = 32  # of a picture, in pixels
+SIZE = 32  # of a picture for Swin, in pixels
 NOISE = 0.2
 SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # coordinates, of which a shape fills -1 to 1 -> is it there
     "circle": lambda x, y: x * x + y * y < 1,
@@ -49,9 +49,9 @@ def build_model() -> SwinForImageClassification:
 class Pictures(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Pictures first, first + 1, ...: each is drawn from its number alone."""
 
-    def __init__(self, first: int, count: int) -> None:
-        self._first, self._count = first, count
-        self._columns = torch.arange(SIZE).float().expand(SIZE, SIZE)
+    def __init__(self, first: int, count: int, size: int = SIZE) -> None:
+        self._first, self._count, self._size = first, count, size
+        self._columns = torch.arange(size).float().expand(size, size)
 
     def __len__(self) -> int:
         return self._count
@@ -60,13 +60,13 @@ class Pictures(torch.utils.data.Dataset[dict[str, Tensor]]):
         """A shape of random place, size and colour, on a darker background of another colour, under noise."""
         generator = torch.Generator().manual_seed(self._first + index)
         label = torch.randint(len(SHAPES), (), generator=generator)
-        size, across, down = torch.rand(3, generator=generator)
-        radius = SIZE * (0.2 + 0.2 * size)
-        room = SIZE - 1 - 2 * radius
+        share, across, down = torch.rand(3, generator=generator)
+        radius = self._size * (0.2 + 0.2 * share)
+        room = self._size - 1 - 2 * radius
         x, y = (self._columns - radius - room * across) / radius, (self._columns.T - radius - room * down) / radius
         shown = list(SHAPES.values())[int(label)](x, y)
         background, colour = torch.rand(2, 3, 1, 1, generator=generator)
-        noise = NOISE * torch.randn(3, SIZE, SIZE, generator=generator)
+        noise = NOISE * torch.randn(3, self._size, self._size, generator=generator)
         return {"pixel_values": torch.where(shown, colour + 0.2, background - 1) + noise, "labels": label}
 
 

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 import os
+from types import ModuleType
 
 import gan
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import nnscaler
 
 BATCH = 32
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+
+Data = torch.utils.data.Dataset[dict[str, Tensor]]
 
 
 class Discs(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -48,19 +52,21 @@ def energy_distance(first: Tensor, second: Tensor) -> float:
     return float(2 * torch.cdist(a, b).mean() - own[0] - own[1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    parser.add_argument("--plan", default=f"dp={ranks}")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--folder", default="runs/gan")
-    chosen = parser.parse_args()
+def options(about: str | None, steps: int, folder: str) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", default=f"dp={RANKS}")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--folder", default=folder)
+    return parser.parse_args()
 
-    model, data = gan.build_gan(), Discs(20_000)
+
+def train(steps: ModuleType, model: nn.Module, data: Data, chosen: argparse.Namespace) -> nnscaler.Engine:
+    """Train both halves in turn, to the end or from the newest checkpoint on. `steps` builds the step of each half."""
     sample = torch.utils.data.default_collate([data[i] for i in range(BATCH)])
     # what is not trained by a step is frozen when it is compiled
-    judging = nnscaler.parallelize(gan.build_discriminator_step(model), sample, ranks=ranks, plan=chosen.plan)
-    making = nnscaler.parallelize(gan.build_generator_step(model), sample, ranks=ranks, plan=chosen.plan)
+    judging = nnscaler.parallelize(steps.build_discriminator_step(model), sample, ranks=RANKS, plan=chosen.plan)
+    making = nnscaler.parallelize(steps.build_generator_step(model), sample, ranks=RANKS, plan=chosen.plan)
     judge = nnscaler.start(judging)
     maker = judge.another(making)  # over the same parameters and buffers
     optimizers = [engine.optimizer(torch.optim.Adam, lr=1e-3, betas=(0.5, 0.99)) for engine in (judge, maker)]
@@ -76,19 +82,25 @@ def main() -> None:
                 optimizer.step()
                 engine.zero_grad()
             step += 1
-            if judge.rank == 0 and (step % 50 == 0 or step == chosen.steps):
+            if judge.rank == 0 and (step in (1, chosen.steps) or step % 50 == 0):
                 print(f"step {step}  discriminator {losses[0]:.4f}  generator {losses[1]:.4f}")
             run.save(step, judge, optimizers, loader=loader)
             if step == chosen.steps:
                 break
     run.finish()
+    return judge
 
+
+def main() -> None:
+    chosen = options(__doc__, steps=300, folder="runs/gan")
+    model, data = gan.build_gan(), Discs(20_000)
+    engine = train(gan, model, data, chosen)
     real = torch.stack([data[i]["images"] for i in range(20_000 - 256, 20_000)])
     latent = torch.randn(256, gan.LATENT, generator=torch.Generator().manual_seed(0))
     before = model.generator(latent).detach()
-    gan.build_generator_step(model).load_state_dict(judge.state_dict())
+    gan.build_generator_step(model).load_state_dict(engine.state_dict())
     after = model.generator(latent).detach()
-    if judge.rank == 0:
+    if engine.rank == 0:
         print(f"energy distance {energy_distance(before, real):.3f} before, {energy_distance(after, real):.3f} after")
 
 

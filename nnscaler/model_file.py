@@ -5,6 +5,7 @@ The user's code runs here, so its errors are reported as the user's: with the li
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import time
@@ -178,6 +179,7 @@ def user_function(target: str, default: str, example: str, *, is_class: bool = F
     def guarded(*arguments: Any, seed: int | None = None, **named: Any) -> Any:
         return _called(lambda: found(*arguments, **named), path, seed, f"{name}()")
 
+    functools.update_wrapper(guarded, found)  # what arguments it takes is asked
     guarded.__name__ = name
     return found if is_class and inspect.isclass(found) else guarded
 

@@ -9,7 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TensorArgument:
-    """A tensor in a call. `index` numbers the tensors of a call, in the order in which its arguments name them."""
+    """A tensor in a call: no values, only its shape in elements and its dtype by torch's name without the prefix.
+
+    `index` numbers the tensors of a call, in the order in which its arguments name them.
+    """
 
     index: int
     shape: tuple[int, ...]
@@ -17,6 +20,7 @@ class TensorArgument:
 
     @property
     def ndim(self) -> int:
+        """How many dims it has."""
         return len(self.shape)
 
 

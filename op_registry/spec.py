@@ -108,6 +108,7 @@ class OperatorSpec:
 
     @property
     def allows_uneven(self) -> bool:
+        """Whether its shards may have unequal sizes: what `uneven` says, else whether no hook rewrites its calls."""
         return self.localize is None if self.uneven is None else self.uneven
 
     @property

@@ -173,7 +173,8 @@ def _code(text: str, printed: str | None) -> dict[str, Any]:
 INTRODUCTION = """# Find the bug
 
 Fifteen parallel programs, each with one mistake. Each of them runs and trains, but for one, and many have the right
-loss in the first step. Read, guess, and open what nnscaler says. The [notebook](find_the_bug.ipynb) has the same to run.
+loss in the first step. Read, guess, and open what nnscaler says. The [notebook](find_the_bug.ipynb) has the same to
+run.
 
 ![A missing all_reduce, as a report shows it](../pictures/report.svg)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import cast
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.profile_at_rest import rest_calls
-from nnscaler.communication.profile_calls import CallClass, CallSite, Part, loss_calls
+from nnscaler.communication.profile_calls import CallSite, Part, loss_calls
+from nnscaler.planning.cost.collectives import bucket_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 
 PricedCall = tuple[CallSite, float]  # with the seconds of one call
@@ -31,6 +33,12 @@ def taken(calls: Iterable[PricedCall], ranks: Collection[int], part: Part, stage
     return max((end for _, _, end in in_turn(own, ranks)), default=0.0)
 
 
+def last_of(calls: Iterable[PricedCall], part: Part, stage: int | None = None) -> float:
+    """Return the seconds of the last call of one part, which is left when all that it may lie under has run."""
+    own = [seconds for site, seconds in calls if site.part == part and stage in (None, site.call.stage)]
+    return own[-1] if own else 0.0
+
+
 def calls_around(
     communicated: CommunicatedGraph, ranks: Sequence[Sequence[int]], cost: CostModel
 ) -> tuple[tuple[PricedCall, ...], ...]:
@@ -41,14 +49,15 @@ def calls_around(
         sites += loss_calls(communicated.partitioned.graph, program)
     found: list[list[PricedCall]] = [[] for _ in ranks]
     for site in sorted(sites, key=lambda s: (_PARTS.index(s.part), s.at)):
-        priced = (site, _call_seconds(site.call, cost))
+        priced = (site, _call_seconds(site, cost))
         for device in sorted({device_of[rank] for group in site.call.members for rank in group}):
             found[device].append(priced)
     return tuple(map(tuple, found))
 
 
-def _call_seconds(call: CallClass, cost: CostModel) -> float:
-    ranks = sorted(call.members[0])
+def _call_seconds(site: CallSite, cost: CostModel) -> float:
+    call, ranks = site.call, sorted(site.call.members[0])
     place = AxisPlace(len(ranks), min((b - a for a, b in pairwise(ranks)), default=1))
     size = call.bytes * (len(ranks) if call.kind == "all_gather" else 1)
-    return cost.collective(cast(Collective, call.kind), size, place)
+    seconds = cost.collective if site.part == "loss" else partial(bucket_seconds, cost)
+    return seconds(cast(Collective, call.kind), size, place)

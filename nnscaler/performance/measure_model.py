@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,16 +30,18 @@ from nnscaler.tracing.rewrite import dtype_of, is_floating
 
 # Time one call of an operator on this machine, on random tensors, forward and backward.
 
-AT_LEAST, AT_MOST = 5, 50  # repetitions
+AT_LEAST, AT_MOST = 2, 50  # repetitions
 ENOUGH = 0.02  # seconds of forward and backward together, after which no more are made
 SMALLEST = 1e-6  # seconds of a backward that is lost in the noise
 
 
-def time_call(call: Call, needs_grad: Sequence[bool], device: str = "cpu") -> tuple[float, float]:
+def time_call(
+    call: Call, needs_grad: Sequence[bool], device: str = "cpu", enough: float = ENOUGH
+) -> tuple[float, float]:
     """Time forward and backward, in seconds: each the median of some repetitions after one that does not count.
 
     Of backward, what it takes to start autograd is left out: a step does it once, not for each operator. `needs_grad`:
-    of each tensor. Raises what the operator raises.
+    of each tensor; `enough`: seconds of all repetitions, after which no more are made. Raises what the operator raises.
     """
     place = torch.device(device)
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +62,7 @@ def time_call(call: Call, needs_grad: Sequence[bool], device: str = "cpu") -> tu
     names = tuple(str(i) for i in range(len(tensors)))
     function = callable_of(Operation("timed", call.operator, names, (), (), ()), True, place)
     with torch.set_grad_enabled(bool(leaves)):
-        forward, backward = _repeat(lambda: function(*args, **kwargs), leaves, place)
+        forward, backward = _repeat(lambda: function(*args, **kwargs), leaves, place, enough)
         return forward, max(SMALLEST, backward - _start_of_autograd(place)) if backward else 0.0
 
 
@@ -69,10 +72,12 @@ def _start_of_autograd(device: torch.device) -> float:
     return _repeat(lambda: leaf.view(()), [leaf], device)[1]
 
 
-def _repeat(function: Callable[[], Any], leaves: list[Tensor], device: torch.device) -> tuple[float, float]:
+def _repeat(
+    function: Callable[[], Any], leaves: list[Tensor], device: torch.device, enough: float = ENOUGH
+) -> tuple[float, float]:
     forward: list[float] = []
     backward: list[float] = []
-    while len(forward) <= AT_LEAST or (len(forward) <= AT_MOST and sum(forward) + sum(backward) < ENOUGH):
+    while len(forward) <= AT_LEAST or (len(forward) <= AT_MOST and sum(forward) + sum(backward) < enough):
         start = _now(device)
         result = function()
         between = _now(device)
@@ -105,6 +110,8 @@ def _random(described: TensorArgument, bound: int, generator: torch.Generator, d
 
 
 _LIMIT = 600.0  # seconds for the collectives
+SECONDS = 45.0  # for all that is measured
+_OF_COLLECTIVES, _OF_STEPS = 0.2, 0.35  # of these seconds; operators have the rest
 
 
 def measure_model(
@@ -115,6 +122,7 @@ def measure_model(
     folder: Path,
     listener: Listener,
     every: int = 100,
+    within: float = SECONDS,
 ) -> Profile:
     """The profile of every shard that a plan over `ranks` ranks may run, on this machine.
 
@@ -122,17 +130,27 @@ def measure_model(
     server         where ranks come from; None for one rank
     folder         for programs of one rank, which stay there
     every          after so many operators the listener is told
+    within         seconds: what does not fit is repeated less often, but nothing is left out
     """
+    end = time.perf_counter() + within
     on_gpu = torch.cuda.is_available()
     cluster = found_cluster(ranks)
     cluster = replace(cluster, device=replace(found_cluster(1).device, memory=cluster.device.memory))
     if on_gpu and ranks > 1:
         listener.warning("links between GPUs are not measured: the cluster's description says what they do")
-    collectives = () if on_gpu or server is None else _collectives(ranks, server, listener)
-    steps = Steps() if on_gpu else time_steps(traced, ranks, micro_batches, folder, server, listener)
+    collectives: tuple[CollectiveEntry, ...] = ()
+    hidden: tuple[float, ...] = ()
+    if not on_gpu and server is not None:
+        collectives, hidden = _collectives(ranks, server, listener, within * _OF_COLLECTIVES)
+    steps = Steps()
+    if not on_gpu:
+        steps = time_steps(traced, ranks, micro_batches, folder, server, listener, within * _OF_STEPS)
     start = time.perf_counter()
+    enough = ENOUGH
 
     def said(number: int, count: int) -> None:
+        nonlocal enough
+        enough = min(ENOUGH, (end - time.perf_counter()) / (count - number + 1))
         if number % every == 0 or number == count:
             listener.progress(f"operators    {time.perf_counter() - start:5.1f} s  {number} of {count}")
 
@@ -144,35 +162,47 @@ def measure_model(
             traced.graph,
             signatures(traced.graph),
             cluster,
-            lambda call: _timed(call, device),
+            lambda call: _timed(call, device, enough),
             collectives,
             micro_batches,
             said,
         )
-        return profile if on_gpu else with_overheads(profile, steps, ranks)
+        profile = profile if on_gpu else with_overheads(profile, steps, ranks)
+        return replace(profile, overheads=replace(profile.overheads, hidden=hidden))
     finally:
         torch.set_num_threads(threads)
 
 
-def _timed(call: ShardCall, device: str) -> tuple[float, float] | str:
+def _timed(call: ShardCall, device: str, enough: float) -> tuple[float, float] | str:
     """Seconds of forward and of backward, or why they could not be measured."""
     try:
-        return time_call(call.call, call.needs_grad, device)
+        return time_call(call.call, call.needs_grad, device, enough)
     except Exception as error:  # noqa: BLE001 - a shard that cannot run is skipped, and said
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _collectives(ranks: int, server: ForkServer, listener: Listener) -> tuple[CollectiveEntry, ...]:
-    """Time collectives between processes of this machine; none, with a warning, where these fail."""
+def _collectives(
+    ranks: int, server: ForkServer, listener: Listener, within: float
+) -> tuple[tuple[CollectiveEntry, ...], tuple[float, ...]]:
+    """Time collectives between processes of this machine, and what of them computing hides while 1, 2, ... ranks run;
+    nothing, with a warning, where these fail."""
     calls = collective_calls(ranks)
     start = time.perf_counter()
-    groups = [tuple(range(first, first + n)) for n in sorted({n for _, n, _ in calls}) for first in range(0, ranks, n)]
+    sizes = sorted({size for _, size, _, _ in calls})
+    groups = [tuple(range(first, first + n)) for n in sizes for first in range(0, ranks, n)]
     target = "nnscaler.runtime.communication.collective_times:time_collectives"
-    job = JobSpecification(target, ranks, {"calls": calls}, groups=tuple(groups))
+    job = JobSpecification(target, ranks, {"calls": calls, "seconds": within}, groups=tuple(groups))
     outcome = launch(job, timeout=_LIMIT, server=server)
     if not outcome.ok:
         listener.warning(f"collectives were not measured: {outcome.describe()}")
-        return ()
+        return (), ()
     listener.progress(f"collectives  {time.perf_counter() - start:5.1f} s  {len(calls)} between {ranks} processes")
-    slowest = [max(times) for times in zip(*outcome.results(), strict=True)]
-    return tuple(CollectiveEntry(*call, taken) for call, taken in zip(calls, slowest, strict=True))
+    times, shares = zip(*outcome.results(), strict=True)
+    slowest = [max(taken) for taken in zip(*times, strict=True)]
+    counts = sorted(shares[0])
+    means = [fmean(share[count] for share in shares[:count]) for count in counts]
+    hidden = tuple(float(v) for v in np.interp(range(1, ranks + 1), counts, means))
+    return tuple(
+        CollectiveEntry(kind, group, size, taken, at_once)
+        for (kind, group, size, at_once), taken in zip(calls, slowest, strict=True)
+    ), hidden

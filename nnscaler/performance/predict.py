@@ -6,83 +6,29 @@ the two can be compared, and any plan can be given a time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import inf, prod
-from typing import cast
+from math import inf
 
-from nnscaler.communication.backward_halves import StatementHalves, statement_halves
-from nnscaler.communication.communicated_graph import (
-    CommunicatedGraph,
-    Compute,
-    Convert,
-    Message,
-    StageProgram,
-    Statement,
-    repeated_in_backward,
-    runs_again,
-    times_of,
-)
+from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.profile_memory import stage_work
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
 from nnscaler.communication.searched_order import with_orders
-from nnscaler.ir.graph import Graph, element_bytes
-from nnscaler.ir.layout import full_along, local_shape
+from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Stage
-from nnscaler.ir.rotations import Direction, as_computed, rotations
 from nnscaler.ir.signature import Signature
-from nnscaler.performance.calls_around import PricedCall, calls_around, taken
+from nnscaler.performance.calls_around import PricedCall, calls_around, last_of, taken
 from nnscaler.performance.crowded import simulate_crowded
+from nnscaler.performance.stage_prices import StagePrices, place_of, stage_prices
 from nnscaler.planning.cost.collectives import seconds_per_byte
-from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
-from nnscaler.planning.cost.work import computes_in
+from nnscaler.planning.cost.model import CostModel
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import PassCosts, Timeline, simulate
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class StagePrices:
-    """Seconds of what one stage does, piece by piece: of one micro-batch, but for `prepare`.
-
-    prepare   by statement, once a step
-    forward   by statement
-    backward  by statement
-    again     by statement, what of it is computed again in backward
-    halves    by statement, what of both is for W
-    arriving  by message that the stage receives
-    back      by message that it sends: the gradient that comes back
-    divided   gradients that are divided after each backward
-    """
-
-    prepare: tuple[float, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    again: tuple[float, ...]
-    halves: tuple[StatementHalves, ...]
-    arriving: tuple[float, ...]
-    back: tuple[float, ...]
-    divided: float
-
-    @property
-    def ahead(self) -> float:
-        """Seconds of F."""
-        return sum(self.forward) + sum(self.arriving)
-
-    @property
-    def behind(self) -> float:
-        """Seconds of B."""
-        return sum(self.backward) + sum(self.again) + sum(self.back) + self.divided
-
-    @property
-    def weights(self) -> float:
-        """Seconds of W, of those of B."""
-        pieces = zip(self.halves, self.backward, self.again, strict=True)
-        return self.divided + sum(h.gradients * behind + h.again * again for h, behind, again in pieces)
 
 
 @dataclass(frozen=True)
@@ -103,6 +49,7 @@ class Prediction:
     before     per device, seconds until its first pass may start
     after      per device, seconds from the end of its last pass to the end of its step
     share      of the seconds in `prices` and `around` that they take while all ranks compute
+    hidden     per device, seconds of its gradient sums that lie under its last backwards
     """
 
     seconds: float
@@ -117,6 +64,7 @@ class Prediction:
     before: tuple[float, ...]
     after: tuple[float, ...]
     share: float
+    hidden: tuple[float, ...]
 
 
 def predict(
@@ -127,19 +75,26 @@ def predict(
     Each device gathers parameters and prepares, runs its order, and sums gradients when it is done with that. Of a
     stream it is for as many batches as its order is written for, with the sums where its updates are.
     """
-    graph, programs, overheads = communicated.partitioned.graph, communicated.stages, cost.overheads
-    ranks = communicated.partitioned.devices
+    graph, programs, ranks = communicated.partitioned.graph, communicated.stages, communicated.partitioned.devices
+    cost = cost.among(sum(map(len, ranks)))
+    overheads = cost.overheads
     around = calls_around(communicated, ranks, cost)
-    prices = tuple(_prices(graph, p, signatures, cost, around[p.stage.devices[0]]) for p in programs)
+    prices = tuple(stage_prices(graph, p, signatures, cost, around[p.stage.devices[0]]) for p in programs)
     forward, backward, weights = (tuple(getattr(p, n) for p in prices) for n in ("ahead", "behind", "weights"))
     before, after = [0.0] * len(ranks), [overheads.step] * len(ranks)
     for price, program in zip(prices, programs, strict=True):
         for device in program.stage.devices:
             before[device] += sum(price.prepare)
+    hidden = [0.0] * len(ranks)
     for device, calls in enumerate(around):
         before[device] += taken(calls, ranks[device], "gather")
-        summed = 0.0 if order.staleness else taken(calls, ranks[device], "gradient")
-        after[device] += summed + taken(calls, ranks[device], "loss")
+        after[device] += taken(calls, ranks[device], "loss")
+        if not order.staleness:
+            summed = taken(calls, ranks[device], "gradient")
+            computed = sum(prices[p.stage.index].computed for p in communicated.on(device))
+            exposed = overheads.exposed(summed, last_of(calls, "gradient"), computed)
+            hidden[device] = summed - exposed
+            after[device] += exposed
     updates = [taken(around[p.stage.devices[0]], ranks[p.stage.devices[0]], "gradient") for p in programs]
     sliced = any(program.stage.slices > 1 for program in programs)
     shares = [w.slices for w in stage_work(communicated, signatures) if w.slices] if sliced else []
@@ -161,69 +116,11 @@ def predict(
         for p in own:
             beside[p.stage.index] = left / len(own)
     ends = [(row[-1].stop if row else 0.0) + share * left for row, left in zip(timeline.rows, after, strict=True)]
-    before, after = [share * seconds for seconds in before], [share * seconds for seconds in after]
+    before, after, hidden = ([share * seconds for seconds in figures] for figures in (before, after, hidden))
     return Prediction(
         max(ends), forward, backward, weights, once, tuple(beside), timeline, prices, around, tuple(before),
-        tuple(after), share,
+        tuple(after), share, tuple(hidden),
     )  # fmt: skip
-
-
-def place_of(stage: Stage, axis: str) -> AxisPlace:
-    """Return where an axis lies among the ranks of a stage: the last one varies fastest."""
-    names = [a.name for a in stage.mesh.axes]
-    position = names.index(axis)
-    inner = prod(a.size for a in stage.mesh.axes[position + 1 :])
-    return AxisPlace(stage.mesh.axes[position].size, inner)
-
-
-def _prices(
-    graph: Graph,
-    program: StageProgram,
-    signatures: Mapping[str, Signature],
-    cost: CostModel,
-    around: Iterable[PricedCall],
-) -> StagePrices:
-    stage = program.stage
-    pairs, again = [], []
-    repeated = repeated_in_backward(graph, program.forward)
-    for i, statement in enumerate(program.forward):
-        times = times_of(statement, stage)
-        ahead, behind = _statement(graph, stage, statement, signatures, cost)
-        pairs.append((ahead * times, behind * times if program.gradient else 0.0))
-        if isinstance(statement, Compute):
-            again.append((ahead + cost.overheads.again) * times if runs_again(statement) else 0.0)
-        else:
-            again.append(ahead * times if i in repeated else 0.0)
-    return StagePrices(
-        tuple(_statement(graph, stage, statement, signatures, cost)[0] for statement in program.prepare),
-        tuple(ahead for ahead, _ in pairs),
-        tuple(behind for _, behind in pairs),
-        tuple(again) if program.gradient else (0.0,) * len(again),
-        statement_halves(graph, program),
-        tuple(_sent(graph, stage, message, cost) for message in program.receives),
-        tuple(_sent(graph, stage, m, cost) if m.needs_grad else 0.0 for m in program.sends),
-        taken(around, stage.mesh.ranks, "scatter", stage.index),
-    )
-
-
-def _statement(
-    graph: Graph, stage: Stage, statement: Statement, signatures: Mapping[str, Signature], cost: CostModel
-) -> tuple[float, float]:
-    """Return the seconds of a statement, once, forward and backward."""
-    if isinstance(statement, Compute):
-        return _compute(graph, stage, statement, signatures, cost)
-    if isinstance(statement, Convert):
-        return _convert(graph, stage, statement, cost)
-    return cost.overheads.statement * len(statement.targets), 0.0
-
-
-def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> float:
-    """Return the seconds in which a message arrives at a stage: the tensor, or its gradient where it was made."""
-    tensor, version = graph.tensors[message.tensor], message.target
-    if stage.index == message.source_stage:
-        version = message.source
-    size = prod(local_shape(version.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
-    return cost.collective("send", size, AxisPlace(2, len(stage.mesh.ranks)))
 
 
 def _once(graph: Graph, program: StageProgram, price: StagePrices, cost: CostModel) -> float:
@@ -243,51 +140,6 @@ def _moved(graph: Graph, program: StageProgram, cost: CostModel, phases: Collect
 
 def _rate(stage: Stage, move: RestMove, cost: CostModel) -> float:
     return sum(seconds_per_byte(cost, place_of(stage, axis), move.kind) for axis in move.axes)
-
-
-def _compute(
-    graph: Graph, stage: Stage, statement: Compute, signatures: Mapping[str, Signature], cost: CostModel
-) -> tuple[float, float]:
-    outputs = [None if v is None else graph.tensors[v.tensor] for v in statement.outputs]
-    inputs = [graph.tensors[v.tensor] for v in statement.inputs]
-    layouts = as_computed(statement.circulates, [v.layout for v in statement.inputs])
-    shapes_in = [local_shape(x, stage.sizes, t.shape) for x, t in zip(layouts, inputs, strict=True)]
-    shapes_out = [
-        None if v is None or t is None else local_shape(v.layout, stage.sizes, t.shape)
-        for v, t in zip(statement.outputs, outputs, strict=True)
-    ]
-    dtype = computes_in(t.dtype for t in (*inputs, *outputs) if t is not None)
-    signature = signatures[statement.operation.name]
-    forward, backward = cost.compute(signature, shapes_in, shapes_out, dtype)
-    forward += _rotated(graph, stage, statement, "forward", cost)
-    if not any(t is not None and t.needs_grad for t in outputs):
-        return forward, 0.0
-    return forward, backward + _rotated(graph, stage, statement, "backward", cost)
-
-
-def _rotated(graph: Graph, stage: Stage, statement: Compute, way: Direction, cost: CostModel) -> float:
-    """Return the seconds of the calls inside of an operator, none of which the runtime hides behind computing."""
-    operands, total = [graph.tensors[v.tensor] for v in statement.inputs], 0.0
-    for turn in rotations(statement.circulates, operands, stage.sizes, way):
-        shape = local_shape(statement.inputs[turn.slot].layout, stage.sizes, operands[turn.slot].shape)
-        place = place_of(stage, stage.names[turn.axis])
-        total += turn.times * cost.collective("send", prod(shape) * element_bytes(turn.dtype), place)
-    return total
-
-
-def _convert(graph: Graph, stage: Stage, statement: Convert, cost: CostModel) -> tuple[float, float]:
-    move, tensor = statement.move, graph.tensors[statement.source.tensor]
-    name = stage.names[move.axis]
-    if move.axis >= stage.first_in_time:
-        return 0.0, 0.0
-    size = prod(full_along(move.source, stage.sizes, tensor.shape, move.axis)) * element_bytes(tensor.dtype)
-
-    def seconds(kind: str | None) -> float:
-        return 0.0 if kind is None else cost.collective(cast(Collective, kind), size, place_of(stage, name))
-
-    started = cost.overheads.statement
-
-    return started + seconds(move.row.forward), seconds(move.row.backward) if tensor.needs_grad else 0.0
 
 
 # Replay a plan: its program is made as far as its communication, priced, and its schedule simulated.

@@ -126,7 +126,8 @@ def _lines(pieces: Pieces, device: int) -> Iterator[_Line]:
     updated = any(span.instruction.kind == "U" for span in row)
     for part in ("loss",) if updated else ("gradient", "loss"):
         summed = pieces.around(device, "gradient" if part == "gradient" else "loss")
-        stop = now + prediction.share * summed.seconds
+        hidden = prediction.hidden[device] if part == "gradient" else 0.0
+        stop = now + prediction.share * summed.seconds - hidden
         yield _Line(part, "", -1, (), now, stop, [summed])
         now = stop
     if end - now > 1e-9 * end:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -43,25 +44,33 @@ class WholeStep:
     again        how many of them run again in recomputation
     operators    seconds of its operators, measured one by one
     took         seconds of the step
+    outside      of these, what is outside of its passes
     """
 
     statements: int
     again: int
     operators: float
     took: float
+    outside: float = 0.0
+
+    @property
+    def passes(self) -> float:
+        """Seconds of its passes."""
+        return max(0.0, self.took - self.outside)
 
 
 def overheads_of(steps: Sequence[WholeStep], crowded: Mapping[int, float], ranks: int) -> Overheads:
     """Return the overheads that explain these steps.
 
     `crowded` has the seconds of the first step while so many ranks run it at once, up to `ranks`. Operators one by one
-    may be slower than in a step, when something else disturbed them: the crowding makes up for it.
+    may be slower than in a step, when something else disturbed them, or faster, since what they read lies in caches:
+    the crowding makes up for it.
     """
     plain = [s for s in steps if not s.again]
-    part = min(1.0, *(s.took / s.operators for s in plain))
-    statement, step = statement_and_step([(s.statements, s.took - part * s.operators) for s in plain])
+    step = min(s.outside for s in plain)
+    part, statement = part_and_statement([(s.operators, s.statements, s.passes) for s in plain])
     repeated = [
-        (s.took - part * s.operators - (s.statements + s.again) * statement - step) / s.again for s in steps if s.again
+        (s.passes - part * s.operators - (s.statements + s.again) * statement) / s.again for s in steps if s.again
     ]
     again = max(0.0, float(np.mean(repeated))) if repeated else 0.0
     counts = sorted(crowded)
@@ -71,20 +80,27 @@ def overheads_of(steps: Sequence[WholeStep], crowded: Mapping[int, float], ranks
     return Overheads(statement * last, again * last, step * last, tuple(part * v for v in times))
 
 
-def statement_and_step(runs: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return the seconds of a statement and of a step, neither negative.
+_APART = 1.2  # how many times more statements some steps have for a second of operators than others
 
-    `runs` are (statements, seconds beside operators) of steps. One number of statements does not tell the two apart:
-    all is the statements' then.
+
+def part_and_statement(runs: Sequence[tuple[float, int, float]]) -> tuple[float, float]:
+    """Return how many times longer operators take in a step than one by one, and the seconds of a statement.
+
+    `runs` are (seconds of operators one by one, statements, seconds of the passes) of steps. One step, or several with
+    about as many statements for a second of operators, do not tell the two apart: what passes take more is all the
+    statements' then.
     """
-    (few, less), (many, more) = min(runs), max(runs)
-    if few == many:
-        return max(0.0, less / few), 0.0
-    statement = (more - less) / (many - few)
-    step = less - few * statement
-    if statement < 0:
-        return 0.0, max(0.0, (less + more) / 2)
-    return (statement, step) if step >= 0 else (max(0.0, more / many), 0.0)
+    operators, statements, passes = (np.array(column, dtype=float) for column in zip(*runs, strict=True))
+    density = statements / operators
+    part = min(1.0, float((passes / operators).min()))
+    if density.max() > _APART * density.min():
+        found = np.linalg.lstsq(np.stack([operators / passes, statements / passes], 1), np.ones(len(runs)), rcond=None)
+        both = float(found[0][0]), float(found[0][1])
+        if both[0] > 0 and both[1] >= 0:
+            return both
+        if both[1] < 0:
+            return float(passes.sum() / operators.sum()), 0.0
+    return part, max(0.0, float(((passes - part * operators) / statements).min()))
 
 
 _LONGEST = 1.0  # seconds of a step, by the analytic model: in longer ones dispatch is lost, and they are not run
@@ -118,17 +134,26 @@ class OneRank:
 
 @dataclass(frozen=True)
 class Steps:
-    """Measured seconds: of steps of `programs` alone, and of the first of them in so many ranks at once."""
+    """Measured seconds: of steps of `programs` alone, outside of their passes, and of the first of them in so many
+    ranks at once."""
 
     programs: tuple[OneRank, ...] = ()
     alone: tuple[float, ...] = ()
+    outside: tuple[float, ...] = ()
     crowded: Mapping[int, float] = field(default_factory=dict)
 
 
 def time_steps(
-    traced: Traced, ranks: int, micro_batches: int, folder: Path, server: ForkServer | None, listener: Listener
+    traced: Traced,
+    ranks: int,
+    micro_batches: int,
+    folder: Path,
+    server: ForkServer | None,
+    listener: Listener,
+    within: float = inf,
 ) -> Steps:
-    """Measures on the CPU. Empty, with the reason said, where no step can be run."""
+    """Measures on the CPU. Empty, with the reason said, where no step can be run. `within`: seconds after which no
+    round of steps begins, but for the first."""
     start = time.perf_counter()
     programs = _programs(traced, micro_batches, folder, listener)
     if not programs:
@@ -137,16 +162,16 @@ def time_steps(
     job = JobSpecification(
         "nnscaler.runtime.jobs.time_contention:time_crowded",
         ranks,
-        {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS},
+        {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS, "within": within},
     )
     outcome = launch(job, timeout=_LIMIT, server=server)
     if not outcome.ok:
         listener.warning(f"steps were not measured: {outcome.describe()}")
         return Steps()
     results = outcome.results()
-    crowded = {count: fmean(row[1][i] for row in results[:count]) for i, count in enumerate(counts)}
+    crowded = {count: fmean(row[2][i] for row in results[:count]) for i, count in enumerate(counts)}
     listener.progress(f"steps        {time.perf_counter() - start:5.1f} s  up to {ranks} at once")
-    return Steps(tuple(programs), tuple(results[0][0]), crowded)
+    return Steps(tuple(programs), tuple(results[0][0]), tuple(results[0][1]), crowded)
 
 
 def with_overheads(profile: Profile, steps: Steps, ranks: int) -> Profile:
@@ -157,7 +182,8 @@ def with_overheads(profile: Profile, steps: Steps, ranks: int) -> Profile:
         return crowded(profile, Overheads(crowding=fair))
     cost = TableCost(profile)
     whole = [
-        WholeStep(*p.counts(), p.predicted(cost), took) for p, took in zip(steps.programs, steps.alone, strict=True)
+        WholeStep(*p.counts(), p.predicted(cost), took, outside)
+        for p, took, outside in zip(steps.programs, steps.alone, steps.outside, strict=True)
     ]
     return crowded(profile, overheads_of(whole, steps.crowded, ranks))
 

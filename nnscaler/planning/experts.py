@@ -45,10 +45,10 @@ def find_experts(graph: Graph, signatures: Mapping[str, Signature]) -> tuple[Exp
     """Return the operations with experts' weights, in graph order; none for a model without experts.
 
     Experts are weights of three dims or more, stacked along one of which the model chooses: one that is as long as a
-    dim of something trained out of which integers are made (the best of a router's scores), and for each of whose
-    places a product takes another matrix. Names say nothing here.
+    dim along which integers are made of something trained (the best of a router's scores), and for each of whose places
+    a product takes another matrix. Names say nothing here.
     """
-    stacks, sizes = _stacked(graph), _chosen_from(graph)
+    stacks, sizes = _stacked(graph), _chosen_from(graph, signatures)
     seeds = {op.name: _seeds(op, signatures[op.name], stacks, sizes) for op in graph.operations}
     reached = _reached(graph, signatures, 1, [(name, i) for name, found in seeds.items() for i in found])
     found: list[ExpertOperation] = []
@@ -86,14 +86,31 @@ def _stacked(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
-def _chosen_from(graph: Graph) -> frozenset[int]:
-    """Return the lengths of all dims of trained values out of which integers are made."""
+def _chosen_from(graph: Graph, signatures: Mapping[str, Signature]) -> frozenset[int]:
+    """Return the lengths of the dims along which integers are made out of values that something trained has made.
+
+    Such a dim is one that the operation cannot split. The values need no gradient themselves: scores may get a bias for
+    the choice alone, or be detached before it.
+    """
+    trained = {t.name for t in graph.with_role("parameter") if t.needs_grad}
     found: set[int] = set()
     for op in graph.operations:
-        made = (graph.tensors[n] for n in op.outputs if n is not None)
-        if any(t.dtype in ("int64", "int32") for t in made):
-            found.update(size for n in op.inputs if graph.tensors[n].needs_grad for size in graph.tensors[n].shape)
+        made = [n for n in op.outputs if n is not None]
+        read = trained.intersection(op.inputs)
+        if read:
+            trained.update(made)
+        if read and any(graph.tensors[n].dtype in ("int64", "int32") for n in made):
+            found.update(_whole(op, signatures[op.name], read))
     return frozenset(found)
+
+
+def _whole(op: Operation, signature: Signature, names: Collection[str]) -> list[int]:
+    """Return the lengths of the dims of these inputs that no choice splits."""
+    if signature.bound is None:
+        return []
+    free = set(signature.identifiers)
+    operands = [o for name, o in zip(op.inputs, signature.bound.inputs, strict=True) if o is not None and name in names]
+    return [dim.size for o in operands for dim in o.dims if free.isdisjoint(f.identifier for f in dim.factors)]
 
 
 def _seeds(op: Operation, signature: Signature, stacks: Collection[str], sizes: Collection[int]) -> list[str]:

@@ -179,6 +179,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
+        """How many ranks the plan is for, over all pipeline devices."""
         return sum(prod(size for _, size in axes) for axes in self.device_axes)
 
     def for_ranks(self, ranks: int) -> Plan:
@@ -195,6 +196,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
+        """How many stages the pipeline has: 1 without one."""
         return len(self.stage_devices) or self.devices * self.chunks
 
     @property

@@ -51,17 +51,25 @@ class BoundDim:
 
     @property
     def size(self) -> int:
+        """Elements along the dim."""
         sizes = [f.size for f in self.factors]
         return sum(sizes) if self.concat else prod(sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundOperand:
+    """An operand with sizes.
+
+    dims       outermost first; (): a scalar
+    additive   whether it is added once to sums whose parts lie on several ranks: `+n`
+    """
+
     dims: tuple[BoundDim, ...]
     additive: bool = False
 
     @property
     def shape(self) -> Shape:
+        """Sizes of the dims, as torch has them."""
         return tuple(d.size for d in self.dims)
 
     def identifiers(self) -> tuple[str, ...]:

@@ -105,6 +105,8 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
+    """A parsed annotation: `inputs -> outputs`, each operand a tensor's dims, or `?` for what is never split."""
+
     inputs: tuple[Operand | Opaque, ...]
     outputs: tuple[Operand | Opaque, ...]
 

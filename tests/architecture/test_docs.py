@@ -1,13 +1,14 @@
-"""Documents say what is true: their examples run, their links lead somewhere, their paths exist."""
+"""Documents say what is true: their links lead somewhere, their paths exist. (Their examples run: tests/pages/.)"""
 
 from __future__ import annotations
 
-import doctest
+import os.path
 import re
 from pathlib import Path
 
 import pytest
 
+from ci.site.pages import make_pages
 from verify.results.catalogue import CODES
 
 LINK = re.compile(r"\[[^\]]+\]\((?!https?:)([^)#]+)")
@@ -19,21 +20,13 @@ def documents(files: list[Path]) -> list[Path]:
     return [path for path in files if path.suffix == ".md"]
 
 
-def test_examples_in_documents_run(documents: list[Path]) -> None:
-    tried = 0
-    for document in documents:
-        result = doctest.testfile(str(document), module_relative=False, encoding="utf-8")
-        assert result.failed == 0, document
-        tried += result.attempted
-    assert tried > 20
-
-
-def test_links_lead_somewhere(documents: list[Path]) -> None:
+def test_links_lead_somewhere(documents: list[Path], repository: Path) -> None:
+    generated = {os.path.normpath(repository / "docs" / path) for path in make_pages()}
     broken = [
         f"{document.name}: {target}"
         for document in documents
         for target in LINK.findall(document.read_text(encoding="utf-8"))
-        if not (document.parent / target).exists()
+        if not (document.parent / target).exists() and os.path.normpath(document.parent / target) not in generated
     ]
     assert not broken
 

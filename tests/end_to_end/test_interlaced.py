@@ -18,7 +18,7 @@ from tests.traced_examples import EXAMPLES, loaded, traced
 from verify import verify_plan
 
 # `tests/verify/static/test_interlaced.py` proves such programs
-SHORT = [(*row, 4, "simulator", "run") for row in (("t5_hf", "pp=4"), ("gpt", "dp=2,pp=2,zero=3"))]
+SHORT = [("t5_hf", "pp=4", 4, "simulator", "run")]
 LONG = [
     ("gpt", "dp=2,pp=2,zero=3", 4, "simulator"),
     *(("gpt", plan, 4, "gloo") for plan in ("pp=4", "tp=2,pp=2", "dp=2,pp=2,zero=1", "dp=2,pp=2,zero=2")),

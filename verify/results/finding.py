@@ -10,7 +10,8 @@ from op_registry.spec import SourceLocation
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """
+    """What was found, where, and what helps to mend it.
+
     code             stable, snake_case, listed in `verify.results.catalogue`
     message          one sentence that names the tensor, collective or identifier
     where            the place in the user's source, None where there is none

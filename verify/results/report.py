@@ -90,6 +90,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
+        """Of a command that shows this report: that of its verdict."""
         return self.verdict.exit_code
 
     @property

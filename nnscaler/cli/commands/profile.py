@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.planning.cost.table import Calibration, Profile
 
+_WRITING = 3.0  # seconds for what comes after measuring
 EPILOG = """examples:
   nnscaler profile gpt.py --ranks 4 --out profile.json      every shard that a plan over 4 ranks may run
   nnscaler profile gpt.py --ranks 4 --micro-batches 4       of pipelines too
@@ -41,6 +43,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         help="measure shards of a batch that is cut into M, or a divisor of it, as well (default: 1)",
     )
     parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=60,
+        metavar="S",
+        help="how long the command may take; with less, what is measured is repeated less often (default: 60)",
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("profile.json"), metavar="FILE", help="where to write (default: profile.json)"
     )
     parser.add_argument("--loss-fn", metavar="FILE.py::FN", help="for a model that returns no loss")
@@ -55,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.files import check_temporary
     from nnscaler.model_file import check_targets, load_model_file, traced
 
+    end = time.monotonic() + options.seconds
     console: Console = options.console
     check_temporary()
     check_targets(options.model, options.loss_fn)
@@ -66,14 +76,16 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nnscaler_profile_")))
+        found = traced(model, console.progress, options.specialise)
         profile = measure_model(
-            traced(model, console.progress, options.specialise),
+            found,
             options.ranks,
             options.micro_batches,
             server,
             folder,
             console,
             10 if console.verbosity >= 2 else 100,
+            end - time.monotonic() - _WRITING,
         )
     profile.save(options.out)
     for name, reason in profile.skipped:

@@ -33,12 +33,18 @@ class AnalyticCost:
     def overheads(self) -> Overheads:
         return Overheads()
 
+    def among(self, ranks: int) -> AnalyticCost:
+        return self
+
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
         forward, backward = shard_work(signature, shapes_in, shapes_out, dtype)
         return self._seconds(forward, dtype), self._seconds(backward, dtype)
 
     def collective(self, kind: Collective, size: float, ranks: AxisPlace) -> float:
         return collectives.seconds(self.cluster, kind, size, ranks)
+
+    def copied(self, size: float) -> float:
+        return 2 * size / (EFFICIENCY * self.cluster.device.bandwidth)
 
     def _seconds(self, work: Work, dtype: str) -> float:
         if work.nothing:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nnscaler.planning.cluster.description import Cluster, Device, Level
 from nnscaler.planning.cost.analytic import EFFICIENCY
-from nnscaler.planning.cost.collectives import from_others, seconds
+from nnscaler.planning.cost.collectives import busiest, from_others, seconds
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.cost.table import Calibration, CollectiveEntry, CostEntry
 from nnscaler.planning.cost.work import Work
@@ -44,7 +44,7 @@ def fit_device(device: Device, measured: Sequence[tuple[Work, float, str]]) -> D
 def fit_level(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Level:
     """Return the innermost level with the latency and bandwidth that fit the measured collectives best, by relative
     error."""
-    level = cluster.levels[0]
+    level, measured = cluster.levels[0], busiest(measured)
     if not measured:
         return level
     # seconds() is launch + latency * steps + size * share / bandwidth, apart from the choice of a tree: linear in both
@@ -78,7 +78,9 @@ def operators_error(entries: Sequence[CostEntry]) -> Calibration:
 
 
 def collectives_error(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Calibration:
-    """Return the same for collectives; `calibrated` is of those whose time follows from smaller and larger sizes."""
+    """Return the same for collectives while all ranks communicate; `calibrated` is of those whose time follows from
+    smaller and larger sizes."""
+    measured = busiest(measured)
     plain = [seconds(cluster, e.kind, e.size, AxisPlace(e.ranks)) for e in measured]
     return _calibration(zip((e.seconds for e in measured), plain, strict=True), from_others(measured))
 

@@ -14,10 +14,11 @@ all_gather inside; the other kinds likewise. Each call takes the time of a launc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, log2
+from types import MappingProxyType
 
 import numpy as np
 
@@ -114,9 +115,19 @@ def bucket_limit(gradients: Iterable[int]) -> int:
     return min(BUCKET_BYTES, max(LEAST_BYTES, sum(gradients) // BUCKETS))
 
 
+# How often a bucket is copied between its flat memory and the tensors of parameters: a gradient into its place; a
+# gathered part into the whole, and the whole into the leaf.
+COPIES: Mapping[Collective, int] = MappingProxyType({"all_reduce": 1, "reduce_scatter": 1, "all_gather": 2})
+
+
+def bucket_seconds(cost: CostModel, kind: Collective, size: float, ranks: AxisPlace) -> float:
+    """Return the seconds of one bucket of so many bytes, whole along the axis, and of filling and emptying it."""
+    return cost.collective(kind, size, ranks) + cost.copied(COPIES[kind] * size)
+
+
 def seconds_per_byte(cost: CostModel, ranks: AxisPlace, kind: Collective = "all_reduce") -> float:
     """Return the seconds per byte of gradients that are added up over an axis, in full buckets."""
-    return cost.collective(kind, BUCKET_BYTES, ranks) / BUCKET_BYTES
+    return bucket_seconds(cost, kind, BUCKET_BYTES, ranks) / BUCKET_BYTES
 
 
 # Seconds of collectives by size, through measured points: algorithms change with the size, so that no line fits.
@@ -159,10 +170,22 @@ def fit_curve(measured: Iterable[CollectiveEntry]) -> Curve:
     return Curve(tuple(float(e.size) for e in entries), tuple(times))
 
 
-def fit_curves(measured: Sequence[CollectiveEntry]) -> dict[tuple[Collective, int], Curve]:
-    """Return a curve for each kind and number of ranks."""
-    keys = dict.fromkeys((e.kind, e.ranks) for e in measured)
-    return {key: fit_curve(e for e in measured if (e.kind, e.ranks) == key) for key in keys}
+def fit_curves(measured: Sequence[CollectiveEntry]) -> dict[tuple[Collective, int, int], Curve]:
+    """Return a curve for each kind, number of ranks, and number of those that call at once."""
+    found: dict[tuple[Collective, int, int], list[CollectiveEntry]] = {}
+    for entry in measured:
+        found.setdefault(_curve_of(entry), []).append(entry)
+    return {key: fit_curve(entries) for key, entries in found.items()}
+
+
+def busiest(measured: Sequence[CollectiveEntry]) -> list[CollectiveEntry]:
+    """Return the entries that hold while all ranks communicate."""
+    most = max((e.at_once for e in measured), default=0)
+    return [e for e in measured if e.at_once == most]
+
+
+def _curve_of(entry: CollectiveEntry) -> tuple[Collective, int, int]:
+    return entry.kind, entry.ranks, entry.at_once
 
 
 def from_others(measured: Sequence[CollectiveEntry]) -> list[tuple[float, float]]:
@@ -170,7 +193,7 @@ def from_others(measured: Sequence[CollectiveEntry]) -> list[tuple[float, float]
     kind."""
     found = []
     for entry in measured:
-        others = [e for e in measured if (e.kind, e.ranks) == (entry.kind, entry.ranks) and e is not entry]
+        others = [e for e in measured if _curve_of(e) == _curve_of(entry) and e is not entry]
         if any(e.size < entry.size for e in others) and any(e.size > entry.size for e in others):
             found.append((entry.seconds, fit_curve(others).seconds(entry.size)))
     return found

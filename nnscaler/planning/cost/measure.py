@@ -18,15 +18,17 @@ from nnscaler.planning.cost.shards import ShardCall, shard_calls
 from nnscaler.planning.cost.table import CollectiveEntry, CostEntry, Profile
 from nnscaler.planning.cost.work import Work, shard_work
 
-SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes of the tensors that collectives are timed on
+SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the tensors that collectives are timed on
 Timer = Callable[[ShardCall], tuple[float, float] | str]  # forward and backward, or why it could not be run
-CollectiveCall = tuple[Collective, int, int]  # kind, ranks of a group, bytes
+CollectiveCall = tuple[Collective, int, int, int]  # kind, ranks of a group, bytes, ranks that call at once
 
 
 def collective_calls(ranks: int) -> tuple[CollectiveCall, ...]:
-    """Return the calls to time between `ranks` processes: every kind, in groups of each size that divides them."""
-    groups = [n for n in range(2, ranks + 1) if ranks % n == 0]
-    return tuple((kind, group, size) for group in groups for kind in KINDS for size in SIZES)
+    """Return the calls to time between `ranks` processes: every kind, in groups of each size that divides them, and
+    among each number of ranks that a plan over some of them has."""
+    counts = [n for n in range(2, ranks + 1) if ranks % n == 0]
+    pairs = [(group, count) for count in counts for group in counts if count % group == 0]
+    return tuple((kind, group, size, count) for group, count in pairs for kind in KINDS for size in SIZES)
 
 
 def measure(

@@ -35,18 +35,27 @@ class Overheads:
     step        once on every rank
     crowding    how many times longer operators take with 1, 2, ... ranks computing at once than one by one; the last is
                 that of all ranks, which all other figures include. Empty: each rank computes on a device of its own
+    hidden      the share of a collective that takes no time of a rank which begins it, computes, and waits for it
+                later, while 1, 2, ... ranks do so. Empty: none of it, which is an upper estimate
     """
 
     statement: float = 0.0
     again: float = 0.0
     step: float = 0.0
     crowding: tuple[float, ...] = ()
+    hidden: tuple[float, ...] = ()
 
     def relief(self, ranks: int) -> float:
         """Return the share of its time that a pass takes while only `ranks` ranks compute."""
         if not self.crowding:
             return 1.0
         return self.crowding[max(1, min(ranks, len(self.crowding))) - 1] / self.crowding[-1]
+
+    def exposed(self, begun: float, first: float, computed: float) -> float:
+        """Return the seconds that collectives add to those of computing, where all but the `first` seconds of them may
+        be under way meanwhile."""
+        share = self.hidden[-1] if self.hidden else 0.0
+        return begun - min(share * max(0.0, begun - first), computed)
 
 
 class CostModel(Protocol):
@@ -59,6 +68,9 @@ class CostModel(Protocol):
     @property
     def overheads(self) -> Overheads:
         """Costs of a step beside its operators and collectives."""
+
+    def among(self, ranks: int) -> CostModel:
+        """Return the costs of a program that runs on so many ranks, while all of them compute."""
 
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
         """Return the seconds of one shard of an operation, forward and backward.
@@ -73,3 +85,6 @@ class CostModel(Protocol):
         `size`: bytes of the tensor whole along the axis, as in `nnscaler.ir.conversion.volume`; of the message, for
         `send` to the next rank of the axis.
         """
+
+    def copied(self, size: float) -> float:
+        """Return the seconds in which a rank copies so many bytes within its memory, beside what it computes."""

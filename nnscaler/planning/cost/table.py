@@ -16,7 +16,7 @@ from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.model import KINDS, Collective, Overheads, Shape
 from nnscaler.planning.cost.shards import Key
 
-VERSION = 2
+VERSION = 3
 _HELP = "`nnscaler profile MODEL.py --out FILE` writes a profile"
 
 
@@ -58,12 +58,14 @@ class CollectiveEntry:
     ranks     of the group, on one host
     size      bytes of the tensor, whole along the group
     seconds   of one call
+    at_once   ranks that call meanwhile, in groups of so many; 0: those of one group
     """
 
     kind: Collective
     ranks: int
     size: int
     seconds: float
+    at_once: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,8 @@ def _profile(values: Mapping[str, Any]) -> Profile:
 
 def _overheads(values: Mapping[str, Any]) -> Overheads:
     statement, again, step = (float(values[name]) for name in ("statement", "again", "step"))
-    return Overheads(statement, again, step, tuple(map(float, values["crowding"])))
+    crowding, hidden = (tuple(map(float, values[name])) for name in ("crowding", "hidden"))
+    return Overheads(statement, again, step, crowding, hidden)
 
 
 def _entry(values: Mapping[str, Any]) -> CostEntry:

@@ -44,33 +44,49 @@ class TableCost:
 
     profile   the measurements
     cluster   where the plan runs; None: the profile's machine
+    ranks     that run at once and share the profile's machine; None: as many as were measured at once
     """
 
     profile: Profile
     cluster: Cluster | None = None
+    ranks: int | None = None
     _asked: dict[Key, bool] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def identity(self) -> str:
-        text = f"{self.profile.identity} {self._links.identity}"
+        among = "" if self._share == 1.0 else f" {self.ranks}"
+        text = f"{self.profile.identity} {self._links.identity}{among}"
         return f"table:{sha256(text.encode()).hexdigest()[:16]}"
 
     @property
     def overheads(self) -> Overheads:
-        return self.profile.overheads if self._is_measured_host else replace(self.profile.overheads, crowding=())
+        found, share = self.profile.overheads, self._share
+        if not self._is_measured_host:
+            return replace(found, crowding=(), hidden=())
+        return replace(
+            found,
+            statement=found.statement * share,
+            again=found.again * share,
+            step=found.step * share,
+            crowding=found.crowding[: self.ranks],
+            hidden=found.hidden[: self.ranks],
+        )
+
+    def among(self, ranks: int) -> TableCost:
+        return replace(self, ranks=ranks)
 
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
-        started = self.profile.overheads.statement
+        started, share = self.overheads.statement, self._share
         if facts_of(signature.call.operator).view:
             return started, 0.0
         key = key_of(signature, tuple(shapes_in), tuple(shapes_out), dtype)
         entry = self._entries.get(key)
         self._asked[key] = entry is not None
         if entry is not None:
-            return started + entry.forward, entry.backward
+            return started + share * entry.forward, share * entry.backward
         forward, backward = self._operators.compute(signature, shapes_in, shapes_out, dtype)
         factors = self._factors.get(signature.call.operator, self._usual)
-        return started + forward * factors[0], backward * factors[1]
+        return started + share * forward * factors[0], share * backward * factors[1]
 
     def collective(self, kind: Collective, size: float, ranks: AxisPlace) -> float:
         predicted = self._links.collective(kind, size, ranks)
@@ -79,6 +95,9 @@ class TableCost:
             return predicted
         curve = self._curves.get((kind, ranks.size))
         return predicted if curve is None else curve.seconds(size)
+
+    def copied(self, size: float) -> float:
+        return self._share * self._operators.copied(size)
 
     def coverage(self) -> Coverage:
         """Return how many of the shards that were asked for so far the table has."""
@@ -103,7 +122,19 @@ class TableCost:
 
     @cached_property
     def _curves(self) -> dict[tuple[Collective, int], Curve]:
-        return fit_curves(self.profile.collectives)
+        """By kind and ranks of a group: while so many ranks communicate as there are, or the next larger measured
+        number."""
+        curves = fit_curves(self.profile.collectives)
+        enough = [at_once for _, _, at_once in curves if self.ranks is not None and at_once >= self.ranks]
+        among = min(enough, default=max((at_once for _, _, at_once in curves), default=0))
+        return {(kind, group): curve for (kind, group, at_once), curve in curves.items() if at_once == among}
+
+    @cached_property
+    def _share(self) -> float:
+        """The share of measured times that operators take, where fewer ranks run than were measured at once."""
+        if self.ranks is None or not self._is_measured_host:
+            return 1.0
+        return self.profile.overheads.relief(self.ranks)
 
     @cached_property
     def _factors(self) -> Factors:

@@ -193,7 +193,8 @@ def find_plan(
     Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted; it names the
     constraint that cannot hold.
     """
-    priced, kept, optimizer = cost or AnalyticCost(cluster), constraint or FREE, bytes_of_optimizer(optimizer_bytes)
+    priced = (cost or AnalyticCost(cluster)).among(cluster.devices)
+    kept, optimizer = constraint or FREE, bytes_of_optimizer(optimizer_bytes)
     with _without_collector():
         every: list[Found] = []
         refused: list[NnscalerError] = []

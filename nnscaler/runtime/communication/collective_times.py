@@ -4,37 +4,148 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 
 import torch
 
-from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.communicator import Communicator, Pending
 
 REPEATS = 6
 TOGETHER = 3  # calls between two barriers, which ranks leave at different times
+LEAST = 1e-6  # seconds of a call that is lost in the noise
+BETWEEN = 4e-3  # seconds of computing before each call, while all ranks compute
+_HIDDEN = (1 << 17, 1 << 20)  # bytes of the tensors that are under way while ranks compute
 
 
-def time_collectives(communicator: Communicator, calls: Sequence[tuple[str, int, int]]) -> list[float]:
-    """Time each call (kind, ranks of a group, bytes) on this rank, in seconds.
+def time_collectives(
+    communicator: Communicator, calls: Sequence[tuple[str, int, int, int]], seconds: float = inf
+) -> tuple[list[float], dict[int, float]]:
+    """Time each call (kind, ranks of a group, bytes, ranks that call at once) on this rank, in seconds; and, for each
+    number of ranks that call at once, the share of a sum of all of them which computing hides, see `hidden_share`.
 
-    A time is the lower quartile of some, since whatever else the machine does only adds to them. Groups of consecutive
-    ranks call at the same time. Bytes are those of the tensor whole along the group; of the message, for `send`. All
-    sizes are rounded up to elements of float32.
+    A call is timed as a step sees it, between products of matrices: what a rank that computes and calls in turn takes
+    more than one that only computes. Where ranks share cores, one that waits for a message lets another compute, and
+    has to wait for a core when the message is there. All calls take turns, in rounds: what disturbs the machine for a
+    while disturbs all alike. A time is the lower quartile of its turns, since whatever else the machine does only adds
+    to them. Groups of consecutive ranks call at the same time. Bytes are those of the tensor whole along the group; of
+    the message, for `send`. All sizes are rounded up to elements of float32. `seconds`: after which no round begins,
+    but for the first that counts.
     """
-    everyone = tuple(range(communicator.world_size))
-    taken: list[float] = []
-    for number, (kind, size, count) in enumerate(calls):
+    everyone, products = tuple(range(communicator.world_size)), Products(communicator)
+    turns: list[tuple[int, Callable[[], object]]] = []
+    for number, (kind, size, count, at_once) in enumerate(calls):
         first = communicator.rank // size * size
         group = tuple(range(first, first + size))
-        function = _call(communicator, kind, group, -(-count // 4), number)
-        repeats: list[float] = []
-        for _ in range(REPEATS + 1):
+        takes_part = communicator.rank < at_once
+        turns.append((at_once, _call(communicator, kind, group, -(-count // 4), number) if takes_part else _nothing))
+    counts = sorted({at_once for at_once, _ in turns})
+    turns += [(count, _nothing) for count in counts]
+    taken: list[list[float]] = [[] for _ in turns]
+    begin = time.perf_counter()
+    for number in range(REPEATS + 1):
+        for (at_once, function), times in zip(turns, taken, strict=True):
             communicator.barrier(everyone)
             start = time.perf_counter()
-            for _ in range(TOGETHER):
+            for _ in range(TOGETHER if communicator.rank < at_once else 0):
+                products.run()
                 function()
-            repeats.append((time.perf_counter() - start) / TOGETHER)
-        taken.append(sorted(repeats[1:])[REPEATS // 4])
-    return taken
+            times.append((time.perf_counter() - start) / TOGETHER)
+        if number and later_than(communicator, begin + seconds):
+            break
+    usual = [lower_quartile(times[1:]) for times in taken]
+    computing = dict(zip(counts, usual[len(calls) :], strict=True))
+    hidden = {count: hidden_share(communicator, count, products) for count in counts}
+    pairs = zip(turns[: len(calls)], usual, strict=False)
+    return [max(LEAST, seconds - computing[at_once]) for (at_once, _), seconds in pairs], hidden
+
+
+class Products:
+    """Products of matrices, as many as take about `BETWEEN` seconds while all ranks compute."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        everyone = tuple(range(communicator.world_size))
+        self._matrix, self.count = torch.full((128, 128), 1e-3), 20
+        self.run()
+        communicator.barrier(everyone)
+        start = time.perf_counter()
+        self.run()
+        took = torch.tensor([time.perf_counter() - start])
+        slowest = float(communicator.all_reduce(took, everyone, "max").item())
+        self.count = max(1, round(self.count * BETWEEN / slowest))
+
+    def run(self) -> None:
+        for _ in range(self.count):
+            torch.mm(self._matrix, self._matrix)
+
+
+def hidden_share(communicator: Communicator, count: int, products: Products) -> float:
+    """Return the share of a collective over the first `count` ranks that takes none of their time where they begin it,
+    compute, and wait for it afterwards, as they do with the buckets of gradients and with parameters in shards.
+
+    Products alone, a call after products, and a call under them are timed in turn: what is hidden is what the last
+    takes less than the one before. 0 on other ranks.
+    """
+    everyone, group = tuple(range(communicator.world_size)), tuple(range(count))
+    if communicator.rank >= count:
+        begins: list[Callable[[], Pending]] = [_no_call] * len(_begun(communicator, everyone))
+    else:
+        begins = _begun(communicator, group)
+    after = under = 0.0
+    for begin in begins:
+        found: list[list[float]] = [[], [], []]
+        for _ in range(REPEATS + 1):
+            for way, times in enumerate(found):
+                communicator.barrier(everyone)
+                if communicator.rank < count:
+                    times.append(_timed(begin, products, way))
+        if communicator.rank < count:
+            nothing, one, other = (lower_quartile(times[1:]) for times in found)
+            after, under = after + one - nothing, under + other - nothing
+    return min(1.0, max(0.0, 1 - under / after)) if after > 0 else 0.0
+
+
+def _timed(begin: Callable[[], Pending], products: Products, way: int) -> float:
+    """Return the seconds of products alone (0), with a call after them (1), or under them (2)."""
+    start = time.perf_counter()
+    pending = begin() if way == 2 else None
+    products.run()
+    products.run()
+    if way == 1:
+        pending = begin()
+    if pending is not None:
+        pending.wait()
+    return time.perf_counter() - start
+
+
+def _begun(communicator: Communicator, group: tuple[int, ...]) -> list[Callable[[], Pending]]:
+    """Return what begins each kind of call that is waited for later, on tensors of both sizes."""
+    found: list[Callable[[], Pending]] = []
+    for size in _HIDDEN:
+        whole, part = torch.ones(size // 4), torch.ones(size // 4 // len(group))
+        parts = [torch.empty_like(part) for _ in group]
+        found.append(partial(communicator.start_all_reduce, whole, group))
+        found.append(partial(communicator.start_all_gather, part, parts, group))
+        found.append(partial(communicator.start_reduce_scatter, [torch.ones_like(part) for _ in group], part, group))
+    return found
+
+
+def _no_call() -> Pending:
+    raise AssertionError("a rank that takes no part begins nothing")
+
+
+def lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]
+
+
+def later_than(communicator: Communicator, when: float) -> bool:
+    """Return on all ranks alike whether a moment of the clock has passed on one of them."""
+    passed = torch.tensor([float(time.perf_counter() > when)])
+    return bool(communicator.all_reduce(passed, tuple(range(communicator.world_size)), "max").item())
+
+
+def _nothing() -> None:
+    """Take no part in a call."""
 
 
 def _call(

@@ -139,6 +139,7 @@ class Communicator(Protocol):
     ) -> Pending: ...
     def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending: ...
     def start_recv(self, into: Tensor, source: int, key: Key) -> Pending: ...
+    def together(self) -> AbstractContextManager[None]: ...
     def finish(self) -> None: ...
     def at(self, place: str | None) -> AbstractContextManager[None]: ...
 
@@ -301,6 +302,12 @@ class CommunicatorBase:
         """Begin to receive a message into a contiguous tensor."""
         made = CommunicationCall("recv", (source, self.rank), _shapes([into]), into.dtype, key=key)
         return self._start(self._record(made), [], [into])
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is begun inside may leave at the end, in messages that it shares. Every rank of a group begins the same
+        of it inside, and waits for nothing of it there."""
+        yield
 
     def _start(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Pending:
         if call.kind != "recv" and len(call.ranks) == 1:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator, add_in_order, reduce_in_order
-from nnscaler.runtime.communication.lanes import Lane
+from nnscaler.runtime.communication.exchanges import Exchange, gathering, post, summing
+from nnscaler.runtime.communication.lanes import Lane, Work
 
 _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one round of messages instead of two
 
@@ -42,6 +44,7 @@ class GlooCommunicator(TorchCommunicator):
         self._own: dict[tuple[Key, str], deque[Tensor]] = {}  # messages of this rank to itself
         self._lanes: dict[tuple[int, ...], Lane] = {}  # by group, of what is begun
         self._scratch: dict[tuple[int, ...], Tensor] = {}  # by lane, for what arrives and is added up
+        self._gathered: list[Exchange] | None = None  # what is begun together
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -52,7 +55,7 @@ class GlooCommunicator(TorchCommunicator):
             self._own.setdefault((call.key, _agreement(call)), deque()).append(content)
             return
         with self._inside(call):
-            work = self._start_send(content, destination, self._tag(call))
+            work = self._start_send(content, destination, self._tag(_agreement(call), call.ranks))
         if work is not None:
             # gloo reads the memory later, when the receiver asks for it: it is kept until then
             self._sent.setdefault((destination, call.key), deque()).append((call, work, content))
@@ -67,7 +70,7 @@ class GlooCommunicator(TorchCommunicator):
             return waiting.popleft().to(self.device)
         content = torch.empty(call.shapes[0], dtype=call.dtype)
         with self._inside(call):
-            work = self._start_recv(content, source, self._tag(call))
+            work = self._start_recv(content, source, self._tag(_agreement(call), call.ranks))
             if work is not None:
                 work.wait()
         self._settle(source, _forward_of(call.key))
@@ -101,18 +104,55 @@ class GlooCommunicator(TorchCommunicator):
             return self._begin_recv(call, into[0])
         if any(tensor.device.type != "cpu" for tensor in (*given, *into)):
             return super()._begin(call, given, into)
-        self._tag(call)  # while other lanes do not look for names
-        group = tuple(sorted(call.ranks))
-        if group not in self._lanes:
-            self._lanes[group] = Lane(f"collectives of ranks {group}")
-        make = {"all_reduce": self._sum_in_place, "all_gather": self._gather_into, "reduce_scatter": self._sum_into}
-        work = self._lanes[group].run(lambda: make[call.kind](call, given, into))
+        if call.kind == "all_reduce":  # of two rounds: the second one begins while the rank computes
+            begun: Work | Exchange = self._lane(call).run(lambda: self._sum_in_place(call, into[0]))
+        else:
+            gathers = call.kind == "all_gather"
+            begun = gathering(call, given[0], into, self.rank) if gathers else summing(call, given, into[0], self.rank)
+            if self._gathered is None:
+                self._post([begun])
+            else:
+                self._gathered.append(begun)
 
         def wait() -> None:
             with self._inside(call):
-                work.wait()
+                begun.wait()
 
         return wait
+
+    def _lane(self, call: CommunicationCall) -> Lane:
+        self._tag(_agreement(call), call.ranks)  # while other lanes do not look for names
+        group = tuple(sorted(call.ranks))
+        if group not in self._lanes:
+            self._lanes[group] = Lane(f"collectives of ranks {group}")
+        return self._lanes[group]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        if self._gathered is not None:
+            yield
+            return
+        gathered = self._gathered = []
+        try:
+            yield
+        finally:
+            self._gathered = None
+        if gathered:
+            self._post(gathered)
+
+    def _post(self, exchanges: Sequence[Exchange]) -> None:
+        """Send and receive what rounds are made of."""
+
+        def tag(rank: int, agreement: str) -> int:
+            return self._tag(agreement, (self.rank, rank))
+
+        with self._inside(exchanges[0].call):
+            post(
+                exchanges,
+                _agreement,
+                lambda memory, rank, agreement: self._start_send(memory, rank, tag(rank, agreement)),
+                lambda memory, rank, agreement: self._start_recv(memory, rank, tag(rank, agreement)),
+            )
 
     def _begin_recv(self, call: CommunicationCall, into: Tensor) -> Callable[[], None]:
         source = call.ranks[0]
@@ -120,7 +160,7 @@ class GlooCommunicator(TorchCommunicator):
             return super()._begin(call, [], [into])
         content = into if into.device.type == "cpu" else torch.empty(into.shape, dtype=into.dtype)
         with self._inside(call):
-            work = self._start_recv(content, source, self._tag(call))
+            work = self._start_recv(content, source, self._tag(_agreement(call), call.ranks))
 
         def wait() -> None:
             with self._inside(call):
@@ -133,9 +173,9 @@ class GlooCommunicator(TorchCommunicator):
 
         return wait
 
-    def _sum_in_place(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> None:
+    def _sum_in_place(self, call: CommunicationCall, own: Tensor) -> None:
         """Sum as `_all_reduce` does, to the same bits; each rank adds up a part of what is large."""
-        (own,), count = into, len(call.ranks)
+        count = len(call.ranks)
         if own.numel() * own.element_size() <= _SMALL or own.numel() < count:
             parts = self._others(own, call)
             self._exchange(dict.fromkeys(call.ranks, own), dict(zip(call.ranks, parts, strict=True)), call)
@@ -148,14 +188,6 @@ class GlooCommunicator(TorchCommunicator):
         add_in_order(parts, mine)
         self._exchange(dict.fromkeys(call.ranks, mine), pieces, call)
 
-    def _sum_into(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> None:
-        (result,) = into
-        parts = self._others(given[call.ranks.index(self.rank)], call)
-        self._exchange(dict(zip(call.ranks, given, strict=True)), dict(zip(call.ranks, parts, strict=True)), call)
-        torch.add(parts[0], parts[1], out=result)
-        for part in parts[2:]:
-            result.add_(part)
-
     def _others(self, own: Tensor, call: CommunicationCall) -> list[Tensor]:
         """Return `own` at this rank's place in the group, and memory of its lane for what arrives from the others."""
         group, count = tuple(sorted(call.ranks)), own.numel()
@@ -164,15 +196,6 @@ class GlooCommunicator(TorchCommunicator):
             self._scratch[group] = torch.empty(needed, dtype=torch.uint8)
         places = iter(self._scratch[group][:needed].view(own.dtype).view(len(call.ranks) - 1, *own.shape))
         return [own if rank == self.rank else next(places) for rank in call.ranks]
-
-    def _gather_into(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> None:
-        places = dict(zip(call.ranks, into, strict=True))
-        places[self.rank].copy_(given[0])
-        incoming = {rank: t if t.is_contiguous() else torch.empty_like(t).contiguous() for rank, t in places.items()}
-        self._exchange(dict.fromkeys(call.ranks, given[0]), incoming, call)
-        for rank, place in places.items():
-            if rank != self.rank and incoming[rank] is not place:
-                place.copy_(incoming[rank])
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -255,7 +278,7 @@ class GlooCommunicator(TorchCommunicator):
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], call: CommunicationCall
     ) -> None:
         """Send and fill tensors by rank, all at once; entries of this rank are ignored."""
-        tag = self._tag(call)
+        tag = self._tag(_agreement(call), call.ranks)
         works = [self._start_recv(t, rank, tag) for rank, t in incoming.items() if rank != self.rank]
         works += [self._start_send(t, rank, tag) for rank, t in outgoing.items() if rank != self.rank]
         for work in works:
@@ -270,12 +293,11 @@ class GlooCommunicator(TorchCommunicator):
     def _start_recv(self, tensor: Tensor, rank: int, tag: int) -> torch.distributed.Work | None:
         return self._world.recv([_bytes(tensor)], rank, tag) if tensor.numel() else None
 
-    def _tag(self, call: CommunicationCall) -> int:
+    def _tag(self, agreement: str, ranks: Sequence[int]) -> int:
         """Hash the agreement of both sides to 31 bits. Raises CommunicationError when two calls share a tag."""
-        agreement = _agreement(call)
         if agreement not in self._tags:
             tag = int.from_bytes(hashlib.sha256(agreement.encode()).digest()[:4], "big") >> 1
-            for peer in call.ranks:
+            for peer in ranks:
                 other = agreement if peer == self.rank else self._names.setdefault((peer, tag), agreement)
                 if other != agreement:
                     raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")

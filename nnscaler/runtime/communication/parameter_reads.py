@@ -20,6 +20,7 @@ from nnscaler.runtime.communication.communicator import Communicator, Pending
 from nnscaler.runtime.cut import Cut
 
 AHEAD_BYTES = 16 * 2**20  # of wholes that are under way, and of gradients that are: one of each at least
+PARTS = 16  # of so many bytes of gradients, one is begun together
 
 Pass = tuple[int, str]  # stage, and kind of instruction
 
@@ -55,12 +56,21 @@ class _Whole:
 
 @dataclass(slots=True)
 class _Part:
-    """A gradient that is under way."""
+    """A gradient that is under way, or waits for others to begin with it.
 
-    parameter: Parameter
+    part      of its sum that is this rank's
+    gradient  of the whole, until it has begun
+    """
+
+    read: Read
     part: Tensor
-    pending: Pending
+    gradient: Tensor | None
     nbytes: int
+    pending: Pending | None = None
+
+    @property
+    def parameter(self) -> Parameter:
+        return self.read.parameter
 
 
 @dataclass(eq=False)
@@ -109,12 +119,12 @@ class ParameterReads:
         return found.made()
 
     def give(self, read: Read, gradient: Tensor) -> None:
-        """Begin to sum the gradient of a whole over the ranks that read it. `settle` adds this rank's part."""
-        parameter, count = read.parameter, len(read.ranks)
-        part = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        with self.communicator.at(read.place):
-            pending = self.communicator.start_reduce_scatter(read.cut.pieces(gradient, count), part, read.ranks)
-        self._going_back.append(_Part(parameter, part, pending, gradient.nbytes))
+        """Begin to sum the gradient of a whole over the ranks that read it, with small ones that come after it.
+        `settle` adds this rank's part."""
+        part = torch.empty_like(read.parameter, memory_format=torch.contiguous_format)
+        self._going_back.append(_Part(read, part, gradient, gradient.nbytes))
+        if sum(p.nbytes for p in self._going_back if p.pending is None) >= AHEAD_BYTES // PARTS:
+            self._begin_back()
         while len(self._going_back) > 1 and sum(p.nbytes for p in self._going_back) > AHEAD_BYTES:
             self._arrive()
 
@@ -134,19 +144,36 @@ class ParameterReads:
         return parameter in self._totals or any(p.parameter is parameter for p in self._going_back)
 
     def _arrive(self) -> None:
+        if self._going_back[0].pending is None:
+            self._begin_back()
         back = self._going_back.popleft()
+        assert back.pending is not None, "it has begun"
         back.pending.wait()
         known = self._totals.get(back.parameter)
         self._totals[back.parameter] = back.part if known is None else known.add_(back.part)
 
+    def _begin_back(self) -> None:
+        """Begin to sum the gradients that wait."""
+        with self.communicator.together():
+            for back in self._going_back:
+                if back.gradient is not None:
+                    read, given, back.gradient = back.read, back.gradient, None
+                    with self.communicator.at(read.place):
+                        pieces = read.cut.pieces(given, len(read.ranks))
+                        back.pending = self.communicator.start_reduce_scatter(pieces, back.part, read.ranks)
+
     def _go_ahead(self) -> None:
+        """Begin what comes next, much at a time: what is begun together shares messages."""
         if self._order is None:
             return
         flying = sum(whole.nbytes for whole in self._ahead)
-        while self._begun < len(self._order) and (not self._ahead or flying < AHEAD_BYTES):
-            self._ahead.append(self._begin(self._order[self._begun]))
-            self._begun += 1
-            flying += self._ahead[-1].nbytes
+        if self._ahead and flying > AHEAD_BYTES // 2:
+            return
+        with self.communicator.together():
+            while self._begun < len(self._order) and (not self._ahead or flying < AHEAD_BYTES):
+                self._ahead.append(self._begin(self._order[self._begun]))
+                self._begun += 1
+                flying += self._ahead[-1].nbytes
 
     def _forget(self) -> None:
         """Wait for what was begun and is not read."""

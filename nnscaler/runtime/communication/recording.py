@@ -190,6 +190,9 @@ class RecordingCommunicator:
     def start_recv(self, into: Tensor, source: int, key: Key) -> Pending:
         return self._started(lambda: self._made.start_recv(into, source, key))
 
+    def together(self) -> AbstractContextManager[None]:
+        return self._made.together()
+
     def finish(self) -> None:
         self._made.finish()
 

@@ -38,6 +38,28 @@ def filled(weights: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
+class Flat:
+    """Flat memory of a bucket, which serves step after step: new memory costs more than the sum of what lies in it.
+
+    What somebody still holds of an earlier step, such as gradients that were not set to None, is not written over.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def taken(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory in which nothing lies that is held elsewhere."""
+        if self._memory is None or _holders(self._memory) > 1:
+            self._memory = torch.empty(count, dtype=dtype, device=device)
+        return self._memory
+
+
+def _holders(tensor: Tensor) -> int:
+    """Return how many tensors have the memory of this one, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # without the object that asks
+
+
 class Bucket:
     """Gradients that travel together over one group.
 
@@ -82,9 +104,10 @@ class SumBucket(Bucket):
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
         device: torch.device,
+        memory: Flat,
     ) -> None:
         super().__init__(group, names, len(shapes))
-        self._shapes = [tuple(shape) for shape in shapes]
+        self._shapes, self._memory = [tuple(shape) for shape in shapes], memory
         self._dtype, self._device = dtype, device
         self._flat: Tensor | None = None
         self._places: list[Tensor] = []
@@ -93,7 +116,7 @@ class SumBucket(Bucket):
         """Return where a gradient lies: a view of the flat memory."""
         if self._flat is None:
             sizes = [prod(shape) for shape in self._shapes]
-            self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+            self._flat = self._memory.taken(sum(sizes), self._dtype, self._device)
             self._places = [p.view(s) for p, s in zip(self._flat.split(sizes), self._shapes, strict=True)]
         return self._places[position]
 

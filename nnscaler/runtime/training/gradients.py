@@ -18,7 +18,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.training.at_rest import AtRest
-from nnscaler.runtime.training.buckets import Departures, DivisionBucket, SumBucket
+from nnscaler.runtime.training.buckets import Departures, DivisionBucket, Flat, SumBucket
 from nnscaler.runtime.training.gradient_plan import HALF, Slot, Wanted, divisions_of_leaves, sums_of, wanted, widened
 
 
@@ -48,6 +48,7 @@ class Gradients:
         self._of_stage = {index: [o for o in every if index in o.stages] for index in stages}
         self._before: dict[Leaf, Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        self._flats = [Flat() for _ in self._sums]
         self._clear()
 
     def _clear(self) -> None:
@@ -58,7 +59,7 @@ class Gradients:
         self._apart: dict[Leaf, Tensor] = {}  # gradients of half precision that have no place yet, added up
         self._divided: dict[Leaf, Tensor] = {}  # parts of gradients
         self._complete: set[Leaf] = set()
-        self._sum_buckets = [(_sum_bucket(slots), slots) for slots in self._sums]
+        self._sum_buckets = [(_sum_bucket(s, f), s) for s, f in zip(self._sums, self._flats, strict=True)]
         self._division_buckets = [(_division_bucket(o, 0, named=True), o) for o in self._divisions]
         self._passing: list[tuple[DivisionBucket, list[Wanted]]] = []  # of the backward that runs
         self._departures.expect([bucket for bucket, _ in (*self._division_buckets, *self._sum_buckets)])
@@ -97,7 +98,8 @@ class Gradients:
     def widen(self) -> None:
         """After any backward, add its gradients up where those of other micro-batches are."""
         for leaf in self._wanted:
-            self._add(leaf)
+            if leaf.grad is not None:
+                self._add(leaf)
 
     def collect(self, stage: int) -> None:
         """After a backward that completes the gradients of this stage, B or W, add them up, and divide those of ZeRO-2.
@@ -120,8 +122,9 @@ class Gradients:
         before the step, in `.grad` of the tensors at rest."""
         self.widen()
         self._release()
-        for one in self._wanted.values():
-            self._completed(one)
+        if len(self._complete) < len(self._wanted):
+            for one in self._wanted.values():
+                self._completed(one)
         values = self._divide_rest()
         self._sum_late(values)
         for bucket, slots in self._sum_buckets:
@@ -274,11 +277,11 @@ class Gradients:
         self._handles = []
 
 
-def _sum_bucket(slots: Sequence[Slot]) -> SumBucket:
+def _sum_bucket(slots: Sequence[Slot], memory: Flat) -> SumBucket:
     first = slots[0][0]
     names = tuple(slot[0].held.fqn for slot in slots)
     shapes = [tuple(slot[0].rest.shape) for slot in slots]
-    return SumBucket(first.held.group, names, shapes, first.sum_dtype, first.leaf.device)
+    return SumBucket(first.held.group, names, shapes, first.sum_dtype, first.leaf.device, memory)
 
 
 def _division_bucket(ones: Sequence[Wanted], depth: int, *, named: bool) -> DivisionBucket:

@@ -1,15 +1,16 @@
-"""The scripts on the pages of docs/ run as they stand there, in one process."""
+"""The scripts on the pages of docs/ that need files, or a model, that the pages do not show: as they stand there, in
+one process. All other blocks: tests/pages/."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.pages.blocks import read_blocks
 from tests.sampling import every
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -51,11 +52,8 @@ assert all(torch.equal(back[name], tensor) for name, tensor in engine.state_dict
 
 
 def block(page: str, first: str) -> str:
-    """Return the code block of a page that begins with this line, and the next blocks up to one that is none of it."""
-    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
-    start = lines.index(f"    {first}")
-    end = next(i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    "))
-    return textwrap.dedent("\n".join(lines[start:end]))
+    """Return the code block of a page that begins with this line."""
+    return next(block.text for block in read_blocks(DOCS / page) if block.text.startswith(f"{first}\n"))
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,25 @@ class Added(nn.Module):
         return (torch.einsum("eth,ehw,te->tw", F.gelu(hidden), self.down, gates) + x).square().mean()
 
 
+class Balanced(Added):
+    """The same, chosen by scores with a bias of their own: no gradient goes through the choice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, 8] to a loss."""
+        scores = torch.sigmoid(self.router(x))
+        best = (scores.detach() + torch.arange(6)).argmax(-1)
+        gates = scores * F.one_hot(best, 6).to(x.dtype)
+        hidden = torch.einsum("tw,ewh->eth", x, self.up) + self.bias
+        return (torch.einsum("eth,ehw,te->tw", F.gelu(hidden), self.down, gates) + x).square().mean()
+
+
 def graph_of(module: nn.Module, *shape: int) -> Graph:
     return trace(module, (torch.randn(*shape),)).graph
 
 
 def test_experts_are_found_by_what_is_chosen_and_not_by_names() -> None:
-    added = graph_of(Added(), 12, 8)
-    for graph, count, experts in ((traced("moe").graph, 4, 12), (traced("moe_dispatch").graph, 4, 8), (added, 3, 6)):
+    own = [(graph_of(module, 12, 8), 3, 6) for module in (Added(), Balanced())]
+    for graph, count, experts in ((traced("moe").graph, 4, 12), (traced("moe_dispatch").graph, 4, 8), *own):
         found = find_experts(graph, signatures(graph))
         readers = {op.name for op in graph.operations if any(len(graph.tensors[n].shape) == 3 for n in op.inputs)}
         assert len(found) == count and {one.operation for one in found} <= readers

@@ -18,14 +18,17 @@ from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.sizes import folder_of
+from tests.timings import Small, sample
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 Result = tuple[list[float | None], dict[Any, Tensor]]
-SHORT = {"megatron:tp=2,recompute=1", "dp=2,zero=3"}  # of which the default tests have one each
 
 
 def plans() -> list[object]:
+    """By default a small model: to compile the layers of the examples takes long."""
     every = (
+        ("small", "tp=2", None),
+        ("small", "dp=2,zero=3", None),
         ("gpt", "dp=2", None),
         ("gpt", "tp=2", None),
         ("gpt", "cp=2", None),
@@ -35,7 +38,7 @@ def plans() -> list[object]:
         ("gpt", "pp=2", "zb-v"),
         ("moe", "ep=2", None),
     )
-    return [pytest.param(*row, marks=[] if row[1] in SHORT else [pytest.mark.long]) for row in every]
+    return [pytest.param(*row, marks=[] if row[0] == "small" else [pytest.mark.long]) for row in every]
 
 
 @pytest.mark.parametrize(("model", "plan", "schedule"), plans())
@@ -50,12 +53,14 @@ def test_compiled_stages_compute_the_same(
         return compile_by(forward, backend="aot_eager", **asked)
 
     monkeypatch.setattr(torch, "compile", without_kernels)
-    example = import_user_file(EXAMPLES / f"{model}.py")
     torch.manual_seed(0)
+    if model == "small":
+        module, inputs = Small(), sample()
+    else:
+        example = import_user_file(EXAMPLES / f"{model}.py")
+        module, inputs = example.build_model(), example.sample_inputs()
     batches = 4 if schedule else 1
-    made = nnscaler.parallelize(
-        example.build_model(), example.sample_inputs(), ranks=2, plan=plan, schedule=schedule, micro_batches=batches
-    )
+    made = nnscaler.parallelize(module, inputs, ranks=2, plan=plan, schedule=schedule, micro_batches=batches)
 
     def run(communicator: Communicator, compiled: bool) -> Result:
         role = load_role(folder_of(made.sources, None) / made.manifest.role_of(communicator.rank).file)
@@ -64,7 +69,7 @@ def test_compiled_stages_compute_the_same(
         losses: list[float | None] = []
         for _ in range(2):
             executor.zero_grad()
-            loss = executor.step(example.sample_inputs())
+            loss = executor.step(inputs)
             losses.append(None if loss is None else float(loss.detach()))
         return losses, {key: p.grad for key, p in executor.parameters.items() if p.grad is not None}
 

@@ -10,13 +10,15 @@ from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 from tests.timings import PLANS, program_of, small_buckets, trained
 
 
+@pytest.mark.parametrize("seeds", [8, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("plan", PLANS)
-def test_random_timings_give_the_same_bits(plan: str) -> None:
+def test_random_timings_give_the_same_bits(plan: str, seeds: int) -> None:
+    """A thousand timings: `python benchmarks/random_timings.py`."""
     program = program_of(plan)
     with small_buckets():
         right = trained(program, None)
         assert len(right[0].gradients) > 3
-        for seed in range(30):
+        for seed in range(seeds):
             for rank, (found, wanted) in enumerate(zip(trained(program, seed), right, strict=True)):
                 assert not found.differences(wanted), f"seed {seed}, rank {rank}"
 

@@ -116,7 +116,7 @@ def losses_on_one_device(state: dict[str, torch.Tensor], x: torch.Tensor, steps:
 def run(command: list[str], repository: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *command]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def write_program_of_two_ranks(tmp_path: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

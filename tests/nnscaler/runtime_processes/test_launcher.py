@@ -147,7 +147,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests are started
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
-outcome = launch(JobSpecification({target!r}, 2, {kwargs!r}), timeout=100)
+outcome = launch(JobSpecification({target!r}, 2, {kwargs!r}), timeout=600)
 print([r.result["number"] for r in outcome])
 """
 

@@ -110,7 +110,7 @@ import verify, op_registry
 assert model.verify is not verify and hasattr(op_registry, "register_op"), (verify, op_registry)
 print("ours", verify.__file__.startswith({str(repository)!r}))
 """
-    result = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, timeout=100)
+    result = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, timeout=600)
     assert result.stdout == "ours True\n", result.stderr
 
 

@@ -61,7 +61,7 @@ print(y.sum().item(), x.grad.sum().item())
 
 def test_the_file_is_imported_in_a_process_that_has_not(tmp_path: Path, repository: Path) -> None:
     script = CALLS.format(prefix="uo1", file=str(write(tmp_path, "uo1")))
-    result = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, timeout=100)
+    result = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, timeout=600)
     assert result.stdout == "54.0 36.0\n", result.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nnscaler.cli.main import main
+from nnscaler.errors import NnscalerError
 from nnscaler.training.trainer import Result, Trainer
 
 MODEL = """\
@@ -87,6 +88,14 @@ def say(trainer):
 def stop(trainer):
     if trainer.step == 2:
         trainer.stop()
+
+
+def down(optimizer, total_steps, least=0.0):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(least, 1 - step / total_steps))
+
+
+def tell_rate(trainer):
+    print("rate", trainer.step, trainer.schedule.get_last_lr()[0])
 
 
 def slow(trainer):
@@ -298,3 +307,15 @@ def test_a_class_makes_the_model_and_what_it_raises_is_the_users(
     capsys.readouterr()
     assert train("--data.source=model.py::Points") == 2
     assert "Points() of model.py raises TypeError" in capsys.readouterr().err
+
+
+def test_a_function_makes_the_schedule_with_the_steps_of_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    down = {"name": "model.py::down", "least": 0.3}
+    fit(schedule=down, hooks={"on_step": ["model.py::tell_rate"]})
+    rates = [float(text) for text in re.findall(r"rate \d (\S+)", capsys.readouterr().out)]
+    assert rates == pytest.approx([0.075, 0.05, 0.03, 0.03])
+    with pytest.raises(NnscalerError, match="down takes no 'lest', which") as raised:
+        fit(schedule={"name": "model.py::down", "lest": 0.3})
+    assert raised.value.help == "did you mean least?"

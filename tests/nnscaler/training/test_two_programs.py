@@ -159,7 +159,7 @@ def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         told += done.stdout
-    assert re.findall(r"step (\d+)", told) == ["50", "100", "102"]
+    assert re.findall(r"step (\d+)", told) == ["1", "50", "100", "102"]
     found = re.findall(r"energy distance (\S+) before, (\S+) after", told)
     assert len(found) == 2
     assert all(float(after) < float(before) / 4 for before, after in found)

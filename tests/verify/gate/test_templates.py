@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from nnscaler.cli.main import build_parser
+from tests.pages.blocks import read_blocks
 
 ROOT = Path(__file__).resolve().parents[3]
 GITHUB = ROOT / "ci" / "github-workflow.yml"
@@ -87,8 +88,7 @@ def test_the_hooks_run_commands_that_exist() -> None:
 
 
 def test_what_the_guide_shows_for_pre_commit_names_these_hooks() -> None:
-    text = (ROOT / "docs" / "gate.md").read_text(encoding="utf-8")
-    blocks = [block for block in text.split("\n\n") if block.startswith("    repos:\n")]
+    blocks = [block.text for block in read_blocks(ROOT / "docs" / "gate.md") if block.language == "yaml"]
     shown = [hook for block in blocks for repo in yaml.safe_load(block)["repos"] for hook in repo["hooks"]]
     known = {hook["id"] for hook in read(HOOKS)}
     assert {hook["id"] for hook in shown} == known

@@ -36,7 +36,7 @@ def _all() -> list[Sample]:
     return [s for s in SAMPLES if s.operator not in TESTED]
 
 
-PARTS = 6
+PARTS = 12
 
 
 @cache

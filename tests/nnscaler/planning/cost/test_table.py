@@ -97,7 +97,7 @@ def test_a_level_is_found_again(cluster: Cluster) -> None:
     true = replace(cluster, levels=(Level("inside", 8, 3e9, 4e-5),))
     guess = replace(cluster, levels=(Level("inside", 8, 1e9, 1e-6),))
     calls = [c for c in collective_calls(8) if c[0] != "all_reduce"]
-    measured = [CollectiveEntry(*call, seconds(true, call[0], call[2], AxisPlace(call[1]))) for call in calls]
+    measured = [CollectiveEntry(k, n, s, seconds(true, k, s, AxisPlace(n)), at_once) for k, n, s, at_once in calls]
     found = fit_level(guess, measured)
     assert isclose(found.latency, 4e-5, rel_tol=1e-6) and isclose(found.bandwidth, 3e9, rel_tol=1e-6)
     assert fit_level(guess, []) == guess.levels[0]

@@ -52,7 +52,7 @@ def test_layers_that_differ_have_no_window() -> None:
 
 @pytest.mark.parametrize("share", [0.6, *(pytest.param(s, marks=pytest.mark.long) for s in (1.0, 0.4))])
 def test_what_fits_takes_no_less_than_its_bound(share: float) -> None:
-    subject = subject_of(deep(10), 4)
+    subject = subject_of(deep(6), 4)
     free = search(subject, 4, PLENTY)
     assert free.best is not None
     memory = free.best.memory * share

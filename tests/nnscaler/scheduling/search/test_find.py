@@ -152,7 +152,7 @@ def pipelines(draw: st.DrawFn) -> ScheduleProblem:
 
 
 @given(pipelines())
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_result_is_legal_and_never_below_its_bound(problem: ScheduleProblem) -> None:
     try:
         found = find_schedule(problem, QUICK)

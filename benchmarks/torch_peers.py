@@ -1,0 +1,239 @@
+"""Training steps as an expert writes them with torch alone: what `step_against_torch.py` holds programs against.
+
+Each function makes a step of a GPT on the ranks of the default process group: a function of this rank's rows that
+trains on them, and returns the loss where this rank has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
+
+Step = Callable[[Tensor, Tensor], "float | None"]
+RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT, and the rows and tokens of a global batch."""
+
+    width: int
+    layers: int
+    heads: int
+    words: int
+    tokens: int
+    rows: int
+
+
+SIZES = {
+    "compute": Size(256, 4, 8, 1024, 128, 8),
+    "communication": Size(512, 4, 8, 1024, 32, 8),
+    "tiny": Size(64, 4, 4, 128, 16, 16),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head_dim = size.width // size.heads
+        self.first, self.second = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.q, self.k, self.v, self.out = (nn.Linear(size.width, size.width) for _ in range(4))
+        self.up, self.down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        y = self.first(x)
+        q, k, v = (f(y).view(batch, tokens, -1, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, -1))
+        result: Tensor = x + self.down(F.gelu(self.up(self.second(x))))
+        return result
+
+
+class GPT(nn.Module):
+    """A decoder whose forward returns the loss."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.words = nn.Embedding(size.words, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.words)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return loss_of(self.head(self.norm(x)), labels)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the fused optimizer, which takes tensors of one kind at once: DTensors, or others."""
+    every = list(parameters)
+    kinds = [[p for p in every if isinstance(p, DTensor) is cut] for cut in (False, True)]
+    return torch.optim.AdamW([{"params": those} for those in kinds if those], lr=RATE, fused=True)
+
+
+def _step(forward: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer) -> Step:
+    def step(ids: Tensor, labels: Tensor) -> float:
+        loss = forward(ids, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def eager(model: GPT) -> Step:
+    return _step(model, adamw(model.parameters()))
+
+
+def compiled(model: GPT) -> Step:
+    return _step(torch.compile(model), adamw(model.parameters()))
+
+
+def ddp(model: GPT) -> Step:
+    return _step(DistributedDataParallel(model, gradient_as_bucket_view=True), adamw(model.parameters()))
+
+
+def zero_redundancy(model: GPT) -> Step:
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _step(wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE, fused=True))
+
+
+def sharded(model: GPT) -> Step:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return _step(model, adamw(model.parameters()))
+
+
+def _tensor_parallel(model: GPT, mesh: torch.distributed.DeviceMesh) -> None:
+    """Cut the words, each block and the head, as torch's tutorial does without sequence parallelism."""
+    plan = {"words": RowwiseParallel(input_layouts=Replicate())}
+    plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)  # type: ignore[assignment]
+    for i in range(len(model.blocks)):
+        plan |= {f"blocks.{i}.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}  # type: ignore[misc]
+        plan |= {f"blocks.{i}.{name}": RowwiseParallel() for name in ("out", "down")}
+    parallelize_module(model, mesh, plan)
+
+
+def _with_parallel_loss(step: Step) -> Step:
+    def inside(ids: Tensor, labels: Tensor) -> float | None:
+        with loss_parallel():
+            return step(ids, labels)
+
+    return inside
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def tensor_parallel(model: GPT) -> Step:
+    _tensor_parallel(model, init_device_mesh(_device(model).type, (torch.distributed.get_world_size(),)))
+    forward = model.forward
+
+    def whole(ids: Tensor, labels: Tensor) -> Tensor:
+        loss = forward(ids, labels)
+        return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+
+    return _with_parallel_loss(_step(whole, adamw(model.parameters())))
+
+
+def _two_dims(model: GPT) -> torch.distributed.DeviceMesh:
+    shape = (torch.distributed.get_world_size() // 2, 2)
+    return init_device_mesh(_device(model).type, shape, mesh_dim_names=("dp", "tp"))
+
+
+def ddp_tensor_parallel(model: GPT) -> Step:
+    mesh = _two_dims(model)
+    _tensor_parallel(model, mesh["tp"])
+    _pre_dp_module_transform(model)
+    wrapped = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
+
+    def whole(ids: Tensor, labels: Tensor) -> Tensor:
+        loss = wrapped(ids, labels)
+        return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+
+    return _with_parallel_loss(_step(whole, adamw(model.parameters())))
+
+
+def sharded_tensor_parallel(model: GPT) -> Step:
+    mesh = _two_dims(model)
+    _tensor_parallel(model, mesh["tp"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+    def whole(ids: Tensor, labels: Tensor) -> Tensor:
+        loss = model(ids, labels)
+        return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+
+    return _with_parallel_loss(_step(whole, adamw(model.parameters())))
+
+
+class Part(nn.Module):
+    """Some consecutive blocks of a GPT, with what stands before the first and after the last."""
+
+    def __init__(self, model: GPT, index: int, count: int) -> None:
+        super().__init__()
+        layers = len(model.blocks)
+        self.blocks = model.blocks[index * layers // count : (index + 1) * layers // count]
+        self.words = model.words if index == 0 else None
+        self.norm, self.head = (model.norm, model.head) if index == count - 1 else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.words is not None:
+            x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def pipeline(model: GPT, micro_batches: int, group: torch.distributed.ProcessGroup | None = None) -> Step:
+    return _pipeline(model, micro_batches, 1, group)
+
+
+def interleaved(model: GPT, micro_batches: int) -> Step:
+    return _pipeline(model, micro_batches, 2, None)
+
+
+def _pipeline(model: GPT, micro_batches: int, chunks: int, group: torch.distributed.ProcessGroup | None) -> Step:
+    rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    count, device = ranks * chunks, _device(model)
+    parts = [Part(model, rank + i * ranks, count) for i in range(chunks)]
+    stages = [PipelineStage(part, rank + i * ranks, count, device, group=group) for i, part in enumerate(parts)]
+    if chunks == 1:
+        schedule = Schedule1F1B(stages[0], micro_batches, loss_fn=loss_of)
+    else:
+        schedule = ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss_of)  # type: ignore[arg-type,assignment]
+    optimizer = adamw([p for part in parts for p in part.parameters()])
+    first, last = rank == 0, rank == ranks - 1
+
+    def step(ids: Tensor, labels: Tensor) -> float | None:
+        losses: list[Tensor] = []
+        schedule.step(*([ids] if first else []), target=labels if last else None, losses=losses if last else None)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(torch.stack(losses).mean()) if last else None
+
+    return step

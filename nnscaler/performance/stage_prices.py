@@ -1,0 +1,200 @@
+"""Seconds of what the stages of a program do, statement by statement, by a cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import compress
+from math import prod
+from typing import cast
+
+from nnscaler.communication.backward_halves import StatementHalves, statement_halves
+from nnscaler.communication.communicated_graph import (
+    Compute,
+    Convert,
+    Message,
+    StageProgram,
+    Statement,
+    repeated_in_backward,
+    runs_again,
+    times_of,
+)
+from nnscaler.ir.graph import Graph, element_bytes
+from nnscaler.ir.layout import full_along, local_shape
+from nnscaler.ir.placement import Stage
+from nnscaler.ir.rotations import Direction, as_computed, rotations
+from nnscaler.ir.signature import Signature
+from nnscaler.performance.calls_around import PricedCall, last_of, taken
+from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
+from nnscaler.planning.cost.work import computes_in
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrices:
+    """Seconds of what one stage does, piece by piece: of one micro-batch, but for `prepare`.
+
+    prepare   by statement, once a step
+    forward   by statement
+    backward  by statement
+    again     by statement, what of it is computed again in backward
+    halves    by statement, what of both is for W
+    arriving  by message that the stage receives
+    back      by message that it sends: the gradient that comes back
+    divided   gradients that are divided after each backward
+    computed  operators of a backward, with what is computed again
+    hidden    of F and of B, the part of collectives that computing hides: gathers of parameters that are begun before
+              they are read, and the way back of gradients
+    """
+
+    prepare: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    again: tuple[float, ...]
+    halves: tuple[StatementHalves, ...]
+    arriving: tuple[float, ...]
+    back: tuple[float, ...]
+    divided: float
+    computed: float
+    hidden: tuple[float, float]
+
+    @property
+    def ahead(self) -> float:
+        """Seconds of F."""
+        return sum(self.forward) + sum(self.arriving) - self.hidden[0]
+
+    @property
+    def behind(self) -> float:
+        """Seconds of B."""
+        return sum(self.backward) + sum(self.again) + sum(self.back) + self.divided - self.hidden[1]
+
+    @property
+    def weights(self) -> float:
+        """Seconds of W, of those of B."""
+        pieces = zip(self.halves, self.backward, self.again, strict=True)
+        taken = self.divided + sum(h.gradients * behind + h.again * again for h, behind, again in pieces)
+        return min(taken, self.behind)
+
+
+def place_of(stage: Stage, axis: str) -> AxisPlace:
+    """Return where an axis lies among the ranks of a stage: the last one varies fastest."""
+    names = [a.name for a in stage.mesh.axes]
+    position = names.index(axis)
+    inner = prod(a.size for a in stage.mesh.axes[position + 1 :])
+    return AxisPlace(stage.mesh.axes[position].size, inner)
+
+
+def stage_prices(
+    graph: Graph,
+    program: StageProgram,
+    signatures: Mapping[str, Signature],
+    cost: CostModel,
+    around: Iterable[PricedCall],
+) -> StagePrices:
+    """Price what one stage does. `around`: the calls of parameters at rest of its device."""
+    stage = program.stage
+    pairs, again = [], []
+    repeated = repeated_in_backward(graph, program.forward)
+    for i, statement in enumerate(program.forward):
+        times = times_of(statement, stage)
+        ahead, behind = _statement(graph, stage, statement, signatures, cost)
+        pairs.append((ahead * times, behind * times if program.gradient else 0.0))
+        if isinstance(statement, Compute):
+            again.append((ahead + cost.overheads.again) * times if runs_again(statement) else 0.0)
+        else:
+            again.append(ahead * times if i in repeated else 0.0)
+    divided = taken(around, stage.mesh.ranks, "scatter", stage.index)
+    computed = [isinstance(statement, Compute) for statement in program.forward]
+    backwards = [b + a for (_, b), a in zip(pairs, again, strict=True)]
+    begun = [i for i, statement in enumerate(program.forward) if _begun_before(program, statement)]
+    gathered, scattered = [pairs[i][0] for i in begun], [backwards[i] for i in begun]
+    under = [sum(compress(values, computed)) for values in ([f for f, _ in pairs], backwards)]
+    last = last_of(around, "scatter", stage.index) or sum(scattered[:1])
+    exposed = cost.overheads.exposed
+    hidden = (
+        sum(gathered) - exposed(sum(gathered), sum(gathered[:1]), under[0]),
+        sum(scattered) + divided - exposed(sum(scattered) + divided, last, under[1]),
+    )
+    return StagePrices(
+        tuple(_statement(graph, stage, statement, signatures, cost)[0] for statement in program.prepare),
+        tuple(ahead for ahead, _ in pairs),
+        tuple(behind for _, behind in pairs),
+        tuple(again) if program.gradient else (0.0,) * len(again),
+        statement_halves(graph, program),
+        tuple(_sent(graph, stage, message, cost) for message in program.receives),
+        tuple(_sent(graph, stage, m, cost) if m.needs_grad else 0.0 for m in program.sends),
+        divided,
+        under[1],
+        hidden,
+    )
+
+
+def _begun_before(program: StageProgram, statement: Statement) -> bool:
+    """Return whether a statement gathers a parameter, which the runtime begins while what is before it runs."""
+    if not isinstance(statement, Convert) or statement.move.row.backward != "reduce_scatter":
+        return False
+    return any(statement.source.variable == stored.variable for stored in program.stored)
+
+
+def _statement(
+    graph: Graph, stage: Stage, statement: Statement, signatures: Mapping[str, Signature], cost: CostModel
+) -> tuple[float, float]:
+    """Return the seconds of a statement, once, forward and backward."""
+    if isinstance(statement, Compute):
+        return _compute(graph, stage, statement, signatures, cost)
+    if isinstance(statement, Convert):
+        return _convert(graph, stage, statement, cost)
+    return cost.overheads.statement * len(statement.targets), 0.0
+
+
+def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> float:
+    """Return the seconds in which a message arrives at a stage: the tensor, or its gradient where it was made."""
+    tensor, version = graph.tensors[message.tensor], message.target
+    if stage.index == message.source_stage:
+        version = message.source
+    size = prod(local_shape(version.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
+    return cost.collective("send", size, AxisPlace(2, len(stage.mesh.ranks)))
+
+
+def _compute(
+    graph: Graph, stage: Stage, statement: Compute, signatures: Mapping[str, Signature], cost: CostModel
+) -> tuple[float, float]:
+    outputs = [None if v is None else graph.tensors[v.tensor] for v in statement.outputs]
+    inputs = [graph.tensors[v.tensor] for v in statement.inputs]
+    layouts = as_computed(statement.circulates, [v.layout for v in statement.inputs])
+    shapes_in = [local_shape(x, stage.sizes, t.shape) for x, t in zip(layouts, inputs, strict=True)]
+    shapes_out = [
+        None if v is None or t is None else local_shape(v.layout, stage.sizes, t.shape)
+        for v, t in zip(statement.outputs, outputs, strict=True)
+    ]
+    dtype = computes_in(t.dtype for t in (*inputs, *outputs) if t is not None)
+    signature = signatures[statement.operation.name]
+    forward, backward = cost.compute(signature, shapes_in, shapes_out, dtype)
+    forward += _rotated(graph, stage, statement, "forward", cost)
+    if not any(t is not None and t.needs_grad for t in outputs):
+        return forward, 0.0
+    return forward, backward + _rotated(graph, stage, statement, "backward", cost)
+
+
+def _rotated(graph: Graph, stage: Stage, statement: Compute, way: Direction, cost: CostModel) -> float:
+    """Return the seconds of the calls inside of an operator, none of which the runtime hides behind computing."""
+    operands, total = [graph.tensors[v.tensor] for v in statement.inputs], 0.0
+    for turn in rotations(statement.circulates, operands, stage.sizes, way):
+        shape = local_shape(statement.inputs[turn.slot].layout, stage.sizes, operands[turn.slot].shape)
+        place = place_of(stage, stage.names[turn.axis])
+        total += turn.times * cost.collective("send", prod(shape) * element_bytes(turn.dtype), place)
+    return total
+
+
+def _convert(graph: Graph, stage: Stage, statement: Convert, cost: CostModel) -> tuple[float, float]:
+    move, tensor = statement.move, graph.tensors[statement.source.tensor]
+    name = stage.names[move.axis]
+    if move.axis >= stage.first_in_time:
+        return 0.0, 0.0
+    size = prod(full_along(move.source, stage.sizes, tensor.shape, move.axis)) * element_bytes(tensor.dtype)
+
+    def seconds(kind: str | None) -> float:
+        return 0.0 if kind is None else cost.collective(cast(Collective, kind), size, place_of(stage, name))
+
+    started = cost.overheads.statement
+
+    return started + seconds(move.row.forward), seconds(move.row.backward) if tensor.needs_grad else 0.0

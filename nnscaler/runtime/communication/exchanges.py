@@ -1,0 +1,134 @@
+"""Collectives of one round of messages, over gloo: begun, and waited for later, without a thread.
+
+gloo carries messages on a thread of its own, which knows nothing of Python: what one round makes up is sent and
+received when it is begun, and added up, or put in its place, when it is waited for. Collectives that are begun together
+share a message to each rank, into which what is small is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communication.communicator import CommunicationCall
+
+SHARED_BYTES = 1 << 16  # up to which a tensor shares a message with others
+_ALIGNED = 16  # bytes: places in a message, for tensors of any dtype
+
+
+class Work(Protocol):
+    """What torch returns for a message under way. It is waited for once."""
+
+    def wait(self) -> object: ...
+
+
+Post = Callable[[Tensor, int, str], Work | None]  # memory, the other rank, and what both must agree on
+
+
+class Arrival:
+    """Messages under way, which several collectives may wait for."""
+
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+        self._kept: list[Tensor] = []  # memory that they read
+
+    def add(self, work: Work | None, memory: Tensor) -> None:
+        if work is not None:
+            self._works.append(work)
+            self._kept.append(memory)
+
+    def wait(self) -> None:
+        while self._works:
+            self._works[-1].wait()
+            self._works.pop()
+        self._kept.clear()
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A collective of one round.
+
+    outgoing  what each other rank is sent
+    incoming  contiguous memory for what each other rank sends
+    finish    makes the result of it
+    """
+
+    call: CommunicationCall
+    outgoing: Mapping[int, Tensor]
+    incoming: dict[int, Tensor]
+    finish: Callable[[Mapping[int, Tensor]], None]
+    arrivals: list[Arrival] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Return when the result is there."""
+        for arrival in self.arrivals:
+            arrival.wait()
+        self.finish(self.incoming)
+
+
+def gathering(call: CommunicationCall, own: Tensor, into: Sequence[Tensor], rank: int) -> Exchange:
+    """Return the gather of tensors into places, which may be views."""
+    places = dict(zip(call.ranks, into, strict=True))
+    places.pop(rank).copy_(own)
+    outgoing = dict.fromkeys(places, own)
+    incoming = {other: t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype) for other, t in places.items()}
+
+    def finish(arrived: Mapping[int, Tensor]) -> None:
+        for other, place in places.items():
+            if arrived[other] is not place:
+                place.copy_(arrived[other])
+
+    return Exchange(call, outgoing, incoming, finish)
+
+
+def summing(call: CommunicationCall, pieces: Sequence[Tensor], into: Tensor, rank: int) -> Exchange:
+    """Return the sum of this rank's pieces, in the order of the group."""
+    outgoing = dict(zip(call.ranks, pieces, strict=True))
+    own = outgoing.pop(rank)
+    incoming = {other: torch.empty_like(own) for other in outgoing}
+
+    def finish(arrived: Mapping[int, Tensor]) -> None:
+        first, second, *rest = (own if other == rank else arrived[other] for other in call.ranks)
+        torch.add(first, second, out=into)
+        for part in rest:
+            into.add_(part)
+
+    return Exchange(call, outgoing, incoming, finish)
+
+
+def post(exchanges: Sequence[Exchange], agreement: Callable[[CommunicationCall], str], send: Post, recv: Post) -> None:
+    """Send and receive. What has one group shares messages: every rank of a group posts the same of it at once."""
+    groups: dict[tuple[int, ...], list[Exchange]] = {}
+    for exchange in exchanges:
+        groups.setdefault(exchange.call.ranks, []).append(exchange)
+    for together in groups.values():
+        texts = [agreement(exchange.call) for exchange in together]
+        arrival = Arrival()  # of what is shared
+        for exchange in together:
+            exchange.arrivals = [arrival, Arrival()]
+        for make, side in ((recv, "incoming"), (send, "outgoing")):
+            for peer in together[0].outgoing:
+                tensors = [getattr(exchange, side) for exchange in together]
+                small = [i for i, t in enumerate(tensors) if len(texts) > 1 and t[peer].nbytes <= SHARED_BYTES]
+                if small:
+                    memory, places = _message([tensors[i][peer] for i in small])
+                    for i, place in zip(small, places, strict=True):
+                        if side == "incoming":
+                            together[i].incoming[peer] = place
+                        else:
+                            place.copy_(tensors[i][peer])
+                    arrival.add(make(memory, peer, f"together {texts}"), memory)
+                for i in (i for i in range(len(texts)) if i not in small):
+                    together[i].arrivals[1].add(make(tensors[i][peer], peer, texts[i]), tensors[i][peer])
+
+
+def _message(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return memory for tensors, and where each of them lies in it."""
+    lengths = [-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors]
+    memory = torch.empty(sum(lengths), dtype=torch.uint8)
+    pieces = zip(memory.split(lengths), tensors, strict=True)
+    return memory, [piece[: t.nbytes].view(t.dtype).view(t.shape) for piece, t in pieces]
