@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,22 +55,20 @@ START = '''import re
 import verify
 from verify.report_formats import FORMATS
 
+MATTERS = re.compile(r"[a-z]+_[a-z_]+  |  rank |  = cause|  help|      first difference|REFUTED|VERIFIED")
+
+
+def report(bug, mesh):
+    """Verify a program of the file; return the lines of the report."""
+    found = verify.verify_external(f"find_the_bug.py::{bug}", mesh=mesh)
+    return [re.sub(r"at \\S*/", "at ", line.text) for line in FORMATS["full"]([found], found.seconds)]
+
 
 def ask(bug, mesh):
-    """Verify a program of the file, and print what matters of the report; `...` is what is left out."""
-    report = verify.verify_external(f"find_the_bug.py::{bug}", mesh=mesh)
-    codes, heading, left = tuple(finding.code for finding in report.findings), False, False
-    for text in (line.text for line in FORMATS["full"]([report], report.seconds)):
-        if text[:1].strip():
-            heading = text.startswith(codes)
-        elif not text.startswith("  rank"):
-            heading = False
-        if heading or text.startswith(("  = cause", "  help", "      first difference")):
-            print("...\\n" * left + re.sub(r"at \\S*/", "at ", text))
-            left = False
-        else:
-            left = left or bool(text.strip())
-    print(report.verdict.word)
+    """Print what matters of the report."""
+    for line in report(bug, mesh):
+        if MATTERS.match(line):
+            print(re.sub(r": \\d+ checks?.*", "", line))
 '''
 
 
@@ -90,24 +88,36 @@ def bugs() -> list[Bug]:
     return [Bug(int(number), kind, mesh, text.strip() + "\n") for number, kind, mesh, text in found]
 
 
-def said_of_all() -> dict[int, str]:
-    """Ask of each bug, as the notebook does; return what is printed."""
-    names: dict[str, Any] = {}
-    exec(START, names)
+def said_of_all() -> dict[int, list[str]]:
+    """Ask of each bug, as the notebook does; return the lines of the reports."""
+    names = _names()
     said, before = {}, Path.cwd()
     os.chdir(HERE)
     try:
         for bug in bugs():
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out):
-                names["ask"](f"bug_{bug.number}", mesh=bug.mesh)
-            said[bug.number] = out.getvalue()
+            said[bug.number] = names["report"](f"bug_{bug.number}", mesh=bug.mesh)
     finally:
         os.chdir(before)
     return said
 
 
-def page(introduction: str, shown: Sequence[Bug], said: Mapping[int, str]) -> str:
+def _names() -> dict[str, Any]:
+    """Return what the first cell of the notebook defines."""
+    names: dict[str, Any] = {}
+    exec(START, names)
+    return names
+
+
+def printed(lines: Sequence[str]) -> str:
+    """Return what the notebook prints of a report."""
+    names, out = _names(), io.StringIO()
+    names["report"] = lambda bug, mesh: lines
+    with contextlib.redirect_stdout(out):
+        names["ask"]("", mesh="")
+    return out.getvalue()
+
+
+def page(introduction: str, shown: Sequence[Bug], said: Mapping[int, Sequence[str]]) -> str:
     """Return a page."""
     lines = [introduction, HIDDEN_NAMES]
     for bug in shown:
@@ -115,23 +125,27 @@ def page(introduction: str, shown: Sequence[Bug], said: Mapping[int, str]) -> st
             f"## Bug {bug.number}\n\n{bug.kind.capitalize()}, `--mesh {bug.mesh}`.\n\n```python\n{bug.text}```\n"
         )
         command = f"$ nnscaler verify-external docs/gallery/{PROGRAMS.name}::bug_{bug.number} --mesh {bug.mesh}"
-        printed = "\n".join(
-            (*_shown(said[bug.number]), f"...\nREFUTED  {PROGRAMS.name}::bug_{bug.number} on 2 ranks ...")
-        )
-        block = f"<!-- exit: 1 -->\n<!-- long -->\n```console\n{command}\n{printed}\n```\n"
+        block = f"<!-- exit: 1 -->\n<!-- long -->\n```console\n{command}\n{_shown(said[bug.number])}\n```\n"
         answer = "\n".join(textwrap.wrap(ANSWERS[bug.number], 119)) + "\n"
         lines.append(f"<details markdown>\n<summary>What nnscaler says</summary>\n\n{block}\n{answer}\n</details>\n")
     return "\n".join(lines)
 
 
-def _shown(said: str) -> Iterator[str]:
-    """Yield what a page shows of it: long lists are cut."""
-    for line in said.splitlines()[:-1]:
-        cut = re.sub(r"(\S+), [^()]*? and (\d+) more", r"\1, ... and \2 more", line)
-        yield re.sub(r" at find_the_bug", " at ...find_the_bug", cut)
+def _shown(lines: Sequence[str]) -> str:
+    """Return what a page shows of a report: what matters of it, lists cut; `...` is what stands between."""
+    matters, found = _names()["MATTERS"], list[str]()
+    for line in lines:
+        if line.startswith("REFUTED") and found[-1:] != ["..."]:
+            found.append("...")  # the command says how to reproduce it
+        if matters.match(line):
+            cut = re.sub(r"(\S+), [^()]*? and (\d+) more", r"\1, ... and \2 more", line)
+            found.append(re.sub(r": \d+ checks?.*", ": ...", re.sub(r" at find_the_bug", " at ...find_the_bug", cut)))
+        elif found[-1:] != ["..."]:
+            found.append("..." if line else "")
+    return "\n".join(found)
 
 
-def notebook(said: Mapping[int, str]) -> str:
+def notebook(said: Mapping[int, Sequence[str]]) -> str:
     """Return the notebook, with outputs."""
     introduction = "Each of these programs is wrong. Read, guess, and run the cell below it."
     cells = [_markdown(f"# Find the bug\n\n{introduction}"), _code(START, None)]
@@ -143,7 +157,7 @@ def notebook(said: Mapping[int, str]) -> str:
     )
     for bug in bugs():
         cells.append(_markdown(f"## Bug {bug.number}: {bug.kind}\n\n```python\n{bug.text}```"))
-        cells.append(_code(f'ask("bug_{bug.number}", mesh="{bug.mesh}")\n', said[bug.number]))
+        cells.append(_code(f'ask("bug_{bug.number}", mesh="{bug.mesh}")\n', printed(said[bug.number])))
         cells.append(_markdown(f"<details><summary>Answer</summary>\n\n{ANSWERS[bug.number]}\n\n</details>"))
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
@@ -228,7 +242,7 @@ def main() -> int:
     return 0
 
 
-def written(said: Mapping[int, str]) -> dict[Path, str]:
+def written(said: Mapping[int, Sequence[str]]) -> dict[Path, str]:
     """Return the files."""
     every = bugs()
     pages = {PAGE: page(INTRODUCTION, every[:FIRST], said) + MORE, OTHERS: page(SECOND, every[FIRST:], said)}
