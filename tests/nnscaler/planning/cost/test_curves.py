@@ -30,12 +30,14 @@ def test_one_size() -> None:
 
 
 def test_each_kind_and_group_has_its_own() -> None:
-    measured = [*entries((1000, 1.0)), CollectiveEntry("send", 4, 1000, 2.0), CollectiveEntry("all_reduce", 2, 1, 3.0)]
+    others = [CollectiveEntry("send", 4, 1000, 2.0), CollectiveEntry("all_reduce", 2, 1, 3.0)]
+    measured = [*entries((1000, 1.0)), *others, CollectiveEntry("all_reduce", 2, 1, 4.0, at_once=4)]
     found = fit_curves(measured)
     assert {key: curve.seconds(1000) for key, curve in found.items()} == {
-        ("send", 2): 1.0,
-        ("send", 4): 2.0,
-        ("all_reduce", 2): 3.0,
+        ("send", 2, 0): 1.0,
+        ("send", 4, 0): 2.0,
+        ("all_reduce", 2, 0): 3.0,
+        ("all_reduce", 2, 4): 4.0,
     }
     assert from_others(measured) == []
 
