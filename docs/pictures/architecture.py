@@ -39,10 +39,10 @@ def draw(repository: Path) -> Picture:
 
 def descriptions(document: str) -> Mapping[str, str]:
     """Return what docs/architecture.md says of each floor, by its name."""
-    block = re.search(r"^## Floors\n(.*?)^## ", document, re.MULTILINE | re.DOTALL)
+    block = re.search(r"^## Floors\n.*?^```text\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
     assert block is not None
     found: dict[str, str] = {}
-    for row in re.findall(r"^    (\S.*)$", block[1], re.MULTILINE):
+    for row in filter(None, block[1].splitlines()):
         cells = re.split(r"\s{2,}", row)
         for names, text in zip(cells[::2], cells[1::2], strict=True):
             parts = names.split(", ")
