@@ -143,6 +143,16 @@ def test_sum_marked_where_nothing_is_summed() -> None:
     assert report.findings[0].counter_example["identifier"] == "k"
 
 
+def test_two_wrong_splits_get_one_annotation_that_holds() -> None:
+    def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+    report = verify.verify_op(mlp, annotation="n d+, f+ d+, f+, o f+, o -> n o")
+    advised = {str(finding.help).split('"')[1] for finding in report.findings}
+    assert len(report.findings) == 2 and advised == {"n d^, f+ d^, f+, o f+, +o -> n o"}
+    assert verify.verify_op(mlp, annotation=advised.pop()).exit_code == 0
+
+
 def test_gradients_are_compared_too() -> None:
     class Forgetful(torch.autograd.Function):
         """The right value, and a gradient that depends on how many rows there are."""

@@ -6,7 +6,7 @@ annotation that holds, and an operator that passed is asked what it could do bes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from op_registry.spec import OperatorSpec
@@ -15,8 +15,8 @@ from nnscaler.ir.placement import Split
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.findings import wrong
 from verify.evidence.oracle.runner import CaseResult, OperatorRunner
-from verify.operators.suggest.tested import add_derived
-from verify.operators.suggest.widen import repair, widen
+from verify.operators.suggest.tested import add_derived, claims_hold, with_annotation
+from verify.operators.suggest.widen import Advice, frozen, plain_name, repair, widen
 from verify.operators.verification import Reproduce, Verification, verify_record
 from verify.results.finding import Finding
 from verify.results.report import Report
@@ -35,26 +35,51 @@ def verify_spec(
 
 def refutation(spec: OperatorSpec, result: CaseResult, options: OpOptions) -> Finding:
     """The finding of a counter-example, with the way out."""
-    return _with_repair(wrong(spec, result), spec, result, options)
+    finding, advice = wrong(spec, result), _repair(spec, result, options)
+    return finding if advice is None else _with_advice(finding, advice)
 
 
 def _advise(verification: Verification) -> None:
     spec, options = verification.spec, verification.options
+    found: dict[int, tuple[str, Advice]] = {}  # of a finding, the identifier and what to write instead
+    repaired = spec
     for place, result in verification.counter_examples.items():
-        verification.findings[place] = _with_repair(verification.findings[place], spec, result, options)
+        split, advice = result.case.choices[0], _repair(repaired, result, options)
+        if isinstance(split, Split) and advice is not None:
+            found[place] = (split.identifier, advice)
+            repaired = with_annotation(spec, advice.text)
+    whole = _together(spec, repaired, found.values(), options) if len(found) > 1 else None
+    for place, (_, advice) in found.items():
+        verification.findings[place] = _with_advice(verification.findings[place], advice, whole)
     add_derived(verification)
     if options.suggest and verification.tested and not verification.findings and spec.target is not None:
         wider = widen(spec, verification.runner.options)
         verification.notes.update(dict.fromkeys(f'{a.sentence}: "{a.text}" holds (tested)' for a in wider))
 
 
-def _with_repair(finding: Finding, spec: OperatorSpec, result: CaseResult, options: OpOptions) -> Finding:
-    """The finding with what to write instead, where one split was refuted."""
+def _repair(spec: OperatorSpec, result: CaseResult, options: OpOptions) -> Advice | None:
+    """Return what to write instead, where one split was refuted."""
     choice = result.case.choices[0]
     if not isinstance(choice, Split) or len(result.case.choices) > 1 or not options.explain:
-        return finding
-    advice = repair(spec, choice.identifier, options)
-    if advice is None:
-        return finding
-    said = "freeze it" if advice.freezes else "this annotation holds (tested)"
-    return replace(finding, help=f'{said}: "{advice.text}"\n{advice.sentence}')
+        return None
+    return repair(spec, choice.identifier, options)
+
+
+def _together(
+    spec: OperatorSpec, repaired: OperatorSpec, found: Collection[tuple[str, Advice]], options: OpOptions
+) -> str:
+    """Return one annotation for all that was refuted: that of all repairs if it holds, else all of them frozen."""
+    names = tuple(plain_name(name) for name, advice in found if not advice.freezes)
+    assert isinstance(spec.annotation, str) and isinstance(repaired.annotation, str)
+    if names and claims_hold(repaired, names, options):
+        return f'with the others that are refuted, this annotation holds (tested): "{repaired.annotation}"'
+    text = spec.annotation
+    for name, _ in found:
+        text = frozen(text, plain_name(name))
+    return f'with the others that are refuted, freeze it: "{text}"'
+
+
+def _with_advice(finding: Finding, advice: Advice, whole: str | None = None) -> Finding:
+    if whole is None:
+        whole = f'{"freeze it" if advice.freezes else "this annotation holds (tested)"}: "{advice.text}"'
+    return replace(finding, help=f"{whole}\n{advice.sentence}")
