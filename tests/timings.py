@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nnscaler
+from nnscaler import buckets
 from nnscaler.codegen.program import Program
 from nnscaler.runtime.communication import parameter_reads
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.training.gradients import buckets
 from nnscaler.training.engine import Engine, EngineSettings
 
 ROWS, WORDS, WIDTH = 12, 17, 8

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import compress, groupby
 from types import MappingProxyType
 
+from nnscaler.buckets import gathered_together, in_buckets
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
 from nnscaler.communication.profile_calls import CallClass, CallSite, Part, Ranks, bytes_on, groups_over, layer_pattern
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.layout import Layout, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
-from nnscaler.planning.cost.collectives import BUCKET_BYTES, bucket_limit
 
 _DIRECTIONS = {"gather": "parameter", "B": "gradient", "gradient": "gradient"}
 _PARTS: Mapping[RestPhase, Part] = MappingProxyType({"gather": "gather", "B": "scatter", "gradient": "gradient"})
@@ -168,17 +168,12 @@ def _alike(pieces: Sequence[_ParameterShare]) -> list[_ParameterShare]:
 
 
 def _buckets(pieces: Sequence[_ParameterShare]) -> list[list[_ParameterShare]]:
-    """Pieces with one group and dtype, in their order, up to `limit` each."""
+    """Return the pieces with one group and dtype that travel together, in their order."""
     buckets: list[list[_ParameterShare]] = []
     for _, run in groupby(sorted(pieces, key=_kind), key=_kind):
-        found, size = list(run), 0
-        limit = bucket_limit(piece.wholes[0] for piece in found) if found[0].move.phase != "gather" else BUCKET_BYTES
-        for number, piece in enumerate(found):
-            if not number or size + piece.wholes[0] > limit:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(piece)
-            size += piece.wholes[0]
+        found = list(run)
+        fill = gathered_together if found[0].move.phase == "gather" else in_buckets
+        buckets += [[found[i] for i in bucket] for bucket in fill([piece.wholes[0] for piece in found])]
     return buckets
 
 

@@ -38,8 +38,19 @@ from nnscaler.runtime.training.stream import StreamExecutor
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.replicas import check_replicas, check_same_model
-from nnscaler.training.running import NO_LOSS, EngineSettings, Running, named_buffers, run_program, stages_of_roles
-from nnscaler.training.sizes import SentProgram, Shapes, SizeClass, agreed, compile_size, described, sent
+from nnscaler.training.running import EngineSettings, Running, named_buffers, run_program, stages_of_roles
+from nnscaler.training.sizes import (
+    SentProgram,
+    SizeClass,
+    agreed,
+    carried_inputs,
+    compile_size,
+    described,
+    has_modes,
+    sent,
+    shapes_of,
+    valueless,
+)
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -101,14 +112,14 @@ class Engine:
         self.device = torch.device("cpu" if settings.device == "auto" else settings.device)
         self.compilations: list[str] = []
         self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
-        self._program = program
-        self._first_size = self.size = SizeClass(_shapes(program.manifest), True)
-        self._carried = _carried(program)
-        self._has_modes = _has_modes(program)
+        self._first_size = self.size = SizeClass(shapes_of(program.manifest), True)
+        self._carried = carried_inputs(program)
+        self._has_modes = has_modes(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [self] if share is None else share._family
         self._current = self._run(sent(program), dict(program.state), None if share is None else share.executor)
         self._running[self._first_size] = self._current
+        self._program = valueless(program)
         if share is None:
             self._buffers = named_buffers(self.executor)  # as they are now, of all programs over these parameters
         else:
@@ -167,7 +178,7 @@ class Engine:
         losses = executor.stream(map(self._named, batches), update)
         self._current, count = running, self.context.passes - before
         own = torch.stack(losses).double() if losses else torch.zeros(count, dtype=torch.float64, device=self.device)
-        return self.communicator.broadcast(own, running.source, tuple(range(self.world_size)))
+        return running.share_loss(own, self.communicator)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the loss of the global batch with the model in evaluation mode, on every rank; nothing changes."""
@@ -237,7 +248,7 @@ class Engine:
 
     @property
     def program(self) -> Program:
-        """The program that was started."""
+        """The program that was started, without the values of its model: `state_dict` has them as they are now."""
         return self._program
 
     @property
@@ -379,22 +390,7 @@ class Engine:
 
     def _told(self, running: Running, loss: Tensor | None) -> Tensor:
         """Return the loss on every rank, in float64."""
-        if running.source == NO_LOSS:
+        if not running.has_loss:
             raise NnscalerError("no_loss", "the model returns no loss", help="engine.predict gives what it returns")
         value = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss.detach().double()
-        return self.communicator.broadcast(value, running.source, tuple(range(self.world_size)))
-
-
-def _shapes(manifest: Manifest) -> Shapes:
-    return tuple((entry.name, entry.shape) for entry in manifest.inputs)
-
-
-def _carried(program: Program) -> frozenset[str]:
-    """Return the inputs whose dim 0 is the batch: that of the first input that has dims."""
-    inputs = [entry for entry in program.manifest.inputs if entry.shape]
-    return frozenset(entry.name for entry in inputs if entry.shape[0] == inputs[0].shape[0])
-
-
-def _has_modes(program: Program) -> bool:
-    """Return whether evaluation is another program: whether any part of the model is in training mode."""
-    return program.origin is not None and any(module.training for module in program.origin.module.modules())
+        return running.share_loss(value, self.communicator)

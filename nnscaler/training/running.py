@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.layout import Partial
+from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.training.autocast import dtype_named
@@ -20,7 +21,7 @@ from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.stream import executor_of
 from nnscaler.training.sizes import SentProgram, Vouch, folder_of
 
-NO_LOSS = -1
+NO_LOSS, EVERY_RANK = -1, -2
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Running:
     """A program on this rank.
 
     executor  of its role
-    source    the rank that tells all others the loss; NO_LOSS where the program has none
+    source    the rank that tells all others the loss; NO_LOSS where the program has none, EVERY_RANK where it is summed
+              over all ranks
     cut       batches are cut into data parts; else each rank computes the whole of them
     program   itself
     stages    of all roles
@@ -59,6 +61,16 @@ class Running:
     cut: bool
     program: SentProgram
     stages: tuple[type[Stage], ...]
+
+    @property
+    def has_loss(self) -> bool:
+        return self.source != NO_LOSS
+
+    def share_loss(self, loss: Tensor, communicator: Communicator) -> Tensor:
+        """Return what the rank that knows the loss has, on every rank. Every rank calls it."""
+        if self.source == EVERY_RANK:
+            return loss
+        return communicator.broadcast(loss, self.source, tuple(range(communicator.world_size)))
 
 
 def run_program(
@@ -90,11 +102,20 @@ def run_program(
     if share is not None:  # buffers of the other program are handed over before each run
         buffers = {entry.fqns[0]: entry for entry in program.manifest.buffers}
         state = {**{n: torch.zeros(b.shape, dtype=dtype_named(b.dtype)) for n, b in buffers.items()}, **state}
-    module = load_role(folder / role.file)
+    module = load_role(folder / role.file, transform=letting_go)
     executor = executor_of(module)(module, rank, communicator, state, chosen, share=share)
     stages = stages_of_roles(program, settings.cache)
-    source = rank_with_loss(stages) if any(stage.loss is not None for stage in stages) else NO_LOSS
-    return Running(executor, source, bool(program.data_axes), program, tuple(stages))
+    return Running(executor, _source_of_loss(stages), bool(program.data_axes), program, tuple(stages))
+
+
+def _source_of_loss(stages: Sequence[type[Stage]]) -> int:
+    if not any(stage.loss is not None for stage in stages):
+        return NO_LOSS
+    summed = (
+        stage.loss is not None and all(isinstance(stage.loss.states.get(axis), Partial) for axis in stage.axes)
+        for stage in stages
+    )
+    return EVERY_RANK if len(stages) == 1 and all(summed) else rank_with_loss(list(stages))
 
 
 def named_buffers(executor: RankExecutor) -> dict[str, Tensor]:

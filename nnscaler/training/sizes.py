@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nnscaler.codegen.program import Program
 from nnscaler.compile import for_batch
@@ -49,12 +50,57 @@ class SentProgram:
     data_axes: tuple[str, ...]
 
 
+def shapes_of(manifest: Manifest) -> Shapes:
+    return tuple((entry.name, entry.shape) for entry in manifest.inputs)
+
+
+def carried_inputs(program: Program) -> frozenset[str]:
+    """Return the inputs whose dim 0 is the batch: that of the first input that has dims."""
+    inputs = [entry for entry in program.manifest.inputs if entry.shape]
+    return frozenset(entry.name for entry in inputs if entry.shape[0] == inputs[0].shape[0])
+
+
+def has_modes(program: Program) -> bool:
+    """Return whether evaluation is another program: whether any part of the model is in training mode."""
+    return program.origin is not None and any(module.training for module in program.origin.module.modules())
+
+
 def sent(program: Program) -> SentProgram:
     """Return what other ranks need of a program."""
     named = {name for entry in program.manifest.parameters for name in entry.fqns}
     named |= {name for entry in program.manifest.buffers for name in entry.fqns}
     constants = {name: tensor.detach() for name, tensor in program.state.items() if name not in named}
     return SentProgram(program.sources, program.manifest, constants, program.plan.data_axes)
+
+
+def valueless(program: Program) -> Program:
+    """Return a program that has been started, without the values of its model: the engine's tensors have them now, and
+    one that nobody else holds is freed. `state` has tensors on the meta device.
+
+    Parameters of the module, which is compiled for other sizes, have memory that is never touched. What compiling may
+    read values of stays whole: a model that is specialised to data, or is fitted to each batch.
+    """
+    origin = program.origin
+    if origin is not None and (origin.specialise or origin.resize is not None):
+        return program
+    state = {name: tensor.detach().to("meta") for name, tensor in program.state.items()}
+    if origin is not None:
+        origin = replace(origin, module=_skeleton(origin.module))
+    return replace(program, state=state, origin=origin)
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose parameters have other memory; the module itself where it cannot be copied so."""
+    parameters = [p for p in module.parameters() if type(p) is nn.Parameter and p.device.type == "cpu"]
+    places = {p.untyped_storage().data_ptr() for p in parameters}
+    if len(places) < len(parameters):  # views of one another, which the trace sees
+        return module
+    memo: dict[int, object] = {id(p): p for p in module.parameters()}
+    memo |= {id(p): nn.Parameter(torch.empty_like(p), p.requires_grad) for p in parameters}
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception:  # noqa: BLE001 - whatever a user's attributes raise when they are copied
+        return module
 
 
 def compile_size(

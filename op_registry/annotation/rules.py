@@ -146,6 +146,10 @@ def _refuse_mixed_marks(annotation: Annotation, text: str, ties: Ties) -> None:
         if strongest.mark == "+" and kept:
             strongest = _marked("")
         hint = f"`{with_marks(annotation, members, strongest)}`"
+        if strongest.mark != "^":
+            hint += (
+                f" agrees, and `verify-op` tests it; `{with_marks(annotation, members, _marked('^'))}` splits nothing"
+            )
         if len(members) > 1:
             names = ", ".join(f"`{m}`" for m in members)
             raise _error(text, f"{names} are split together, so they have the same mark", found, hint)

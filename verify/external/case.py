@@ -10,21 +10,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from nnscaler.errors import NnscalerError
 from verify.external.comparison.compare import compare
 from verify.external.comparison.differences import ComparisonResult, ProgramRun
+from verify.external.comparison.findings import findings
 from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
 from verify.external.comparison.micro_batches import micro_means
-from verify.external.comparison.noise import Noise
+from verify.external.comparison.noise import Noise, measure
 from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas import NAME as COPIES
 from verify.external.comparison.replicas import draws, unequal
+from verify.external.labels import NAME as LABELS
+from verify.external.labels import unequal_labels
 from verify.external.observe import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
-from verify.external.reference import PlainReference, data_parts, piece_of_step
+from verify.external.reference import PlainReference, data_parts, piece_of_step, run_reference
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
@@ -120,6 +124,24 @@ class ExternalCase:
         )
         return run, compare(run)
 
+    @property
+    def level(self) -> Verdict:
+        """The verdict on what agrees."""
+        return Verdict.TESTED_EXACT if self.reference.dtype == torch.float64 else Verdict.TESTED_CALIBRATED
+
+    def judge(
+        self, records: tuple[RankRecord, ...], narrow: torch.dtype
+    ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
+        """Compare the records with the oracle, up to the rounding of `narrow`, the narrowest dtype on the way."""
+        exact = self.reference.dtype == torch.float64
+        run, compared = self.compare(records, Noise() if exact else self._noise(narrow))
+        if exact and any(result.differences for result in compared):
+            run, compared = self.compare(records, self._noise(narrow))  # an ill-conditioned model
+        return run, compared
+
+    def _noise(self, narrow: torch.dtype) -> Noise:
+        return measure(self.program, self.model, self.truth, narrow)
+
     def explained(
         self, run: ProgramRun, compared: Sequence[ComparisonResult], found: tuple[Finding, ...]
     ) -> tuple[Finding, ...]:
@@ -163,6 +185,28 @@ class ExternalCase:
         )
         verdict = Verdict.REFUTED if wrong else Verdict.TESTED_EXACT if count else Verdict.INCONCLUSIVE
         return (Check(COPIES, verdict, count, len(wrong), supporting=True), found) if count else None
+
+    def with_labels(
+        self, known: Sequence[RankRecord], narrow: torch.dtype
+    ) -> tuple[Check | None, tuple[Finding, ...], tuple[str, ...]]:
+        """Run one step on a batch whose data parts count different numbers of labels, where there is one."""
+        found = unequal_labels(self.program, self.model, self.truth.batch)
+        if found.batch is None:
+            return None, (), () if found.note is None else (found.note,)
+        rate = self.truth.learning_rate or None
+        truth = run_reference(self.program, self.model, found.batch, steps=1, dtype=torch.float64, learning_rate=rate)
+        case = replace(self, truth=truth, reference=replace(truth, dtype=self.reference.dtype))
+        ran = case.tried(known)
+        if isinstance(ran, RanksFailed):
+            finding = Finding(ran.code, f"{ran.message}, with unequal numbers of labels", self.program.where)
+            return Check(LABELS, Verdict.INCONCLUSIVE, 0), (finding,), ()
+        run, compared = case.judge(ran.results, narrow)
+        differences = tuple(one for result in compared for one in result.differences)
+        whole = ComparisonResult(LABELS, sum(r.count for r in compared), differences, max(r.worst for r in compared))
+        refuted = tuple(
+            replace(f, message=f"with unequal numbers of labels: {f.message}") for f in findings(run, compared)
+        )
+        return whole.check(self.level), refuted, ()
 
     def _first_difference(self) -> FirstDifference | None:
         """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""

@@ -194,9 +194,24 @@ def _clip(program: ExternalProgram, made: Any) -> Tensor | None:
     if program.clip is not None:
         norm = program.clip(made, program.max_norm)
     else:
-        parameters = [p for part in modules_of(made) for p in part.parameters()]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, program.max_norm)
+        named = [(n, t) for n, t, kind in tensors_of_program(made, program) if kind == "parameter"]
+        try:
+            norm = torch.nn.utils.clip_grad_norm_([tensor for _, tensor in named], program.max_norm)
+        except RuntimeError as error:
+            raise _mixed(named) or error from None
     return _whole(torch.as_tensor(norm)) if norm is not None else None
+
+
+def _mixed(parameters: Sequence[tuple[str, Tensor]]) -> RuntimeError | None:
+    """Return why no norm can be taken, where some parameters are DTensors and some are not; None for another reason."""
+    plain = [name for name, tensor in parameters if not isinstance(tensor, DTensor)]
+    if len(plain) in (0, len(parameters)):
+        return None
+    shown = ", ".join(plain[:4]) + (f" and {len(plain) - 4} more" if len(plain) > 4 else "")
+    return RuntimeError(
+        f"`clip_grad_norm_` takes no norm of DTensors and plain tensors together, and {shown} stayed plain: shard the "
+        "root module too (`fully_shard(model)` after its layers), or define `clip(model, max_norm)`"
+    )
 
 
 def _whole(value: Any) -> Tensor | None:

@@ -14,7 +14,7 @@ from op_registry.spec import SourceLocation
 from verify.external.case import ExternalCase, ExternalSettings
 from verify.external.comparison.differences import ComparisonResult
 from verify.external.comparison.findings import findings
-from verify.external.comparison.noise import Noise, measure, rounded
+from verify.external.comparison.noise import rounded
 from verify.external.observe import RankRecord
 from verify.external.profile import communication_profile, memory, notes_of
 from verify.external.program import Batch, ExternalProgram
@@ -203,17 +203,17 @@ def verify_in(
             f"the program computes or communicates in {_word(narrow)} when the model is in {_word(dtype)}: "
             f"it is compared up to the rounding of {_word(narrow)}"
         )
-    tolerance = Noise() if dtype == torch.float64 else measure(program, mine, truth, narrow)
-    run, compared = case.compare(ran.results, tolerance)
-    if dtype == torch.float64 and any(result.differences for result in compared):
-        run, compared = case.compare(ran.results, measure(program, mine, truth, dtype))  # an ill-conditioned model
-    level = Verdict.TESTED_EXACT if dtype == torch.float64 else Verdict.TESTED_CALIBRATED
-    checks = tuple(result.check(level) for result in compared if result.name != "gradient norm" or result.count)
+    run, compared = case.judge(ran.results, narrow)
+    checks = tuple(result.check(case.level) for result in compared if result.name != "gradient norm" or result.count)
     found = findings(run, compared)
-    if any(check.verdict is Verdict.REFUTED for check in checks) and not known:
+    right = all(check.verdict is not Verdict.REFUTED for check in checks)
+    if not right and not known:
         found = case.explained(run, compared, found)
-    elif dtype == torch.float64 and (copies := case.copies()) is not None:
+    if right and dtype == torch.float64 and (copies := case.copies()) is not None:
         checks, found = (*checks, copies[0]), (*found, *copies[1])
+    if right and not known:
+        check, others, said = case.with_labels(ran.results, narrow)
+        checks, found, notes = (*checks, *([check] if check else [])), (*found, *others), [*notes, *said]
     if how.checkpoint and not known:
         saving = check_saving(case)
         checks, found, notes = (*checks, *saving.checks), (*found, *saving.findings), [*notes, *saving.notes]

@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from nnscaler.buckets import BUCKET_BYTES
 from nnscaler.planning.cluster.description import Cluster, Level
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.table import CollectiveEntry
@@ -104,16 +105,6 @@ def _exchange(size: float, members: int, levels: Spanned) -> float:
 
 
 # The cost of adding up the gradients of a step, which the runtime does in buckets.
-
-BUCKET_BYTES = 25 * 2**20
-LEAST_BYTES = 2**20
-BUCKETS = 8  # of the gradients over one group: one of them is left to send when backward ends
-
-
-def bucket_limit(gradients: Iterable[int]) -> int:
-    """Return the bytes up to which gradients of so many bytes share a bucket."""
-    return min(BUCKET_BYTES, max(LEAST_BYTES, sum(gradients) // BUCKETS))
-
 
 # How often a bucket is copied between its flat memory and the tensors of parameters: a gradient into its place; a
 # gathered part into the whole, and the whole into the leaf.

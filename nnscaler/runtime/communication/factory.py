@@ -24,13 +24,13 @@ def torch_communicator(
 ) -> TorchCommunicator:
     """A communicator of the default process group, which exists already (`process_group.join`).
 
-    backend: "gloo", or "nccl" with a CUDA device. groups and pairs, for NCCL only: the groups of collectives and the
-    (source, destination) pairs of messages, the same on every rank. Groups that are not named are made when they are
-    first used; messages of pairs that are not named go through host memory.
+    backend: "gloo", or "nccl" with a CUDA device. groups: of the collectives; pairs, for NCCL only: of (source,
+    destination) of messages. Both are the same on every rank. For NCCL, groups that are not named are made
+    when they are first used; messages of pairs that are not named go through host memory.
     """
     place = torch.device(device)
     if backend == "gloo":
-        return GlooCommunicator(rank, world_size, place, reporter)
+        return GlooCommunicator(rank, world_size, place, reporter, groups=groups)
     if backend == "nccl":
         return NcclCommunicator(rank, world_size, place, reporter, groups=groups, pairs=pairs)
     raise CommunicationError(f"unknown backend {backend!r}: gloo or nccl")

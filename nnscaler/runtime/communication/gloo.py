@@ -27,17 +27,34 @@ from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicat
 from nnscaler.runtime.communication.exchanges import OneRoundCollective, gathering, post, summing
 from nnscaler.runtime.communication.lanes import Lane, LaneTask
 
+_EXACT = (torch.float32, torch.float64)  # dtypes that gloo adds as torch does
 _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one round of messages instead of two
 
 
 class GlooCommunicator(TorchCommunicator):
-    """One rank of a gloo process group (torch.distributed's default one)."""
+    """One rank of a gloo process group (torch.distributed's default one).
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, reporter: Reporter | None = None) -> None:
+    `groups`: of the program's collectives. Where two ranks sum what is begun, gloo's own collective serves, which needs
+    no Python on the way, and gives the same bits.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        reporter: Reporter | None = None,
+        *,
+        groups: Sequence[Sequence[int]] = (),
+    ) -> None:
         super().__init__(rank, world_size, device, reporter)
         group = torch.distributed.group.WORLD
         assert group is not None, "process_group.join comes first"
         self._world = group
+        self._pairs: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
+        for members in sorted({tuple(sorted(g)) for g in groups if len(g) == 2 and rank in g}):  # in one order on all
+            with self._inside(f"makes the group of ranks {members}"):
+                self._pairs[members] = group if world_size == 2 else _new_pair(members)
         self._tags: dict[str, int] = {}
         self._names: dict[tuple[int, int], str] = {}  # (peer, tag) -> what the tag was made from
         self._sent: dict[tuple[int, Key], deque[tuple[CommunicationCall, torch.distributed.Work, Tensor]]] = {}
@@ -104,8 +121,13 @@ class GlooCommunicator(TorchCommunicator):
             return self._begin_recv(call, into[0])
         if any(tensor.device.type != "cpu" for tensor in (*given, *into)):
             return super()._begin(call, given, into)
-        if call.kind == "all_reduce":  # of two rounds: the second one begins while the rank computes
-            begun: LaneTask | OneRoundCollective = self._lane(call).run(lambda: self._sum_in_place(call, into[0]))
+        pair = self._pairs.get(tuple(sorted(call.ranks)))
+        if call.kind == "all_reduce" and pair is not None and into[0].dtype in _EXACT:
+            with self._inside(call):  # of two, the order of a sum makes no difference
+                options = torch.distributed.AllreduceOptions()
+                begun: torch.distributed.Work | LaneTask | OneRoundCollective = pair.allreduce([into[0]], options)
+        elif call.kind == "all_reduce":  # of two rounds: the second one begins while the rank computes
+            begun = self._lane(call).run(lambda: self._sum_in_place(call, into[0]))
         else:
             gathers = call.kind == "all_gather"
             begun = gathering(call, given[0], into, self.rank) if gathers else summing(call, given, into[0], self.rank)
@@ -303,6 +325,10 @@ class GlooCommunicator(TorchCommunicator):
                     raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
             self._tags[agreement] = tag
         return self._tags[agreement]
+
+
+def _new_pair(members: tuple[int, ...]) -> torch.distributed.ProcessGroup:
+    return torch.distributed.new_group(list(members), backend="gloo", use_local_synchronization=True)
 
 
 def neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:

@@ -22,12 +22,12 @@ def _wide(tensor: Tensor) -> Tensor:
 def ce_max(logits: Tensor) -> Tensor:
     """[N, C] -> [N]: the largest logit of each row; without gradient, which cancels in the loss."""
     with torch.no_grad():
-        return _wide(logits.detach()).amax(1)
+        return _wide(logits.detach().amax(1))
 
 
 def ce_sumexp(logits: Tensor, maximum: Tensor) -> Tensor:
     """[N, C], [N] -> [N]: the sum over classes of exp(logit - maximum)."""
-    return torch.exp(_wide(logits) - maximum.unsqueeze(1)).sum(1)
+    return (_wide(logits) - maximum.unsqueeze(1)).exp_().sum(1)  # in place: logits are the largest tensors of a model
 
 
 def ce_pick(logits: Tensor, labels: Tensor, ignore_index: int, first_class: int = 0) -> Tensor:
@@ -35,7 +35,10 @@ def ce_pick(logits: Tensor, labels: Tensor, ignore_index: int, first_class: int 
     begins at `first_class`."""
     local = labels - first_class
     here = (labels != ignore_index) & (local >= 0) & (local < logits.shape[1])
-    picked = _wide(logits).gather(1, torch.where(here, local, 0).unsqueeze(1)).squeeze(1)
+    rows = torch.arange(len(labels), device=labels.device)
+    picked = _wide(
+        logits[rows, torch.where(here, local, 0)]
+    )  # whose backward, unlike that of a gather, keeps no logits
     return torch.where(here, picked, 0.0)
 
 

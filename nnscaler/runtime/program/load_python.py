@@ -9,9 +9,11 @@ package's module.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -29,7 +31,8 @@ class UserFileError(ProgramError):
 
 
 def load_role(path: str | Path, *, transform: Transform | None = None) -> ModuleType:
-    """Execute a role file from its text, under a private name; `transform(source, filename)` may compile it instead.
+    """Execute a role file from its text, under a private name; `transform(source, filename)` may compile it instead:
+    `letting_go`, where it is run.
 
     Raises ProgramError when the file is missing or is not Python; what its code raises is passed on.
     """
@@ -51,6 +54,57 @@ def load_role(path: str | Path, *, transform: Transform | None = None) -> Module
         del sys.modules[name]
         raise
     return module
+
+
+# Before Python 3.13 the depth of a tree under construction is one counter for all threads: two that parse at once, as
+# the simulator's ranks do, get "SystemError: AST constructor recursion depth mismatch".
+_PARSING = threading.Lock()
+
+
+def parsed(source: str, filename: str) -> ast.Module:
+    """Parse a role's text."""
+    with _PARSING:
+        return ast.parse(source, filename)
+
+
+def letting_go(source: str, filename: str) -> CodeType:
+    """Compile a role so that its methods let go of a value after the last statement that reads it: for `load_role`.
+
+    A line of a program gives every value a name, and names last to the end of their function: what a model's author
+    writes in one expression, or overwrites, would be held until backward begins.
+    """
+    tree = parsed(source, filename)
+    stages = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    for method in (node for stage in stages for node in stage.body if isinstance(node, ast.FunctionDef)):
+        _let_go(method)
+    return compile(tree, filename, "exec", dont_inherit=True)
+
+
+def _let_go(function: ast.FunctionDef) -> None:
+    """Delete each local name after the last statement in which it stands; not those that inner functions read."""
+    last: dict[str, int] = {}
+    assigned: set[str] = set()
+    inner: set[str] = set()
+    for number, statement in enumerate(function.body):
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name):
+                last[node.id] = number
+                if isinstance(node.ctx, ast.Store):
+                    assigned.add(node.id)
+            elif isinstance(node, ast.FunctionDef | ast.Lambda | ast.comprehension):
+                inner.update(name.id for name in ast.walk(node) if isinstance(name, ast.Name))
+    after: dict[int, list[str]] = {}
+    for name in assigned - inner:
+        after.setdefault(last[name], []).append(name)
+    body: list[ast.stmt] = []
+    for number, statement in enumerate(function.body):
+        body.append(statement)
+        if isinstance(statement, ast.Assign) and number in after:
+            names = [ast.copy_location(ast.Name(name, ast.Del()), statement) for name in sorted(after[number])]
+            body.append(ast.copy_location(ast.Delete(list[ast.expr](names)), statement))
+        if isinstance(statement, ast.FunctionDef):
+            _let_go(statement)
+    function.body = body
 
 
 def load_user_module(path: str | Path) -> ModuleType:

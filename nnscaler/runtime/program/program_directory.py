@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nnscaler.manifest import Manifest, ManifestError, NoManifest, StoredTensor, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.role import Exchange, Receive, RunContext, Stage
 from nnscaler.runtime.shards import same_bits, unravel
 from nnscaler.runtime.training.gradients.gradient_plan import holding
@@ -40,7 +40,7 @@ class ProgramDirectory:
         role = self.manifest.role_of(rank)
         if role is None:
             raise ProgramError(f"{self.path} is a program for {self.ranks} ranks and has no rank {rank}")
-        return load_role(self.path / role.file)
+        return load_role(self.path / role.file, transform=letting_go)
 
     def stages(self) -> list[type[Stage]]:
         """Return the stage classes of all roles."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from nnscaler.buckets import gathered_together
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.shards import local_shape, logical_coordinates
-
-BUCKET_BYTES = 25 * 2**20
 
 Group = tuple[int, ...]
 Slots = tuple[slice | Tensor, ...]  # where on a dim the part of each rank of an axis lies
@@ -132,7 +132,7 @@ def gather(resting: Sequence[AtRest], communicator: Communicator) -> None:
 def _buckets(
     chosen: Sequence[int], divisions: Mapping[int, Division], values: Sequence[Tensor] | Mapping[int, Tensor]
 ) -> Iterator[list[int]]:
-    """Parameters that are divided over one group and have one dtype, up to BUCKET_BYTES of them together.
+    """Parameters that are divided over one group and have one dtype, a full bucket of them together.
 
     Groups come in one global order (by their ranks), so that ranks which share several of them meet in the same order.
     """
@@ -140,18 +140,10 @@ def _buckets(
     def key(i: int) -> tuple[Group, str]:
         return divisions[i].group, str(values[i].dtype)
 
-    bucket: list[int] = []
-    size = 0
-    for i in sorted(chosen, key=lambda i: (key(i), i)):
-        division = divisions[i]
-        weight = _count(division.whole) * values[i].element_size()  # the same on every rank of the group
-        if bucket and (key(bucket[0]) != key(i) or size + weight > BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(i)
-        size += weight
-    if bucket:
-        yield bucket
+    for _, run in groupby(sorted(chosen, key=lambda i: (key(i), i)), key=key):
+        found = list(run)  # weights are the same on every rank of the group
+        for bucket in gathered_together([_count(divisions[i].whole) * values[i].element_size() for i in found]):
+            yield [found[i] for i in bucket]
 
 
 def _count(shape: Sequence[int]) -> int:

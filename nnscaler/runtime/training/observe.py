@@ -1,28 +1,22 @@
 """Role source that reports every intermediate tensor: `self._observe("x", x)` after each assignment to `x`.
 
 Only `forward`, `prepare` and other methods of stages are changed, and only in memory; line numbers stay those of the
-file. A role that is not observed runs exactly the text on disk.
+file.
 """
 
 from __future__ import annotations
 
 import ast
-import threading
 from pathlib import Path
 from types import CodeType, ModuleType
 
 from nnscaler.runtime.communication.communicator import ProgramError
-
-# Before Python 3.13 the depth of a tree under construction is one counter for all threads: two that parse at once, as
-# the simulator's ranks do, get "SystemError: AST constructor recursion depth mismatch".
-_PARSING = threading.Lock()
+from nnscaler.runtime.program.load_python import parsed
 
 
 def instrument(source: str, filename: str) -> CodeType:
     """Compile a role module so that each assignment inside a method reports the names that it assigns."""
-    with _PARSING:
-        tree = ast.parse(source, filename)
-    tree = _Instrument().visit(tree)
+    tree = _Instrument().visit(parsed(source, filename))
     return compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
 
 

@@ -13,17 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.communication import profile_at_rest
+from nnscaler import buckets
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.precision import Precision
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.cost import collectives
 from nnscaler.records import encode
 from nnscaler.runtime.program.load_python import load_user_module
-from nnscaler.runtime.training import at_rest
-from nnscaler.runtime.training.gradients import buckets
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from tests import halves, traced_examples
@@ -178,12 +175,8 @@ def test_a_parameter_at_rest_in_shards_is_gathered_and_its_gradient_scattered(tm
 
 
 def test_buckets_are_those_of_the_runtime(gpt: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = (collectives.BUCKET_BYTES, collectives.LEAST_BYTES, collectives.BUCKETS)
-    assert ours == (buckets.BUCKET_BYTES, buckets.LEAST_BYTES, buckets.PARTS)
-    for module in (collectives, buckets, profile_at_rest, at_rest):
-        monkeypatch.setattr(module, "BUCKET_BYTES", 20_000)
-    for module in (collectives, buckets):
-        monkeypatch.setattr(module, "LEAST_BYTES", 1_000)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(buckets, "LEAST_BYTES", 1_000)
     for plan in ("dp=2,tp=2", "dp=2,tp=2,zero=1"):
         made = check(gpt, plan, 4, tmp_path / plan)
         gradients = [n for key, n in made.items() if key[5] == "gradient" and key[0] == 0]

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import torch
 
+from nnscaler.buckets import gathered_together, in_buckets
 from nnscaler.runtime import Parameter, Sharded, Simulator, Stage
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 from nnscaler.runtime.role import RunContext
 from nnscaler.runtime.training.gradients.accumulate import Gradients
-from nnscaler.runtime.training.gradients.buckets import Departures, Flat, SumBucket, filled
+from nnscaler.runtime.training.gradients.buckets import Departures, Flat, SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import holding, sums_of, wanted
 
 
@@ -31,12 +32,14 @@ def test_a_group_varies_on_the_reduced_axes_in_every_stage_that_holds_a_copy() -
     assert group(4, Parameter("w", (4,), "float32", reduce=("dp",), copies=copies)) == (0, 2, 4, 5, 6, 8)
 
 
-def test_buckets_are_filled_up_to_an_eighth_and_no_tensor_is_divided() -> None:
+def test_the_first_bucket_and_the_last_are_small_and_no_tensor_is_divided() -> None:
     mib = 2**20
-    assert filled([]) == [] and filled([5 * mib]) == [[0]]
-    assert filled([mib // 4] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # at least 1 MiB
-    assert filled([4 * mib, 10 * mib, 2 * mib, mib, mib, 14 * mib]) == [[0], [1], [2, 3, 4], [5]]
-    assert filled([24 * mib] * 16)[:2] == [[0], [1]]  # at most 25 MiB
+    assert in_buckets([]) == [] and in_buckets([5 * mib]) == [[0]]
+    assert in_buckets([mib // 4] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # at least 1 MiB
+    assert [len(bucket) for bucket in in_buckets([mib] * 64)] == [8, 24, 24, 8]
+    assert in_buckets([4 * mib, 10 * mib, 2 * mib, mib, mib, 14 * mib]) == [[0], [1, 2], [3, 4], [5]]
+    assert in_buckets([24 * mib] * 16) == [[i] for i in range(16)]  # at most 25 MiB
+    assert [len(bucket) for bucket in gathered_together([mib] * 64)] == [25, 25, 14]
 
 
 class Small(Stage):

@@ -11,9 +11,13 @@ REFUSED = {
     "m k+, k n -> m n": (
         "the marks of `k` must agree on every occurrence",
         "      ^^  ^",
-        "`m k+, k+ n -> m n`",
+        "`m k+, k+ n -> m n` agrees, and `verify-op` tests it; `m k^, k^ n -> m n` splits nothing",
     ),
-    "m+ -> m": ("the marks of `m` must agree on every occurrence", "    ^^    ^", "`m -> m`"),
+    "m+ -> m": (
+        "the marks of `m` must agree on every occurrence",
+        "    ^^    ^",
+        "`m -> m` agrees, and `verify-op` tests it; `m^ -> m^` splits nothing",
+    ),
     "m k^, k+ n -> m n": (
         "the marks of `k` must agree on every occurrence",
         "      ^^  ^^",
@@ -22,7 +26,7 @@ REFUSED = {
     "n c+max, c+ -> n": (
         "the marks of `c` must agree on every occurrence",
         "      ^^^^^  ^^",
-        "`n c+max, c+max -> n`",
+        "`n c+max, c+max -> n` agrees, and `verify-op` tests it; `n c^, c^ -> n` splits nothing",
     ),
     "m+ k -> m+ k": ("the mark of `m+` has no effect: every output has `m`", "    ^^      ^^", "`m k -> m k`"),
     "n n -> n": (

@@ -22,6 +22,8 @@ _FOREIGN = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     str(Path(__file__).resolve().parents[1] / "torchrun") + os.sep,  # wraps torch
+    str(Path(__file__).resolve().parents[1] / "observe.py"),  # calls the program
+    str(Path(__file__).resolve().parents[1] / "case.py"),
     os.path.abspath(precision.__file__),  # its mode is around every function of torch
     "<",  # frozen modules, and code that was made at run time
 )
@@ -85,11 +87,14 @@ def place_of_thread(identifier: int | None) -> str | None:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error from the program's first line on: what called it is ours."""
+    """Return the traceback of an error from the program's first line on, for what called it is ours; without a line of
+    the program, the error alone."""
     trace = error.__traceback__
     while trace is not None and not is_program(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    if trace is None:
+        return "".join(traceback.format_exception_only(type(error), error))
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 @cache

@@ -207,7 +207,8 @@ def suggest_annotation(spec: OperatorSpec, options: OpOptions | None = None) -> 
             "sample_inputs_needed",
             f"without an annotation, nothing says what to call `{spec.name}` with",
             spec.where,
-            help="register_op(..., sample_inputs=lambda: dict(...)) gives arguments to call it with",
+            help="`--sample-inputs NAME` names a function of its file that gives arguments for a call, and so does "
+            "register_op(..., sample_inputs=lambda: dict(...))",
         )
     calls = sample_calls(spec)
     return infer_annotation(spec, calls[0], calls[1:], options)

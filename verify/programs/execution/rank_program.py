@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint
@@ -171,7 +171,7 @@ def _executor(
     first_step: int = 0,
     observe: Callable[..., None] | None = None,
 ) -> RankExecutor:
-    module = load_role(role_file(task.program, communicator.rank))
+    module = load_role(role_file(task.program, communicator.rank), transform=letting_go)
     settings = ExecutorSettings(
         precision=task.precision,
         device=getattr(communicator, "device", "cpu"),

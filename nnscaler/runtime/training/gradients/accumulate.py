@@ -49,7 +49,11 @@ class Gradients:
         self._communicator, self._reads = communicator, reads
         self._rest = {getattr(s, name): s.at_rest[name] for s in stages.values() for name in s.parameters}
         self._wanted = wanted(stages, resting, precision)
-        every = list(self._wanted.values())
+        # what is neither summed over ranks nor added up elsewhere than in `.grad` is left to autograd
+        self._plain = [leaf for leaf, one in self._wanted.items() if _is_plain(one)]
+        self._moved = {leaf: one for leaf, one in self._wanted.items() if not _is_plain(one)}
+        self._unused = {leaf: rest for leaf, rest in self._rest.items() if leaf not in self._wanted}
+        every = list(self._moved.values())
         self._sums = sums_of(every)
         self._divisions = divisions_of_leaves([one for one in every if not one.at_once], 0)
         self._at_once = {index: [o for o in every if o.at_once and index in o.stages] for index in stages}
@@ -89,7 +93,7 @@ class Gradients:
         for leaf, rest in self._rest.items():
             leaf.grad = rest.grad = None
         self._release()
-        self._handles = [leaf.register_post_accumulate_grad_hook(self._made) for leaf in self._wanted]
+        self._handles = [leaf.register_post_accumulate_grad_hook(self._made) for leaf in self._moved]
 
     def enter(self, stage: int, *, divides: bool, last: bool) -> None:
         """A backward of this stage begins. `divides`: those gradients that are divided at once are complete with it;
@@ -105,7 +109,7 @@ class Gradients:
 
     def widen(self) -> None:
         """After any backward, add its gradients up where those of other micro-batches are."""
-        for leaf in self._wanted:
+        for leaf in self._moved:
             if leaf.grad is not None:
                 self._add(leaf)
 
@@ -130,8 +134,8 @@ class Gradients:
         before the step, in `.grad` of the tensors at rest."""
         self.widen()
         self._release()
-        if len(self._complete) < len(self._wanted):
-            for one in self._wanted.values():
+        if len(self._complete) < len(self._moved):
+            for one in self._moved.values():
                 self._completed(one)
         values = self._divide_rest()
         self._sum_late(values)
@@ -141,7 +145,7 @@ class Gradients:
                 for number, one in enumerate(slot):
                     place = bucket.place(position)
                     values[one.leaf] = place.clone() if number else place
-        for leaf, one in self._wanted.items():
+        for leaf, one in self._moved.items():
             gradient = values[leaf].to(widened(values[leaf].dtype))
             if loss_scale != 1.0:
                 gradient = gradient.div_(loss_scale)
@@ -150,9 +154,15 @@ class Gradients:
             if leaf is not one.rest:
                 leaf.grad = None
             one.rest.grad = gradient.to(one.rest.dtype)
-        for leaf, rest in self._rest.items():
-            if leaf not in self._wanted:
-                rest.grad = self._before.get(leaf)
+        for leaf in self._plain:
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+            elif loss_scale != 1.0:
+                leaf.grad.div_(loss_scale)
+            if leaf in self._before:
+                leaf.grad.add_(self._before[leaf])
+        for leaf, rest in self._unused.items():
+            rest.grad = self._before.get(leaf)
         self._before = {}
         self._clear()
 
@@ -166,7 +176,7 @@ class Gradients:
         self._add(leaf)
         if self._running is None or (leaf.grad is None and leaf not in self._added and leaf not in self._apart):
             return
-        (stage, divides, last), one = self._running, self._wanted[leaf]
+        (stage, divides, last), one = self._running, self._moved[leaf]
         if stage not in one.stages:
             return
         if one.at_once and divides:
@@ -180,7 +190,7 @@ class Gradients:
         if gradient is None:
             return
         wide = widened(leaf.dtype)
-        if at is None or self._wanted[leaf].dtype != wide:
+        if at is None or self._moved[leaf].dtype != wide:
             if leaf.dtype in HALF:
                 self._apart[leaf] = self._apart[leaf].add_(gradient) if leaf in self._apart else gradient.to(wide)
                 leaf.grad = None
@@ -235,7 +245,7 @@ class Gradients:
 
     def _divide_rest(self) -> dict[Leaf, Tensor]:
         """Return the parts of gradients that are divided, and those that nothing is done with."""
-        apart = [one for one in self._wanted.values() if one.leaf not in self._place]
+        apart = [one for one in self._moved.values() if one.leaf not in self._place]
         values = {one.leaf: self._divided[one.leaf] for one in apart if one.leaf in self._divided}
         values.update(self._divide([one for one in apart if one.leaf not in values], self._division_buckets))
         return values
@@ -283,6 +293,11 @@ class Gradients:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _is_plain(one: WantedGradient) -> bool:
+    still = one.leaf is one.rest and one.leaf.dtype not in HALF and one.dtype == one.leaf.dtype
+    return still and len(one.held.group) == 1 and not one.travels and not one.at_once
 
 
 def _sum_bucket(slots: Sequence[Slot], memory: Flat) -> SumBucket:

@@ -15,27 +15,10 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import SUMMED, Communicator, Pending
-from nnscaler.runtime.training.at_rest import BUCKET_BYTES, Division
-
-LEAST_BYTES = 2**20
-PARTS = 8  # of what travels over one group: what is left to send when backward ends is one of them
+from nnscaler.runtime.training.at_rest import Division
 
 _NAMED = 3  # parameters of a bucket that an error names
 Group = tuple[int, ...]
-
-
-def filled(weights: Sequence[int]) -> list[list[int]]:
-    """Put consecutive gradients of so many bytes into buckets, by their positions. A larger one has its own."""
-    limit = min(BUCKET_BYTES, max(LEAST_BYTES, sum(weights) // PARTS))
-    buckets: list[list[int]] = []
-    size = 0
-    for position, weight in enumerate(weights):
-        if not buckets or size + weight > limit:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(position)
-        size += weight
-    return buckets
 
 
 class Flat:

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Parameter as Leaf
 
+from nnscaler.buckets import in_buckets
 from nnscaler.runtime.role import Parameter, Stage, is_trained
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.training.at_rest import AtRest, Division
 from nnscaler.runtime.training.autocast import dtype_named
-from nnscaler.runtime.training.gradients.buckets import filled
 
 T = TypeVar("T")
 HALF = (torch.float16, torch.bfloat16)
@@ -144,5 +144,5 @@ def _in_buckets(runs: Mapping[Key, Sequence[T]], weight: Callable[[T], int]) -> 
     return [
         [run[i] for i in bucket]
         for _, run in sorted(runs.items(), key=lambda pair: pair[0])
-        for bucket in filled([weight(one) for one in run])
+        for bucket in in_buckets([weight(one) for one in run])
     ]

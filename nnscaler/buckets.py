@@ -1,0 +1,40 @@
+"""Which gradients, or parameters, travel together: what the runtime does, and what plans and profiles count on.
+
+Gradients leave as backward makes them. The first bucket is small, so that links are in use early, and so is the last,
+which is left to send when backward has ended; between them, each message costs more than waiting for a larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+BUCKET_BYTES = 25 * 2**20
+LEAST_BYTES = 2**20
+EDGE, INNER = 1 / 8, 3 / 8  # of all gradients over one group: the first bucket and the last, and those between them
+
+
+def gathered_together(weights: Sequence[int]) -> list[list[int]]:
+    """Put consecutive parameters of so many bytes, which are gathered before they are read, into full buckets."""
+    return _filled(weights, lambda number: BUCKET_BYTES)
+
+
+def in_buckets(weights: Sequence[int]) -> list[list[int]]:
+    """Put consecutive gradients of so many bytes into buckets, by their positions. A larger one has its own."""
+    edge, inner = (min(BUCKET_BYTES, max(LEAST_BYTES, int(share * sum(weights)))) for share in (EDGE, INNER))
+    last, left = len(weights), 0  # the position from which on all fit into the last bucket
+    while last and left + weights[last - 1] <= edge:
+        last, left = last - 1, left + weights[last - 1]
+    return _filled(weights, lambda number: inner if number else edge, last)
+
+
+def _filled(weights: Sequence[int], limit: Callable[[int], int], last: int | None = None) -> list[list[int]]:
+    """Fill buckets up to the limit of each by its number. `last`: a position at which another one begins."""
+    buckets: list[list[int]] = []
+    size = 0
+    for position, weight in enumerate(weights):
+        if not buckets or position == last or size + weight > limit(len(buckets) - 1):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(position)
+        size += weight
+    return buckets
