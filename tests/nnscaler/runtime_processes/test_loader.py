@@ -13,7 +13,7 @@ import pytest
 
 import verify
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.load_python import UserFileError, load_role, load_user_module
+from nnscaler.runtime.program.load_python import UserFileError, letting_go, load_role, load_user_module
 from nnscaler.runtime.program.user_imports import own_names
 
 
@@ -178,6 +178,41 @@ def test_a_role_that_is_transformed(tmp_path: Path) -> None:
 
     write(tmp_path, role_0="RANKS = (1,)")
     assert load_role(tmp_path / "role_0.py", transform=transform).RANKS == (2,)
+
+
+def test_values_are_let_go_of_after_their_last_use(tmp_path: Path) -> None:
+    text = """
+class Stage0:
+    def forward(self, make, seen):
+        a = make("a")
+        b, c = make("b"), make("c")
+        first = seen(1, a)
+        d = [b]
+        second = seen(2, d)
+        def inner():
+            return c
+        third = seen(3, None)
+        return {"d": d, "inner": inner}
+"""
+    write(tmp_path, role_0=text)
+
+    class Value:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            alive.add(name)
+
+        def __del__(self) -> None:
+            alive.discard(self.name)
+
+    alive: set[str] = set()
+    seen: dict[int, set[str]] = {}
+    role = load_role(tmp_path / "role_0.py", transform=letting_go)
+    found = role.Stage0().forward(Value, lambda place, value: seen.update({place: set(alive)}))
+    assert seen == {1: {"a", "b", "c"}, 2: {"b", "c"}, 3: {"b", "c"}}
+    assert (found["d"][0].name, found["inner"]().name) == ("b", "c")
+    with pytest.raises(TypeError) as caught:
+        role.Stage0().forward(Value, None)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].lineno == 6
 
 
 def test_a_rank_imports_no_compiler_of_torch() -> None:

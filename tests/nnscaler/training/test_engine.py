@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -180,6 +182,35 @@ def test_an_input_that_is_no_rows_of_the_batch_has_the_same_values_on_all_ranks(
     assert len(set(on_ranks(program, lambda engine: work(engine, False)))) == 1
     with pytest.raises(NnscalerError, match="'shift' has other values on rank 1 than on rank 0"):
         on_ranks(program, lambda engine: work(engine, True))
+
+
+def test_an_engine_holds_the_model_once() -> None:
+    """What nobody else holds of the model that was compiled is freed, and other sizes are compiled all the same."""
+    made, whole, other = model(dropout=0.5).double(), batch(8), batch(5, seed=1)
+    eager = float(made.eval()(**other))
+    module, weight = weakref.ref(made.train()), weakref.ref(made.head.weight)
+    engine = nnscaler.start(nnscaler.parallelize(made, whole, ranks=1, plan="dp=1"), device="cpu")
+    del made
+    gc.collect()
+    assert module() is None and weight() is None
+    assert {tensor.device.type for tensor in engine.program.state.values()} == {"meta"}
+    assert abs(float(engine.evaluate(other)) - eager) < 1e-12
+    engine.step(other)
+    assert len(engine.compilations) == 2
+
+
+def test_a_model_that_is_shared_stays_as_it_is() -> None:
+    made = model().double()
+    program = nnscaler.parallelize(made, batch(8), ranks=1, plan="dp=1")
+    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    engines = [nnscaler.start(program, device="cpu") for _ in range(2)]
+    for _ in range(2):
+        engines[0].step(batch(6))
+        engines[0].optimizer(torch.optim.SGD, lr=0.1).step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engines[1].state_dict().items())
+    assert not torch.equal(engines[0].state_dict()["head.weight"], before["head.weight"])
+    assert not any(tensor.is_meta for tensor in program.state.values())
 
 
 def test_programs_for_other_sizes_are_vouched_for() -> None:

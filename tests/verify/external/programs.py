@@ -45,6 +45,11 @@ def fully_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
+def up_alone(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Not whole: one module is sharded, and the root is not."""
+    fully_shard(model.up, mesh=mesh["dp"])
+
+
 def both(model: nn.Module, mesh: DeviceMesh) -> None:
     tensor_parallel(model, mesh)
     fully_sharded(model, mesh)
@@ -107,6 +112,25 @@ def made_anew(model: nn.Module, mesh: DeviceMesh) -> None:
 def _averaged(parameter: Tensor) -> None:
     dist.all_reduce(parameter.grad)
     parameter.grad.div_(dist.get_world_size())
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    """Rows of which as many are ignored in each half."""
+    x, y = batch()
+    return x, torch.where(torch.arange(12) % 3 == 0, -100, y)
+
+
+def counted_together(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Right where parts have unequal numbers of labels: losses are divided by those of all ranks."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        total = (y != -100).sum()
+        dist.all_reduce(total)
+        hidden = model.down(F.gelu(model.up(model.norm(x))))
+        return F.cross_entropy(model.head(x + hidden), y, reduction="sum") * dist.get_world_size() / total
+
+    model.forward = loss
+    return replicated(model, mesh)
 
 
 def shuffled(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -125,3 +125,36 @@ def test_what_has_no_module_is_refused() -> None:
 
     with pytest.raises(NnscalerError, match="returns int, in which there is no torch"):
         verify_program(program(nothing, dp=2))  # type: ignore[arg-type]
+
+
+def test_padded_labels_are_tried_in_unequal_numbers() -> None:
+    means = replace(program(programs.replicated, dp=2), batch=programs.padded)
+    report = verify_program(means, ExternalSettings(isolate=False))
+    checks = {check.name: check for check in report.checks}
+    assert checks["gradients"].verdict is Verdict.TESTED_EXACT
+    assert (report.verdict, checks["unequal labels"].verdict) == (Verdict.REFUTED, Verdict.REFUTED)
+    assert {finding.code for finding in report.findings} == {"loss_differs", "gradient_differs"}
+    for finding in report.findings:
+        assert finding.message.startswith("with unequal numbers of labels: ")
+        assert finding.counter_example["cause"] == "mean_of_means"
+    for right in (replace(means, reference="parts"), replace(means, parallelize=programs.counted_together)):
+        report = verify_program(right, QUICK)
+        assert report.verdict is Verdict.TESTED_EXACT, report.findings
+        assert any(check.name == "unequal labels" and check.count > 10 for check in report.checks)
+
+
+def test_labels_that_are_all_counted_stay() -> None:
+    report = verify_program(RIGHT["ddp"], QUICK)
+    assert [note for note in report.notes if "unequal numbers of labels were not tried" in note]
+    assert all(check.name != "unequal labels" for check in report.checks)
+    report = verify_program(RIGHT["tp"], QUICK)  # one data part
+    assert not [note for note in report.notes if "labels" in note]
+
+
+def test_a_norm_over_parameters_of_two_kinds_is_told() -> None:
+    mixed = replace(program(programs.up_alone, dp=2), max_norm=1.0)
+    (finding,) = verify_program(mixed, QUICK).findings
+    assert finding.code == "rank_raises"
+    assert "norm.weight, norm.bias, down.weight, down.bias and 2 more stayed plain" in finding.message
+    assert "`fully_shard(model)` after its layers" in finding.message
+    assert "File" not in "".join(finding.counter_example.values())

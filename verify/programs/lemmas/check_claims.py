@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from op_registry.errors import AnnotationError
 from op_registry.spec import Refusal
@@ -176,8 +177,12 @@ def _finding(small: Representative, failed: CaseResult) -> Finding:
     spec = small.runner.spec
     if any(isinstance(c, RunPartial) for c in failed.case.choices):
         return wrong_linear(spec, failed)
-    if all(isinstance(c, Split) for c in failed.case.choices):
-        return wrong_split(spec, failed)
+    names = [choice.identifier for choice in failed.case.choices if isinstance(choice, Split)]
+    if len(names) == len(failed.case.choices):
+        marked = " and ".join(f"`{name}^`" for name in dict.fromkeys(names))
+        place = spec.name if spec.where is None else f"{Path(spec.where.file).name}::{spec.name}"
+        help = f"freeze it ({marked}), or see what else holds: nnscaler verify-op {place}"
+        return replace(wrong_split(spec, failed), help=help)
     message = f"`{spec.name}`, run whole on every rank, does not give every rank what the whole gives"
     cause = "its backward is not linear in the gradient that it is given, or copies of it do not agree"
     facts = {"shapes": ", ".join(str(t.shape) for t in failed.signature.call.tensors())}
