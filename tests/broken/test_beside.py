@@ -31,9 +31,9 @@ def failed(report: verify.Report) -> set[str]:
     return {check.name for check in report.checks if not check.verdict.passes}
 
 
-def test_copies_that_count_once_for_each_rank(monkeypatch: Patch, sharded: Original) -> None:
+def test_copies_that_count_once_for_each_rank(monkeypatch: Patch, small_sharded: Original) -> None:
     monkeypatch.setattr(clipping, "holds_first_copy", lambda *_: True)
-    report = sharded.verify(sharded.folder)
+    report = small_sharded.verify(small_sharded.folder)
     assert codes(report) >= {"gradient_norm_differs"}
     assert failed(report) >= {"gradient norm, clipped", "parameters after 2 steps"}
 
@@ -49,7 +49,7 @@ def test_a_norm_without_the_copies_of_other_stages(monkeypatch: Patch, staged: O
     monkeypatch.setattr(
         clipping, "holds_first_copy", lambda stage, _: not any(stage.coordinates()[axis] for axis in stage.axes)
     )
-    assert "gradient_norm_differs" in codes(staged.verify(staged.folder))
+    assert "gradient_norm_differs" in codes(staged.verify(staged.folder, depth="quick"))
 
 
 def test_each_rank_clips_by_its_own_norm(monkeypatch: Patch, small_sharded: Original) -> None:
@@ -66,14 +66,14 @@ def test_nothing_is_clipped(monkeypatch: Patch, small_sharded: Original) -> None
     assert "parameter_differs" in codes(small_sharded.verify(small_sharded.folder))
 
 
-def test_a_constant_in_backward(sharded: Original, tmp_path: Path) -> None:
+def test_a_constant_in_backward(one_block: Original, tmp_path: Path) -> None:
     """Far below any tolerance, and yet it does not grow with the loss."""
     line = "layer_norm_1_v1 = "
-    program = sharded.folder / "role_0.py"
+    program = one_block.folder / "role_0.py"
     (text,) = [t for t in program.read_text(encoding="utf-8").splitlines() if line in t]
     call = text.split(" = ", 1)[1].split("  #")[0]
     hooked = f"{call}; layer_norm_1_v1.requires_grad and layer_norm_1_v1.register_hook(lambda g: g + 1e-16)"
-    report = sharded.verify(sharded.broken(tmp_path, [Edit(call, hooked, line=line)]))
+    report = one_block.verify(one_block.broken(tmp_path, [Edit(call, hooked, line=line)]))
     assert codes(report) == {"loss_scale_matters"}
     assert failed(report) == {"loss scale 1024", "loss scale 1/1024"}
     assert {f.cause for f in report.findings} == {"backward adds something that does not grow with the loss"}
@@ -156,7 +156,7 @@ def test_what_each_depth_runs(staged: Original, depth: str) -> None:
     assert names & (beside | deep) == {"quick": set(), "default": beside, "deep": beside | deep}[depth]
 
 
-def test_gradients_that_are_written_while_they_are_summed(monkeypatch: Patch, sharded: Original) -> None:
+def test_gradients_that_are_written_while_they_are_summed(monkeypatch: Patch, one_block: Original) -> None:
     begin = buckets.SumBucket._begin
 
     def write_too(self: buckets.SumBucket, communicator: Any) -> Any:
@@ -165,4 +165,4 @@ def test_gradients_that_are_written_while_they_are_summed(monkeypatch: Patch, sh
         return pending
 
     monkeypatch.setattr(buckets.SumBucket, "_begin", write_too)
-    assert "memory_under_way" in codes(sharded.verify(sharded.folder))
+    assert "memory_under_way" in codes(one_block.verify(one_block.folder))

@@ -30,13 +30,13 @@ Patch = pytest.MonkeyPatch
 
 
 def verified(plan: Any = "dp=2,tp=2", ranks: int = 4) -> verify.Report:
-    """The transformer, compiled and run as everything is now."""
-    return verify.verify_plan(models.transformer, models.text(), ranks=ranks, plan=plan, level="run")
+    """A transformer, compiled and trained as everything is now."""
+    return verify.verify_plan(models.one_block, models.text(), ranks=ranks, plan=plan, level="run", depth="quick")
 
 
 def verified_small() -> verify.Report:
     """The perceptron, tp=2."""
-    return verify.verify_plan(models.perceptron, models.points(), ranks=2, plan="tp=2", level="run")
+    return verify.verify_plan(models.perceptron, models.points(), ranks=2, plan="tp=2", level="run", depth="quick")
 
 
 ROWS = [
@@ -83,7 +83,7 @@ def test_no_gradient_is_summed_over_ranks(monkeypatch: Patch) -> None:
     assert [f.counter_example["step"] for f in report.findings if f.code == "loss_differs"] == ["1"]
 
 
-def test_gradients_are_averaged(monkeypatch: Patch, sharded: Original) -> None:
+def test_gradients_are_averaged(monkeypatch: Patch, one_block: Original) -> None:
     """As data-parallel training does whose loss is a mean over the rank's own samples."""
     wait = buckets.SumBucket.wait
 
@@ -92,7 +92,7 @@ def test_gradients_are_averaged(monkeypatch: Patch, sharded: Original) -> None:
         self.place(0)._base.div_(len(self.group))  # type: ignore[union-attr]
 
     monkeypatch.setattr(buckets.SumBucket, "wait", averaged)
-    finding = assert_refuted(sharded.verify(sharded.folder), PARAMETER, "words.weight")
+    finding = assert_refuted(one_block.verify(one_block.folder, depth="quick"), PARAMETER, "words.weight")
     assert "1/2 of the model's (the size of dp or tp): averaged where it should be summed" in str(finding.cause)
 
 
@@ -106,22 +106,22 @@ def test_gradients_are_not_accumulated(monkeypatch: Patch, staged: Original) -> 
         run(self, stage, *more)
 
     monkeypatch.setattr(backward.BackwardPasses, "run", replacing)
-    report = staged.verify(staged.folder)
+    report = staged.verify(staged.folder, depth="quick")
     assert_refuted(report, PARAMETER, "words.weight")
     assert [f.counter_example["step"] for f in report.findings if f.code == "loss_differs"] == ["1"]
 
 
-def test_gradients_of_the_last_step_are_added(monkeypatch: Patch, sharded: Original) -> None:
+def test_gradients_of_the_last_step_are_added(monkeypatch: Patch, one_block: Original) -> None:
     """Nobody clears them: only the second step shows it."""
     monkeypatch.setattr(gradients.Gradients, "begin", lambda self: None)
     monkeypatch.setattr(executor.RankExecutor, "zero_grad", lambda self: None)
-    finding = assert_refuted(sharded.verify(sharded.folder), PARAMETER, "words.weight")
+    finding = assert_refuted(one_block.verify(one_block.folder, depth="quick"), PARAMETER, "words.weight")
     assert finding.counter_example["step"] == "1"
 
 
 def test_every_block_of_the_vocabulary_starts_at_zero(monkeypatch: Patch) -> None:
     monkeypatch.setattr(embedding, "block_start", lambda *_: 0)
-    plan = nnscaler.parallelize(models.transformer(), models.text(), ranks=2, plan="tp=2").plan
+    plan = nnscaler.parallelize(models.one_block(), models.text(), ranks=2, plan="tp=2").plan
     split = replace(plan, steps=(*plan.steps, SplitStep(("embedding",), "tp", "v")))
     assert_refuted(verified(split, 2), VALUE, "embedding")
 

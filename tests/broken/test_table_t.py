@@ -30,12 +30,12 @@ def _judged(row: PlantedBug, bench: TableBench, judged: dict[int, RowResult]) ->
     return judged[row.number]
 
 
-@pytest.mark.parametrize("name", every(3, BASES))
+@pytest.mark.parametrize("name", every(6, BASES))
 def test_right_program_is_verified(bench: TableBench, name: str) -> None:
     assert bench.problem(name) == ""
 
 
-@pytest.mark.parametrize("row", only((0, 5, 8, 21, 29), ROWS), ids=lambda row: f"{row.number}-{row.bug}")
+@pytest.mark.parametrize("row", only((0, 5, 8), ROWS), ids=lambda row: f"{row.number}-{row.bug}")
 def test_row(row: PlantedBug, bench: TableBench, judged: dict[int, RowResult]) -> None:
     found = _judged(row, bench, judged)
     assert found.judged.by_running, found.judged.executed

@@ -270,6 +270,7 @@ def test_a_hang_is_refuted_and_leaves_no_process(
     assert children() == before
 
 
+@pytest.mark.long  # the test above is of processes too; tests/verify/test_verify_plan.py has this finding
 def test_a_rank_that_raises_is_refuted(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = compiled(model, tmp_path)
     edit(program, "linear = aten.linear(", "linear = 1 / 0 + aten.linear(")

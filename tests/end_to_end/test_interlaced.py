@@ -36,6 +36,7 @@ LONG = [
 def test_it_equals_the_model(name: str, plan: str, ranks: int, backend: Any, level: Any) -> None:
     model = loaded(name)
     options = {"schedule": "interlaced", "micro_batches": None, "backend": backend, "level": level}
+    options["depth"] = "quick" if level == "run" else "default"
     report = verify_plan(model.build, model.inputs, ranks=ranks, plan=plan, **options)
     assert report.exit_code == 0, [f.message for f in report.findings]
 
@@ -47,7 +48,7 @@ def test_an_untied_head_and_recomputed_layers() -> None:
         plan = compile_traced(traced("gpt"), WantedPlan(ranks, "pp=2", "interlaced", 4), model={"name": "gpt"}).plan
         return replace(plan, steps=(RecomputeStep(("blocks.0", "blocks.3")), *plan.steps))
 
-    report = verify_plan(untied.build, gpt.inputs, ranks=2, plan=again, backend="simulator")
+    report = verify_plan(untied.build, gpt.inputs, ranks=2, plan=again, backend="simulator", depth="quick")
     assert report.exit_code == 0, [f.message for f in report.findings]
 
 

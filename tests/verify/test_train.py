@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import verify
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
-from tests.sampling import every
+from tests.sampling import only
 from verify.programs.request import PlanRequest
 from verify.programs.token import make_token, request_of
 from verify.programs.training.comparison import REPLICAS
@@ -81,7 +81,7 @@ def test_a_right_run_has_no_complaint(zero: Any) -> None:
     assert complaint(zero) == ""
 
 
-@pytest.mark.parametrize("bug", every(2, NAMED))
+@pytest.mark.parametrize("bug", only((0, 2), NAMED))
 def test_a_mutant_is_refuted_by_a_finding_that_names_it(zero: Any, bug: str) -> None:
     mutant = next(row for row in ROWS if row.bug == bug)
     refuted, said = judge(zero, replace(mutant, base="zero1"))

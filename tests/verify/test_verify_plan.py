@@ -200,7 +200,7 @@ def edit(program: Path, role: int | None, text: str, replacement: str) -> None:
 
 
 def verified(program: Path, tiny: Factory, batch: Batch, **options: object) -> Report:
-    asked = {"level": "run", "backend": "simulator", **options}
+    asked = {"level": "run", "backend": "simulator", "depth": "quick", **options}
     request = PlanRequest(ranks=8, program=str(program), **asked)  # type: ignore[arg-type]
     report = verify_request(request, PlanSubject(tiny, batch))
     assert {finding.code for finding in report.findings} <= set(CODES)
@@ -208,13 +208,13 @@ def verified(program: Path, tiny: Factory, batch: Batch, **options: object) -> R
 
 
 def test_an_unedited_program_passes(program: Path, tiny: Factory, batch: Batch) -> None:
-    report = verified(program, tiny, batch)
+    report = verified(program, tiny, batch, depth="default")
     assert report.exit_code == 0 and report.findings == ()
 
 
 @pytest.mark.parametrize(
     ("role", "text", "replacement", "code", "tensor"),
-    every(4, [row[1:] for row in PLANTED]),
+    only((4, 8), [row[1:] for row in PLANTED]),
     ids=[row[0] for row in PLANTED],
 )
 def test_planted_bugs(
@@ -244,7 +244,7 @@ CAUSES = [
 ]
 
 
-@pytest.mark.parametrize(("role", "text", "replacement", "cause"), every(2, CAUSES))
+@pytest.mark.parametrize(("role", "text", "replacement", "cause"), only((2,), CAUSES))
 def test_causes(
     program: Path, tiny: Factory, batch: Batch, role: int | None, text: str, replacement: str, cause: str
 ) -> None:
@@ -254,7 +254,10 @@ def test_causes(
 
 def test_the_finding_names_the_line_of_the_program(program: Path, tiny: Factory, batch: Batch) -> None:
     edit(program, 0, "comm.all_reduce(linear_1, self.tp)", "linear_1")
-    what, place = verified(program, tiny, batch).findings[0].related[0]
+    first = verified(program, tiny, batch).findings[0]
+    assert first.code == "tensor_differs" and first.counter_example["tensor"] == "linear_1"
+    assert "an all_reduce over tp is missing" in str(first.cause)
+    what, place = first.related[0]
     assert what == "generated program"
     assert Path(place.file) == program / "role_0.py"
     assert place.text.startswith("linear_1_v1 = linear_1")

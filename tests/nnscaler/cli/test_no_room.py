@@ -221,7 +221,16 @@ def test_no_temporary_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_disk_that_fills_up_during_a_run_is_no_verdict(backend: str, here: Path, small_files: None) -> None:
     """Neither REFUTED (a rank raised) nor a bug; the files of the parent are small enough, those of a rank not."""
     run = subprocess.run(
-        [sys.executable, "-c", _LIMITED, "verify-plan", "model.py", "--ranks=2", "--plan=dp=2", f"--backend={backend}"],
+        [
+            sys.executable,
+            "-c",
+            _LIMITED,
+            "verify-plan",
+            "model.py",
+            "--plan=dp=2",
+            "--level=run",
+            f"--backend={backend}",
+        ],
         capture_output=True,
         text=True,
         cwd=here,
@@ -251,7 +260,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 @needs_full
-@pytest.mark.parametrize("words", [["list", "ops"], ["--help"], ["list", "plans", "--json"], ["explain", "timed_out"]])
+@pytest.mark.parametrize(
+    "words", every(2, [["list", "ops"], ["--help"], ["list", "plans", "--json"], ["explain", "timed_out"]])
+)
 def test_a_full_standard_output(words: list[str]) -> None:
     with FULL.open("w") as full:
         run = subprocess.run(
@@ -278,7 +289,7 @@ def test_a_full_standard_output_is_told_before_the_work(here: Path) -> None:
             ("list ops", 0),
             ("explain timed_out", 0),
             ("--help", 0),
-            ("verify-op ops.py --output-format json=ops.json", 1),
+            ("verify-op ops.py --no-prove --cases 4 --output-format json=ops.json", 1),
         ],
     ),
 )

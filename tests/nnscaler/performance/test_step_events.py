@@ -34,7 +34,7 @@ from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep
 from tests import halves
-from tests.sampling import every
+from tests.sampling import every, only
 from verify.programs.random_plans import Mesh, random_plan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -148,7 +148,7 @@ PLANS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("plan", "ranks", "options"), every(3, PLANS))
-@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("crowded", every(2, [True, False]))
 def test_events_are_the_calls_of_the_profile_in_predicted_times(
     gpt: Traced, plan: str, ranks: int, options: dict[str, Any], crowded: bool
 ) -> None:
@@ -157,7 +157,7 @@ def test_events_are_the_calls_of_the_profile_in_predicted_times(
     check_times(step)
 
 
-@pytest.mark.parametrize(("plan", "ranks", "options"), every(2, PLANS))
+@pytest.mark.parametrize(("plan", "ranks", "options"), only((2, 4, 6, 8), PLANS))
 def test_every_rank_makes_these_calls_in_this_order(
     gpt: Traced, plan: str, ranks: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -176,7 +176,7 @@ def test_every_rank_makes_these_calls_in_this_order(
     jsonschema.validate(json.loads(json.dumps(encode(measured))), SCHEMA)
 
 
-@pytest.mark.parametrize("seed", every(2, range(4)))
+@pytest.mark.parametrize("seed", only((1,), range(4)))
 def test_random_plans(gpt: Traced, seed: int, tmp_path: Path) -> None:
     mesh, micro_batches = ((("a", 2), ("b", 3)), 1) if seed % 2 else ((("a", 2), ("b", 2), ("pp", 2)), 2)
     plan = random_plan(gpt.graph, dict(signatures(gpt.graph)), Mesh(mesh, micro_batches), seed)
@@ -206,7 +206,7 @@ HALVES: tuple[tuple[str, int, halves.Place], ...] = (
 )
 
 
-@pytest.mark.parametrize(("plan", "ranks", "place"), every(2, HALVES))
+@pytest.mark.parametrize(("plan", "ranks", "place"), only((0,), HALVES))
 def test_each_half_of_a_backward_makes_its_calls(
     gpt: Traced, plan: str, ranks: int, place: halves.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +217,7 @@ def test_each_half_of_a_backward_makes_its_calls(
     measured_events(step.made.communicated, step.placed, recorded(step.program, tmp_path))
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("dp=2,tp=2", 4), ("tp=2,pp=2", 4)])
+@pytest.mark.parametrize(("plan", "ranks"), only((1,), [("dp=2,tp=2", 4), ("tp=2,pp=2", 4)]))
 def test_what_is_computed_again_communicates_in_the_half_that_needs_it(
     gpt: Traced, plan: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +233,7 @@ def test_what_is_computed_again_communicates_in_the_half_that_needs_it(
 UNLIKE = ((("dp", 2), ("tp", 2)), (("tp", 3),)), ((("dp", 3),), (("dp", 2),))
 
 
-@pytest.mark.parametrize("stage_axes", UNLIKE)
+@pytest.mark.parametrize("stage_axes", every(2, map(pytest.param, UNLIKE)))
 def test_stages_of_different_shape_exchange_pieces_in_order(stage_axes: Any, tmp_path: Path) -> None:
     module = load_user_module(str(ROOT / "examples" / "gpt.py"))
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.sizes import folder_of
+from tests.sampling import only
 from tests.timings import Small, sample
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -25,10 +26,10 @@ Result = tuple[list[float | None], dict[Any, Tensor]]
 
 
 def plans() -> list[object]:
-    """By default a small model: to compile the layers of the examples takes long."""
-    every = (
-        ("small", "tp=2", None),
+    """By default a small model on one plan: to compile takes long, and longer the layers of the examples."""
+    rows = (
         ("small", "dp=2,zero=3", None),
+        ("small", "tp=2", None),
         ("gpt", "dp=2", None),
         ("gpt", "tp=2", None),
         ("gpt", "cp=2", None),
@@ -38,7 +39,7 @@ def plans() -> list[object]:
         ("gpt", "pp=2", "zb-v"),
         ("moe", "ep=2", None),
     )
-    return [pytest.param(*row, marks=[] if row[0] == "small" else [pytest.mark.long]) for row in every]
+    return only((0,), rows)
 
 
 @pytest.mark.parametrize(("model", "plan", "schedule"), plans())

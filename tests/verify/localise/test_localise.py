@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.broken.planting import Edit
-from tests.sampling import every
+from tests.sampling import every, only
 from tests.verify.localise.planted import Bench, Planted, programs, score
 from tests.verify.localise.planted_gradients import BACKWARD
 from tests.verify.localise.planted_values import FORWARD
@@ -35,7 +35,7 @@ def get(tmp_path_factory: pytest.TempPathFactory) -> Get:
     return found
 
 
-@pytest.mark.parametrize("bug", every(7, EVERY), ids=[bug.name for bug in EVERY])
+@pytest.mark.parametrize("bug", every(14, EVERY), ids=[bug.name for bug in EVERY])
 def test_line_and_cause(get: Get, bug: Planted, tmp_path: Path) -> None:
     found = score(get(bug.program), [bug], tmp_path / "program")
     assert found.line, found.findings
@@ -43,7 +43,7 @@ def test_line_and_cause(get: Get, bug: Planted, tmp_path: Path) -> None:
     assert found.findings[0].where is not None
 
 
-@pytest.mark.parametrize("name", every(2, ["sharded", "staged", "looked_up", "three", "unlike"]))
+@pytest.mark.parametrize("name", only((0, 4), ["sharded", "staged", "looked_up", "three", "unlike"]))
 def test_right_programs_have_no_culprits(get: Get, name: str) -> None:
     """Every statement was compared, in both directions and in two steps."""
     bench = get(name)
@@ -62,7 +62,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), every(2, PAIRS))
+@pytest.mark.parametrize(("one", "other"), every(3, PAIRS))
 def test_two_at_once(get: Get, one: str, other: str, tmp_path: Path) -> None:
     by_name = {bug.name: bug for bug in EVERY}
     found = score(get("sharded"), [by_name[one], by_name[other]], tmp_path / "program")

@@ -68,14 +68,14 @@ def test_another_form_of_every_program_is_proved(name: str, subject: Get) -> Non
         assert not findings(found, form.sources(found)), form.kind
 
 
-@pytest.mark.parametrize("first", every(3, range(3)))
+@pytest.mark.parametrize("first", every(6, range(6)))
 def test_forms_are_harmless_when_they_run(first: int, subject: Get, tmp_path: Path) -> None:
-    """All of them, or each third, are what they are said to be: the ranks compute what they computed, bit for bit."""
+    """All of them, or each sixth, are what they are said to be: the ranks compute what they computed, bit for bit."""
     from verify.self_test.programs.judge import Execution
 
     base = build(BASES["sharded stages"], tmp_path)
     execution = Execution(base, tmp_path)
-    for form in FORMS[first::3]:
+    for form in FORMS[first::6]:
         answer = execution.judge({**base.subject.program.sources, **form.sources(base.subject)}).answer
         assert not answer.refuted and not answer.undecided, (form.kind, answer.said)
 

@@ -44,7 +44,8 @@ def test_every_configuration_divides_ranks_and_batch() -> None:
     ("cluster", "ranks", "share"),
     [
         pytest.param("h100x8", 4, 1.0, marks=pytest.mark.long),
-        ("h100x8", 4, 0.45),
+        ("h100x8", 2, 0.6),
+        pytest.param("h100x8", 4, 0.45, marks=pytest.mark.long),
         pytest.param("ethernet10g", 6, 1.0, marks=pytest.mark.long),
         pytest.param("ethernet10g", 6, 0.6, marks=pytest.mark.long),
     ],

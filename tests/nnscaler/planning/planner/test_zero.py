@@ -75,7 +75,7 @@ def test_shards_of_states_are_taken_rather_than_tp_and_shards_of_parameters() ->
 
 @pytest.mark.parametrize(
     ("name", "cluster", "micro_batches"),
-    only((0, 3, 5, 6), product(("gpt", "moe"), ("h100x8", "ethernet10g"), (1, 3))),
+    only((3, 4), product(("gpt", "moe"), ("h100x8", "ethernet10g"), (1, 3))),
 )
 def test_what_is_chosen_is_the_cheapest_program_that_fits(name: str, cluster: str, micro_batches: int) -> None:
     """The program of every stage is made, priced and measured by itself."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler.errors import NnscalerError
-from tests.sampling import every
+from tests.sampling import every, only
 from tests.verify.external.torchrun.running import SCRIPTS, told, verified
 from verify.external.torchrun.verify import verify_script
 from verify.results.verdict import Verdict
@@ -37,8 +37,8 @@ def test_collectives_in_another_order() -> None:
 
 @pytest.mark.parametrize(
     ("how", "code", "words"),
-    every(
-        2,
+    only(
+        (2,),
         [
             ("exit", "rank_raises", "sys.exit(1)"),
             ("crash", "rank_died", "killed by SIGSEGV"),

@@ -25,7 +25,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("by_hand.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("by_hand.py --loss sum", 3, OWN, marks=pytest.mark.long),
         pytest.param("by_hand.py", 4, OWN, marks=pytest.mark.long),
-        ("fsdp_transformer.py", 2, PART),
+        pytest.param("fsdp_transformer.py", 2, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py", 3, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py --same-rows", 4, OWN, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 2, OWN, marks=pytest.mark.long),
@@ -33,7 +33,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("tensor_parallel.py", 4, OWN, marks=pytest.mark.long),
         pytest.param("two_dimensions.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("two_dimensions.py", 3, WHOLE, marks=pytest.mark.long),
-        ("two_dimensions.py", 4, WHOLE),
+        pytest.param("two_dimensions.py", 4, WHOLE, marks=pytest.mark.long),  # see below
         pytest.param("pipeline.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --schedule 1f1b", 3, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --schedule 1f1b", 4, OWN, marks=pytest.mark.long),
@@ -41,7 +41,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("gpt_train.py --compiled=", 3, TURNS, marks=pytest.mark.long),
         pytest.param("gpt_train.py --batch_size=2", 4, TURNS, marks=pytest.mark.long),
         pytest.param("accumulate.py", 2, WHOLE, marks=pytest.mark.long),
-        pytest.param("accumulate.py --batch-norm", 3, PART, marks=pytest.mark.long),
+        ("accumulate.py --batch-norm", 3, PART),
         pytest.param("accumulate.py --accumulate 3", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 3, OWN, marks=pytest.mark.long),
@@ -59,6 +59,8 @@ def test_right(command: str, ranks: int, way: str) -> None:
 
 def test_data_parts_are_those_of_the_mesh() -> None:
     report = verified("two_dimensions.py", 4)
+    assert report.verdict is Verdict.TESTED_EXACT, told(report)
+    assert any(WHOLE in note for note in report.notes), told(report)
     assert "data parts, by what the ranks took in: 0 1; 2 3 (ranks)" in report.notes
     assert "process groups: [0, 1], [0, 2], [1, 3], [2, 3]" in report.notes, told(report)
 

@@ -39,7 +39,8 @@ def test_a_script_that_ends_on_one_rank_says_why(capsys: pytest.CaptureFixture[s
     assert "model()" in str(finding.help)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [pytest.param("rows", 4, marks=pytest.mark.long), ("meta", 4)])
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "ranks"), [("rows", 4), ("meta", 4)])
 def test_two_gpus_are_there_on_one_rank_too(kind: str, ranks: int) -> None:
     report = verified(f"tutorial.py {kind}", ranks, dtype="own")
     assert report.verdict is Verdict.TESTED_CALIBRATED, told(report)

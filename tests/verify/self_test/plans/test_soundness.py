@@ -130,6 +130,7 @@ def test_seed_chooses(tiny: Get) -> None:
     assert tried(1) == tried(1) != tried(2)
 
 
+@pytest.mark.long  # `test_command` makes fewer edits
 @pytest.mark.apart
 def test_slice(tmp_path: Path) -> None:
     """Some of the twenty thousand."""

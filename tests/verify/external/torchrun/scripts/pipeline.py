@@ -14,11 +14,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 parser = argparse.ArgumentParser()
 parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="gpipe")
 parser.add_argument("--broken", default="")
+parser.add_argument("--layers", type=int, default=12)
 args = parser.parse_args()
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 device = torch.device(f"cuda:{rank % torch.cuda.device_count()}") if torch.cuda.is_available() else torch.device("cpu")
 dist.init_process_group()
-words, size, layers, chunks = 32, 8, 12, 4
+words, size, layers, chunks = 32, 8, args.layers, 4
 
 
 class Transformer(nn.Module):
