@@ -124,6 +124,15 @@ def parallelize(model, mesh):
 def forgotten(model, mesh):
     return model
 """
+GATE = """
+[tool.nnscaler.gate]
+baseline = "known.toml"
+[[tool.nnscaler.gate.models]]
+model = "model.py"
+plans = [{ ranks = 2, backend = "simulator", depth = "quick" }]
+[tool.nnscaler.gate.ops]
+files = ["plugin_ops.py", "gone.py"]
+"""
 WRONG_PLAN = """
 import pytest
 
@@ -177,7 +186,7 @@ class Suite:
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
-    """The operators, the plans, and a model with a random operator of the user's whose annotation is wrong."""
+    """The operators, the plans, a model with an operator of the user's that is annotated wrongly, and the gate."""
     folder = tmp_path_factory.mktemp("suite")
     wrong = MODEL.replace("self.layer(x)", "wrong(self.layer(x))")
     texts = {
@@ -190,10 +199,13 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
         "test_wrong.py": WRONG_PLAN,
         "check.py": CHECK,
         "test_programs.py": PROGRAMS,
+        "pyproject.toml": GATE,
+        "known.toml": "",
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", *PLUGIN, "--strict-markers", "-rA", "--basetemp", str(folder / "tmp")]
+    options = ["--nnscaler-gate", "-v", "--strict-markers", "-rA", "--basetemp", str(folder / "tmp")]
+    command = [sys.executable, "-m", "pytest", *PLUGIN, *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout + result.stderr
@@ -230,40 +242,31 @@ def test_a_wrong_plan_fails_with_its_report(suite: Suite) -> None:
     suite.lines.fnmatch_lines(["REFUTED  wrong_model.py on 2 ranks*"])
 
 
-ENTRY = '[[finding]]\nitem = "{}"\ncode = "annotation_wrong"\nowner = "ann"\nexpires = {}\nreason = "why"\n'
-KNOWN = "".join(ENTRY.format(f"gate_ops.py::{name}", "2999-01-01") for name in ("wrong", "right"))
-
-
-@pytest.mark.parametrize("known", ["", pytest.param(KNOWN, marks=pytest.mark.long)], ids=["nothing known", "known"])
-def test_the_gate_as_tests(pytester: pytest.Pytester, known: str) -> None:
-    pytester.makepyfile(gate_ops=OPS.format(name="plugin_gate"), test_it="def test_first():\n    pass\n", model=MODEL)
-    pytester.makepyprojecttoml("""
-        [tool.nnscaler.gate]
-        baseline = "known.toml"
-        [[tool.nnscaler.gate.models]]
-        model = "model.py"
-        plans = [{ ranks = 2, backend = "simulator", depth = "quick" }]
-        [tool.nnscaler.gate.ops]
-        files = ["gate_ops.py", "gone.py"]
-    """)
-    pytester.path.joinpath("known.toml").write_text(known, encoding="utf-8")
-    if known:
-        result = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-v", "-k", "gate_ops or baseline")
-        result.stdout.fnmatch_lines(["*gate_ops.py::wrong PASSED*", "*does not occur any more*"])
-        return
-    result = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-v")
-    result.assert_outcomes(passed=3, failed=2)
-    result.stdout.fnmatch_lines(
+def test_the_gate_as_tests(suite: Suite) -> None:
+    suite.lines.fnmatch_lines_random(
         [
-            "test_it.py::test_first PASSED*",
+            "test_operators.py::test_right PASSED*",
             "nnscaler-gate::model.py ranks=2 backend=simulator depth=quick PASSED*",
-            "nnscaler-gate::gate_ops.py::right PASSED*",
-            "nnscaler-gate::gate_ops.py::wrong FAILED*",
+            "nnscaler-gate::plugin_ops.py::right PASSED*",
+            "nnscaler-gate::plugin_ops.py::wrong FAILED*",
             "nnscaler-gate::gone.py FAILED*",
         ]
     )
-    result.stdout.fnmatch_lines(["*nnscaler gate: gate_ops.py::wrong*", "REFUTED  gate_ops.py::wrong*"])
-    result.stdout.no_fnmatch_line("*Traceback*")
+    suite.lines.fnmatch_lines(["*nnscaler gate: plugin_ops.py::wrong*", "REFUTED  plugin_ops.py::wrong*"])
+    suite.lines.no_fnmatch_line("*Traceback*")
+
+
+ENTRY = '[[finding]]\nitem = "{}"\ncode = "annotation_wrong"\nowner = "ann"\nexpires = {}\nreason = "why"\n'
+KNOWN = "".join(ENTRY.format(f"plugin_ops.py::{name}", "2999-01-01") for name in ("wrong", "right"))
+
+
+@pytest.mark.long
+def test_the_gate_with_known_findings(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(plugin_ops=OPS.format(name="plugin_gate"), model=MODEL)
+    pytester.path.joinpath("pyproject.toml").write_text(GATE, encoding="utf-8")
+    pytester.path.joinpath("known.toml").write_text(KNOWN, encoding="utf-8")
+    result = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-v", "-k", "plugin_ops or baseline")
+    result.stdout.fnmatch_lines(["*plugin_ops.py::wrong PASSED*", "*does not occur any more*"])
 
 
 @pytest.mark.parametrize("text", every(2, ["", "[tool.nnscaler.gate]\nbudgett = 1\n"]))

@@ -22,7 +22,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_profile_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(TEMPLATE, encoding="utf-8")
     out = tmp_path / "new" / "p.json"
-    assert main(["profile", str(tmp_path / "model.py"), "--ranks", "2", "--seconds", "8", "--out", str(out)]) == 0
+    assert main(["profile", str(tmp_path / "model.py"), "--ranks", "2", "--seconds", "4", "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "calibration error of operators (|predicted / measured - 1| of " in said.out
     assert "calibration error of collectives (|predicted / measured - 1| of 20)" in said.out
@@ -59,7 +59,7 @@ def test_what_cannot_be_measured_is_said(
 
     monkeypatch.setattr("nnscaler.performance.measure_model.time_call", fails)
     out = tmp_path / "p.json"
-    assert main(["profile", str(tmp_path / "model.py"), "--ranks", "1", "--out", str(out)]) == 0
+    assert main(["profile", str(tmp_path / "model.py"), "--ranks", "1", "--seconds", "1", "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "not measured: aten.linear.default(float32, float32, float32): RuntimeError: no such kernel" in said.err
     assert "calibration error of operators: nothing was measured" in said.out
