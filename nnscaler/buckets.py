@@ -16,11 +16,6 @@ SHARED_BYTES = 2**16  # up to which a tensor shares a message with others that a
 EDGE, INNER = 1 / 8, 3 / 8  # of all gradients over one group: the first bucket and the last, and those between them
 
 
-def ahead_bytes(whole: int) -> int:
-    """Return how many bytes of parameters are under way where a pass reads so many: no more than a quarter of them."""
-    return min(AHEAD_BYTES, max(LEAST_BYTES, whole // 4))
-
-
 def gathered_together(weights: Sequence[int]) -> list[list[int]]:
     """Put consecutive parameters of so many bytes, which are gathered before they are read, into full buckets."""
     return _filled(weights, lambda number: BUCKET_BYTES)

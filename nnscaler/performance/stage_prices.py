@@ -8,7 +8,7 @@ from itertools import compress
 from math import ceil, prod
 from typing import cast
 
-from nnscaler.buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, ahead_bytes
+from nnscaler.buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES
 from nnscaler.communication.backward_halves import StatementHalves, statement_halves
 from nnscaler.communication.communicated_graph import (
     Compute,
@@ -159,7 +159,7 @@ def _in_shared_messages(
         if sizes[i] <= SHARED_BYTES * place_of(stage, stage.names[move.axis]).size:
             small.setdefault(move.axis, []).append(i)
     every = sum(sizes.values())
-    batches = ceil(every / ahead_bytes(every)), ceil(every / (AHEAD_BYTES // BATCHES))
+    batches = ceil(every / AHEAD_BYTES), ceil(every / (AHEAD_BYTES // BATCHES))
     found: dict[int, tuple[float, float]] = {}
     for axis, own in small.items():
         place, total = place_of(stage, stage.names[axis]), sum(sizes[i] for i in own)

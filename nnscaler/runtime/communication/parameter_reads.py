@@ -81,7 +81,6 @@ class ParameterReads:
     _order: list[Read] | None = None  # of the pass that runs, if it is known
     _seen: list[Read] = field(default_factory=list)
     _begun: int = 0  # reads of the order that were begun
-    _limit: int = buckets.AHEAD_BYTES  # bytes of wholes that are under way, and of gradients: one of each at least
     _ahead: deque[_GatherInFlight] = field(default_factory=deque)
     _going_back: deque[_GradientInFlight] = field(default_factory=deque)
     _totals: dict[Parameter, Tensor] = field(default_factory=dict)
@@ -97,8 +96,6 @@ class ParameterReads:
     def passing(self, which: Pass) -> Iterator[None]:
         """Run a pass of the text inside, forward or backward."""
         self._order, self._seen, self._begun = self._orders.get(which), [], 0
-        wholes = {read.parameter: read.parameter.nbytes * len(read.ranks) for read in self._order or ()}
-        self._limit = buckets.ahead_bytes(sum(wholes.values()))
         self._ahead.clear()
         self._going_back.clear()
         self._totals.clear()
@@ -126,7 +123,7 @@ class ParameterReads:
         self._going_back.append(_GradientInFlight(read, part, gradient, gradient.nbytes))
         if sum(p.nbytes for p in self._going_back if p.pending is None) >= buckets.AHEAD_BYTES // buckets.BATCHES:
             self._begin_back()
-        while len(self._going_back) > 1 and sum(p.nbytes for p in self._going_back) > self._limit:
+        while len(self._going_back) > 1 and sum(p.nbytes for p in self._going_back) > buckets.AHEAD_BYTES:
             self._arrive()
 
     def settle(self) -> None:
@@ -168,10 +165,10 @@ class ParameterReads:
         if self._order is None:
             return
         flying = sum(whole.nbytes for whole in self._ahead)
-        if self._ahead and flying > self._limit // 2:
+        if self._ahead and flying > buckets.AHEAD_BYTES // 2:
             return
         with self.communicator.together():
-            while self._begun < len(self._order) and (not self._ahead or flying < self._limit):
+            while self._begun < len(self._order) and (not self._ahead or flying < buckets.AHEAD_BYTES):
                 self._ahead.append(self._begin(self._order[self._begun]))
                 self._begun += 1
                 flying += self._ahead[-1].nbytes
