@@ -47,8 +47,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts under tests/text/ anew")
 
 
+def long_rows() -> list[str]:
+    """Return the tests of `long_rows.txt`, as pytest names them below this folder."""
+    lines = Path(__file__).with_name("long_rows.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves tests marked `early` to the front: a long test that starts last would run alone at the end."""
+    """Marks the tests of `long_rows.txt`, and moves those marked `early` to the front, for a long test that starts last
+    would run alone at the end."""
+    long = {f"tests/{row}" for row in long_rows()}
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler import buckets
 from nnscaler.codegen.program import Program
-from nnscaler.runtime.communication import parameter_reads
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine, EngineSettings
 
@@ -66,12 +65,12 @@ def program_of(plan: str) -> Program:
 @contextmanager
 def small_buckets() -> Iterator[None]:
     """Make buckets, and what is gathered ahead, as small as the model: many are under way at a time."""
-    before = buckets.LEAST_BYTES, parameter_reads.AHEAD_BYTES
-    buckets.LEAST_BYTES, parameter_reads.AHEAD_BYTES = 128, 512
+    before = buckets.LEAST_BYTES, buckets.AHEAD_BYTES
+    buckets.LEAST_BYTES, buckets.AHEAD_BYTES = 128, 512
     try:
         yield
     finally:
-        buckets.LEAST_BYTES, parameter_reads.AHEAD_BYTES = before
+        buckets.LEAST_BYTES, buckets.AHEAD_BYTES = before
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from math import prod
+from math import ceil, prod
 from typing import cast
 
+from nnscaler.buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES
 from nnscaler.communication.backward_halves import StatementHalves, statement_halves
 from nnscaler.communication.communicated_graph import (
     Compute,
@@ -75,6 +76,9 @@ class StagePrices:
         return min(taken, self.behind)
 
 
+_GATHERED: tuple[Collective, Collective] = ("all_gather", "reduce_scatter")  # forward and backward of a parameter
+
+
 def place_of(stage: Stage, axis: str) -> AxisPlace:
     """Return where an axis lies among the ranks of a stage: the last one varies fastest."""
     names = [a.name for a in stage.mesh.axes]
@@ -106,6 +110,9 @@ def stage_prices(
     computed = [isinstance(statement, Compute) for statement in program.forward]
     backwards = [b + a for (_, b), a in zip(pairs, again, strict=True)]
     begun = [i for i, statement in enumerate(program.forward) if _begun_before(program, statement)]
+    shared = _in_shared_messages(graph, program, begun, cost) if cost.overheads.hidden else {}  # measured over gloo
+    for i, (ahead, behind) in shared.items():
+        pairs[i] = min(pairs[i][0], ahead), min(pairs[i][1], behind)
     gathered, scattered = [pairs[i][0] for i in begun], [backwards[i] for i in begun]
     under = [sum(compress(values, computed)) for values in ([f for f, _ in pairs], backwards)]
     last = last_of(around, "scatter", stage.index) or sum(scattered[:1])
@@ -133,6 +140,35 @@ def _begun_before(program: StageProgram, statement: Statement) -> bool:
     if not isinstance(statement, Convert) or statement.move.row.backward != "reduce_scatter":
         return False
     return any(statement.source.variable == stored.variable for stored in program.stored)
+
+
+def _in_shared_messages(
+    graph: Graph, program: StageProgram, begun: Sequence[int], cost: CostModel
+) -> dict[int, tuple[float, float]]:
+    """Price small parameters that the runtime gathers together, which share messages, and so do their gradients: each
+    takes its share of one call for each batch."""
+    stage = program.stage
+    sizes: dict[int, int] = {}
+    small: dict[int, list[int]] = {}  # by axis
+    for i in begun:
+        statement = program.forward[i]
+        assert isinstance(statement, Convert)
+        move, tensor = statement.move, graph.tensors[statement.source.tensor]
+        whole = prod(full_along(move.source, stage.sizes, tensor.shape, move.axis))
+        sizes[i] = whole * element_bytes(tensor.dtype)
+        if sizes[i] <= SHARED_BYTES * place_of(stage, stage.names[move.axis]).size:
+            small.setdefault(move.axis, []).append(i)
+    every = sum(sizes.values())
+    batches = ceil(every / AHEAD_BYTES), ceil(every / (AHEAD_BYTES // BATCHES))
+    found: dict[int, tuple[float, float]] = {}
+    for axis, own in small.items():
+        place, total = place_of(stage, stage.names[axis]), sum(sizes[i] for i in own)
+        ahead, behind = (
+            min(count, len(own)) * cost.collective(kind, total / min(count, len(own)), place) / len(own)
+            for kind, count in zip(_GATHERED, batches, strict=True)
+        )
+        found.update(dict.fromkeys(own, (cost.overheads.statement + ahead, behind)))
+    return found
 
 
 def _statement(

@@ -244,12 +244,12 @@ class Engine:
     @property
     def manifest(self) -> Manifest:
         """The manifest of the program that was started."""
-        return self._program.manifest
+        return self._running[self._first_size].program.manifest
 
     @property
     def program(self) -> Program:
         """The program that was started, without the values of its model: `state_dict` has them as they are now."""
-        return self._program
+        return self._program()
 
     @property
     def context(self) -> RunContext:
@@ -368,7 +368,7 @@ class Engine:
         return {name: batch[name] for name in names}
 
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
-        made = compile_size(self._program, size, batch, self.communicator, self.settings.vouch)
+        made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch)
         self.compilations.append(described(size))
         self._running[size] = self._run(made, dict(made.constants), self.executor)
         return self._running[size]

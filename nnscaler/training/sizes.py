@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -73,20 +74,29 @@ def sent(program: Program) -> SentProgram:
     return SentProgram(program.sources, program.manifest, constants, program.plan.data_axes)
 
 
-def valueless(program: Program) -> Program:
-    """Return a program that has been started, without the values of its model: the engine's tensors have them now, and
-    one that nobody else holds is freed. `state` has tensors on the meta device.
+def valueless(program: Program) -> Callable[[], Program]:
+    """Return what gives a program that has been started, without the values of its model: the engine has them now, and
+    a model that nobody else holds is freed. `state` has tensors on the meta device.
 
-    Parameters of the module, which is compiled for other sizes, have memory that is never touched. What compiling may
-    read values of stays whole: a model that is specialised to data, or is fitted to each batch.
+    The module, which is compiled for other sizes, is the user's own while somebody holds it; then a copy, whose
+    parameters have memory that is never touched. What compiling may read values of stays whole: a model that is
+    specialised to data, or is fitted to each batch.
     """
     origin = program.origin
     if origin is not None and (origin.specialise or origin.resize is not None):
-        return program
+        return lambda: program
     state = {name: tensor.detach().to("meta") for name, tensor in program.state.items()}
-    if origin is not None:
-        origin = replace(origin, module=_skeleton(origin.module))
-    return replace(program, state=state, origin=origin)
+    if origin is None:
+        without = replace(program, state=state)
+        return lambda: without
+    held, kept = weakref.ref(origin.module), replace(origin, module=_skeleton(origin.module))
+    copied = replace(program, state=state, origin=kept)
+
+    def current() -> Program:
+        module = held()
+        return copied if module is None else replace(copied, origin=replace(kept, module=module))
+
+    return current
 
 
 def _skeleton(module: nn.Module) -> nn.Module:

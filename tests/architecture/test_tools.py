@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import long_rows
+
 
 def run(repository: Path, *command: str) -> None:
     result = subprocess.run(
@@ -27,3 +29,12 @@ def test_format_is_ruffs(repository: Path) -> None:
 @pytest.mark.early
 def test_mypy_is_clean(repository: Path) -> None:
     run(repository, "mypy")
+
+
+def test_long_rows_name_tests_that_exist(repository: Path) -> None:
+    rows = long_rows()
+    assert len(set(rows)) == len(rows) > 100
+    for row in rows:
+        file, _, name = row.partition("::")
+        text = (repository / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {name.partition('[')[0]}(" in text, row

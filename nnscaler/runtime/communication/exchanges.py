@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nnscaler.buckets import SHARED_BYTES
 from nnscaler.runtime.communication.communicator import CommunicationCall
 
-SHARED_BYTES = 1 << 16  # up to which a tensor shares a message with others
 _ALIGNED = 16  # bytes: places in a message, for tensors of any dtype
 
 

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from nnscaler import buckets
 from nnscaler.runtime.communication.communicator import Communicator, Pending
 from nnscaler.runtime.cut import Cut
-
-AHEAD_BYTES = 16 * 2**20  # of wholes that are under way, and of gradients that are: one of each at least
-PARTS = 16  # of so many bytes of gradients, one is begun together
 
 Pass = tuple[int, str]  # stage, and kind of instruction
 
@@ -123,9 +121,9 @@ class ParameterReads:
         `settle` adds this rank's part."""
         part = torch.empty_like(read.parameter, memory_format=torch.contiguous_format)
         self._going_back.append(_GradientInFlight(read, part, gradient, gradient.nbytes))
-        if sum(p.nbytes for p in self._going_back if p.pending is None) >= AHEAD_BYTES // PARTS:
+        if sum(p.nbytes for p in self._going_back if p.pending is None) >= buckets.AHEAD_BYTES // buckets.BATCHES:
             self._begin_back()
-        while len(self._going_back) > 1 and sum(p.nbytes for p in self._going_back) > AHEAD_BYTES:
+        while len(self._going_back) > 1 and sum(p.nbytes for p in self._going_back) > buckets.AHEAD_BYTES:
             self._arrive()
 
     def settle(self) -> None:
@@ -167,10 +165,10 @@ class ParameterReads:
         if self._order is None:
             return
         flying = sum(whole.nbytes for whole in self._ahead)
-        if self._ahead and flying > AHEAD_BYTES // 2:
+        if self._ahead and flying > buckets.AHEAD_BYTES // 2:
             return
         with self.communicator.together():
-            while self._begun < len(self._order) and (not self._ahead or flying < AHEAD_BYTES):
+            while self._begun < len(self._order) and (not self._ahead or flying < buckets.AHEAD_BYTES):
                 self._ahead.append(self._begin(self._order[self._begun]))
                 self._begun += 1
                 flying += self._ahead[-1].nbytes
