@@ -186,7 +186,7 @@ class Suite:
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
-    """The operators, the plans, a model with an operator of the user's that is annotated wrongly, and the gate."""
+    """The operators, the plans, the gate, and a model with an operator of the user's whose annotation is wrong."""
     folder = tmp_path_factory.mktemp("suite")
     wrong = MODEL.replace("self.layer(x)", "wrong(self.layer(x))")
     texts = {
