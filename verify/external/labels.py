@@ -23,7 +23,7 @@ _LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_fo
 
 @dataclass(frozen=True)
 class UnequalLabels:
-    """What was found in a batch.
+    """A batch to try beside the user's own.
 
     batch  in which data parts count different numbers of labels; None where there is nothing to try, or it does so
     why    it was not tried, where a reader should know

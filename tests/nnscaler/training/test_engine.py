@@ -185,7 +185,7 @@ def test_an_input_that_is_no_rows_of_the_batch_has_the_same_values_on_all_ranks(
 
 
 def test_an_engine_holds_the_model_once() -> None:
-    """What nobody else holds of the model that was compiled is freed, and other sizes are compiled all the same."""
+    """A model that nobody else holds is freed once it is compiled, and other sizes are compiled all the same."""
     made, whole, other = model(dropout=0.5).double(), batch(8), batch(5, seed=1)
     eager = float(made.eval()(**other))
     module, weight = weakref.ref(made.train()), weakref.ref(made.head.weight)
