@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
 from math import ceil, prod
@@ -20,6 +20,7 @@ from nnscaler.communication.communicated_graph import (
     runs_again,
     times_of,
 )
+from nnscaler.ir.conversion import ConversionRow
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
 from nnscaler.ir.placement import Stage
@@ -76,9 +77,6 @@ class StagePrices:
         return min(taken, self.behind)
 
 
-_GATHERED: tuple[Collective, Collective] = ("all_gather", "reduce_scatter")  # forward and backward of a parameter
-
-
 def place_of(stage: Stage, axis: str) -> AxisPlace:
     """Return where an axis lies among the ranks of a stage: the last one varies fastest."""
     names = [a.name for a in stage.mesh.axes]
@@ -98,9 +96,11 @@ def stage_prices(
     stage = program.stage
     pairs, again = [], []
     repeated = repeated_in_backward(graph, program.forward)
+    begun = {i: s for i, s in enumerate(program.forward) if isinstance(s, Convert) and _begun_before(program, s)}
+    shared = _in_shared_messages(graph, stage, begun, cost) if cost.overheads.hidden else {}  # measured over gloo
     for i, statement in enumerate(program.forward):
         times = times_of(statement, stage)
-        ahead, behind = _statement(graph, stage, statement, signatures, cost)
+        ahead, behind = shared.get(i) or _statement(graph, stage, statement, signatures, cost)
         pairs.append((ahead * times, behind * times if program.gradient else 0.0))
         if isinstance(statement, Compute):
             again.append((ahead + cost.overheads.again) * times if runs_again(statement) else 0.0)
@@ -109,10 +109,6 @@ def stage_prices(
     divided = taken(around, stage.mesh.ranks, "scatter", stage.index)
     computed = [isinstance(statement, Compute) for statement in program.forward]
     backwards = [b + a for (_, b), a in zip(pairs, again, strict=True)]
-    begun = [i for i, statement in enumerate(program.forward) if _begun_before(program, statement)]
-    shared = _in_shared_messages(graph, program, begun, cost) if cost.overheads.hidden else {}  # measured over gloo
-    for i, (ahead, behind) in shared.items():
-        pairs[i] = min(pairs[i][0], ahead), min(pairs[i][1], behind)
     gathered, scattered = [pairs[i][0] for i in begun], [backwards[i] for i in begun]
     under = [sum(compress(values, computed)) for values in ([f for f, _ in pairs], backwards)]
     last = last_of(around, "scatter", stage.index) or sum(scattered[:1])
@@ -135,40 +131,42 @@ def stage_prices(
     )
 
 
-def _begun_before(program: StageProgram, statement: Statement) -> bool:
+def _begun_before(program: StageProgram, statement: Convert) -> bool:
     """Return whether a statement gathers a parameter, which the runtime begins while what is before it runs."""
-    if not isinstance(statement, Convert) or statement.move.row.backward != "reduce_scatter":
+    if statement.move.row.backward != "reduce_scatter":
         return False
     return any(statement.source.variable == stored.variable for stored in program.stored)
 
 
 def _in_shared_messages(
-    graph: Graph, program: StageProgram, begun: Sequence[int], cost: CostModel
+    graph: Graph, stage: Stage, begun: Mapping[int, Convert], cost: CostModel
 ) -> dict[int, tuple[float, float]]:
     """Price small parameters that the runtime gathers together, which share messages, and so do their gradients: each
-    takes its share of one call for each batch."""
-    stage = program.stage
-    sizes: dict[int, int] = {}
-    small: dict[int, list[int]] = {}  # by axis
-    for i in begun:
-        statement = program.forward[i]
-        assert isinstance(statement, Convert)
-        move, tensor = statement.move, graph.tensors[statement.source.tensor]
-        whole = prod(full_along(move.source, stage.sizes, tensor.shape, move.axis))
-        sizes[i] = whole * element_bytes(tensor.dtype)
-        if sizes[i] <= SHARED_BYTES * place_of(stage, stage.names[move.axis]).size:
-            small.setdefault(move.axis, []).append(i)
+    takes its share of one call for each batch, where that is less than a call of its own."""
+    sizes = {i: _moved_bytes(graph, stage, statement) for i, statement in begun.items()}
     every = sum(sizes.values())
     batches = ceil(every / AHEAD_BYTES), ceil(every / (AHEAD_BYTES // BATCHES))
+    small: dict[tuple[int, ConversionRow], list[int]] = {}
+    for i, statement in begun.items():
+        if sizes[i] <= SHARED_BYTES * place_of(stage, stage.names[statement.move.axis]).size:
+            small.setdefault((statement.move.axis, statement.move.row), []).append(i)
     found: dict[int, tuple[float, float]] = {}
-    for axis, own in small.items():
-        place, total = place_of(stage, stage.names[axis]), sum(sizes[i] for i in own)
+    for (axis, row), members in small.items():
+        place, total, count = place_of(stage, stage.names[axis]), sum(sizes[i] for i in members), len(members)
         ahead, behind = (
-            min(count, len(own)) * cost.collective(kind, total / min(count, len(own)), place) / len(own)
-            for kind, count in zip(_GATHERED, batches, strict=True)
+            calls * cost.collective(cast(Collective, kind), total / calls, place) / count
+            for kind, calls in zip((row.forward, row.backward), (min(n, count) for n in batches), strict=True)
         )
-        found.update(dict.fromkeys(own, (cost.overheads.statement + ahead, behind)))
+        for i in members:
+            own = _convert(graph, stage, begun[i], cost)
+            found[i] = min(own[0], cost.overheads.statement + ahead), min(own[1], behind)
     return found
+
+
+def _moved_bytes(graph: Graph, stage: Stage, statement: Convert) -> int:
+    """Return the bytes of the tensor that is converted, whole along the axis."""
+    move, tensor = statement.move, graph.tensors[statement.source.tensor]
+    return prod(full_along(move.source, stage.sizes, tensor.shape, move.axis)) * element_bytes(tensor.dtype)
 
 
 def _statement(
@@ -226,7 +224,7 @@ def _convert(graph: Graph, stage: Stage, statement: Convert, cost: CostModel) ->
     name = stage.names[move.axis]
     if move.axis >= stage.first_in_time:
         return 0.0, 0.0
-    size = prod(full_along(move.source, stage.sizes, tensor.shape, move.axis)) * element_bytes(tensor.dtype)
+    size = _moved_bytes(graph, stage, statement)
 
     def seconds(kind: str | None) -> float:
         return 0.0 if kind is None else cost.collective(cast(Collective, kind), size, place_of(stage, name))

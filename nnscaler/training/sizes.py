@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import tempfile
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar, cast
+from types import MethodType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,17 +101,32 @@ def valueless(program: Program) -> Callable[[], Program]:
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters have other memory; the module itself where it cannot be copied so."""
+    """Return a copy of a module and its submodules, wherever they stand in it, whose parameters have other memory. All
+    else that it refers to is shared: a dataset is not copied. The module itself where parameters are views of one
+    another, which the trace sees."""
     parameters = [p for p in module.parameters() if type(p) is nn.Parameter and p.device.type == "cpu"]
-    places = {p.untyped_storage().data_ptr() for p in parameters}
-    if len(places) < len(parameters):  # views of one another, which the trace sees
+    if len({p.untyped_storage().data_ptr() for p in parameters}) < len(parameters):
         return module
-    memo: dict[int, object] = {id(p): p for p in module.parameters()}
-    memo |= {id(p): nn.Parameter(torch.empty_like(p), p.requires_grad) for p in parameters}
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception:  # noqa: BLE001 - whatever a user's attributes raise when they are copied
-        return module
+    made: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p), p.requires_grad) for p in parameters}
+
+    def copied(value: Any) -> Any:
+        if id(value) in made:
+            return made[id(value)]
+        if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
+            made[id(value)] = new = type(value).__new__(type(value))
+            new.__dict__ = {name: copied(item) for name, item in vars(value).items()}
+            return new
+        if type(value) in (list, tuple):
+            return type(value)(copied(item) for item in value)
+        if type(value) in (dict, OrderedDict):
+            return type(value)((name, copied(item)) for name, item in value.items())
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, copied(value.__self__))
+        return value
+
+    found = copied(module)
+    assert isinstance(found, nn.Module)
+    return found
 
 
 def compile_size(

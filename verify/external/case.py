@@ -24,7 +24,7 @@ from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas import NAME as COPIES
 from verify.external.comparison.replicas import draws, unequal
 from verify.external.labels import NAME as LABELS
-from verify.external.labels import unequal_labels
+from verify.external.labels import UnequalLabels, unequal_labels
 from verify.external.observe import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
@@ -190,11 +190,19 @@ class ExternalCase:
         self, known: Sequence[RankRecord], narrow: torch.dtype
     ) -> tuple[Check | None, tuple[Finding, ...], tuple[str, ...]]:
         """Run one step on a batch whose data parts count different numbers of labels, where there is one."""
-        found = unequal_labels(self.program, self.model, self.truth.batch)
-        if found.batch is None:
-            return None, (), () if found.note is None else (found.note,)
-        rate = self.truth.learning_rate or None
-        truth = run_reference(self.program, self.model, found.batch, steps=1, dtype=torch.float64, learning_rate=rate)
+        found, rate = unequal_labels(self.program, self.model, self.truth.batch), self.truth.learning_rate or None
+        try:
+            truth = (
+                None
+                if found.batch is None
+                else run_reference(
+                    self.program, self.model, found.batch, steps=1, dtype=torch.float64, learning_rate=rate
+                )
+            )
+        except NnscalerError as error:  # a loss that some rows without labels make infinite, say
+            found, truth = UnequalLabels(why=error.message), None
+        if truth is None:
+            return None, (), () if found.why is None else (f"unequal numbers of labels were not tried: {found.why}",)
         case = replace(self, truth=truth, reference=replace(truth, dtype=self.reference.dtype))
         ran = case.tried(known)
         if isinstance(ran, RanksFailed):

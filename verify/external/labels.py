@@ -23,32 +23,30 @@ _LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_fo
 
 @dataclass(frozen=True)
 class UnequalLabels:
-    """What was found in a batch.
+    """A batch to try beside the user's own.
 
-    batch  in which data parts count different numbers of labels; None where there is nothing to try
-    note   why it was not tried, where a reader should know
+    batch  in which data parts count different numbers of labels; None where there is nothing to try, or it does so
+    why    it was not tried, where a reader should know
     """
 
     batch: Batch | None = None
-    note: str | None = None
+    why: str | None = None
 
 
 def unequal_labels(program: ExternalProgram, model: nn.Module, batch: Batch) -> UnequalLabels:
     """Find the labels of the plain model's cross entropy in the batch, and let data parts count different numbers."""
-    parts = data_parts(program)
+    parts, rows = data_parts(program), row_count(batch)
     counted = _counted(program, model, batch) if parts > 1 else {}
-    rows = row_count(batch)
     for number, tensor in enumerate(tensors_of(batch)):
         for ignored, right in counted.items():
             if tensor.is_floating_point() or tensor.dim() == 0 or len(tensor) != rows or ignored not in tensor:
                 continue
-            if len(set(_counts(tensor, ignored, parts))) > 1:
-                return UnequalLabels()  # the batch tries it already
             changed = _replaced(batch, number, _thinned(tensor, ignored, parts))
-            if (after := _counted(program, model, changed).get(ignored)) is not None and after < right:
-                return UnequalLabels(changed)
-    note = "unequal numbers of labels were not tried: the cross entropy ignores no label of `batch()`"
-    return UnequalLabels(note=note if counted else None)
+            after = _counted(program, model, changed).get(ignored)
+            if after is not None and after < right:  # it holds the labels
+                return UnequalLabels(None if len(set(_counts(tensor, ignored, parts))) > 1 else changed)
+    why = "the cross entropy ignores no label of `batch()`, or has too few that count"
+    return UnequalLabels(why=why if counted else None)
 
 
 class _Watch(TorchDispatchMode):

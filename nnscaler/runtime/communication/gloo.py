@@ -21,10 +21,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator, add_in_order, reduce_in_order
-from nnscaler.runtime.communication.exchanges import OneRoundCollective, gathering, post, summing
+from nnscaler.runtime.communication.exchanges import OneRoundCollective, PostedMessage, gathering, post, summing
 from nnscaler.runtime.communication.lanes import Lane, LaneTask
 
 _EXACT = (torch.float32, torch.float64)  # dtypes that gloo adds as torch does
@@ -51,10 +52,10 @@ class GlooCommunicator(TorchCommunicator):
         group = torch.distributed.group.WORLD
         assert group is not None, "process_group.join comes first"
         self._world = group
-        self._pairs: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}  # with torch's own collectives, by ascending ranks
         for members in sorted({tuple(sorted(g)) for g in groups if len(g) == 2 and rank in g}):  # in one order on all
-            with self._inside(f"makes the group of ranks {members}"):
-                self._pairs[members] = group if world_size == 2 else _new_pair(members)
+            own = world_size == 2
+            self._groups[members] = group if own else self._new_group(members, "gloo", local=True)
         self._tags: dict[str, int] = {}
         self._names: dict[tuple[int, int], str] = {}  # (peer, tag) -> what the tag was made from
         self._sent: dict[tuple[int, Key], deque[tuple[CommunicationCall, torch.distributed.Work, Tensor]]] = {}
@@ -62,6 +63,14 @@ class GlooCommunicator(TorchCommunicator):
         self._lanes: dict[tuple[int, ...], Lane] = {}  # by group, of what is begun
         self._scratch: dict[tuple[int, ...], Tensor] = {}  # by lane, for what arrives and is added up
         self._gathered: list[OneRoundCollective] | None = None  # what is begun together
+
+    def _new_group(self, members: tuple[int, ...], backend: str, local: bool = False) -> ProcessGroup:
+        """`local`: its own ranks alone make it, and not every rank of the job."""
+        with self._inside(f"makes the group of ranks {members}"):
+            return torch.distributed.new_group(list(members), backend=backend, use_local_synchronization=local)
+
+    def _native(self, call: CommunicationCall) -> ProcessGroup | None:
+        return self._groups.get(tuple(sorted(call.ranks)))
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -121,11 +130,10 @@ class GlooCommunicator(TorchCommunicator):
             return self._begin_recv(call, into[0])
         if any(tensor.device.type != "cpu" for tensor in (*given, *into)):
             return super()._begin(call, given, into)
-        pair = self._pairs.get(tuple(sorted(call.ranks)))
-        if call.kind == "all_reduce" and pair is not None and into[0].dtype in _EXACT:
+        group = self._native(call)
+        if call.kind == "all_reduce" and group is not None and into[0].dtype in _EXACT:
             with self._inside(call):  # of two, the order of a sum makes no difference
-                options = torch.distributed.AllreduceOptions()
-                begun: torch.distributed.Work | LaneTask | OneRoundCollective = pair.allreduce([into[0]], options)
+                begun: PostedMessage | LaneTask | OneRoundCollective = group.allreduce([into[0]])
         elif call.kind == "all_reduce":  # of two rounds: the second one begins while the rank computes
             begun = self._lane(call).run(lambda: self._sum_in_place(call, into[0]))
         else:
@@ -325,10 +333,6 @@ class GlooCommunicator(TorchCommunicator):
                     raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
             self._tags[agreement] = tag
         return self._tags[agreement]
-
-
-def _new_pair(members: tuple[int, ...]) -> torch.distributed.ProcessGroup:
-    return torch.distributed.new_group(list(members), backend="gloo", use_local_synchronization=True)
 
 
 def neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:

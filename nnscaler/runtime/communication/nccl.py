@@ -48,23 +48,17 @@ class NcclCommunicator(GlooCommunicator):
         backend: str = "nccl",
     ) -> None:
         super().__init__(rank, world_size, device, reporter)
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}  # by ranks in ascending order
-        self._messages: dict[Pair, ProcessGroup] = {}
+        self._pairs: dict[Pair, ProcessGroup] = {}
         self._pending: deque[tuple[torch.distributed.Work, Tensor]] = deque()  # sends, and the memory that they read
         self._arrived: dict[tuple[int, Key], deque[Tensor]] = {}
         for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1}):
-            group = self._new_group(members, backend)
+            group = self._new_group(members, backend)  # on every rank: torch names groups by their number
             if rank in members:
                 self._groups[members] = group
         for pair in sorted({pair for pair in pairs if pair[0] != pair[1]}):
             group = self._new_group((min(pair), max(pair)), backend)
             if rank in pair:
                 self._connect(pair, group)
-
-    def _new_group(self, members: tuple[int, ...], backend: str) -> ProcessGroup:
-        """Called for every group on every rank: torch names groups by their number."""
-        with self._inside(f"makes the group of ranks {members}"):
-            return torch.distributed.new_group(list(members), backend=backend)
 
     def _connect(self, pair: Pair, group: ProcessGroup) -> None:
         """Send a first message, so that NCCL connects now, where both sides are known to be."""
@@ -74,15 +68,12 @@ class NcclCommunicator(GlooCommunicator):
                 group.send([probe], _position(pair[1], pair), 0).wait()
             else:
                 group.recv([probe], _position(pair[0], pair), 0).wait()
-        self._messages[pair] = group
-
-    def _native(self, call: CommunicationCall) -> ProcessGroup | None:
-        return self._groups.get(tuple(sorted(call.ranks)))
+        self._pairs[pair] = group
 
     # -- what is begun: NCCL has a stream of its own for each group ------------------------------------------------
 
     def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
-        if call.kind == "recv" and (call.ranks[0], self.rank) in self._messages:
+        if call.kind == "recv" and (call.ranks[0], self.rank) in self._pairs:
             return CommunicatorBase._begin(self, call, given, into)  # of a pair, in the order of the sender
         group = self._native(call)
         if group is None:
@@ -192,7 +183,7 @@ class NcclCommunicator(GlooCommunicator):
 
     def _send(self, tensor: Tensor, call: CommunicationCall) -> None:
         destination = call.ranks[1]
-        group = self._messages.get((self.rank, destination))
+        group = self._pairs.get((self.rank, destination))
         if group is None:
             super()._send(tensor, call)
             return
@@ -205,7 +196,7 @@ class NcclCommunicator(GlooCommunicator):
 
     def _recv(self, call: CommunicationCall) -> Tensor:
         source = call.ranks[0]
-        group = self._messages.get((source, self.rank))
+        group = self._pairs.get((source, self.rank))
         if group is None:
             return super()._recv(call)
         place = (source, call.key)

@@ -185,7 +185,7 @@ def test_an_input_that_is_no_rows_of_the_batch_has_the_same_values_on_all_ranks(
 
 
 def test_an_engine_holds_the_model_once() -> None:
-    """What nobody else holds of the model that was compiled is freed, and other sizes are compiled all the same."""
+    """A model that nobody else holds is freed once it is compiled, and other sizes are compiled all the same."""
     made, whole, other = model(dropout=0.5).double(), batch(8), batch(5, seed=1)
     eager = float(made.eval()(**other))
     module, weight = weakref.ref(made.train()), weakref.ref(made.head.weight)
@@ -197,6 +197,34 @@ def test_an_engine_holds_the_model_once() -> None:
     assert abs(float(engine.evaluate(other)) - eager) < 1e-12
     engine.step(other)
     assert len(engine.compilations) == 2
+
+
+def test_what_a_model_refers_to_is_not_copied() -> None:
+    class Held:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("it is not the model's")
+
+    class Listed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.also, self.held, self.run = [self.head], Held(), self.classes
+
+        def classes(self, x: Tensor) -> Tensor:
+            return self.also[0](x)  # type: ignore[no-any-return]
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return nn.functional.cross_entropy(self.run(x), y)
+
+    torch.manual_seed(0)
+    made, other = Listed().double(), batch(5, seed=1)
+    eager, weight = float(made(**other)), weakref.ref(made.head.weight)
+    engine = nnscaler.start(nnscaler.parallelize(made, batch(8), ranks=1, plan="dp=1"), device="cpu")
+    del made
+    gc.collect()
+    assert weight() is None
+    assert abs(float(engine.step(other)) - eager) < 1e-12
 
 
 def test_a_model_that_is_shared_stays_as_it_is() -> None:

@@ -143,6 +143,31 @@ def test_padded_labels_are_tried_in_unequal_numbers() -> None:
         assert any(check.name == "unequal labels" and check.count > 10 for check in report.checks)
 
 
+def test_a_model_that_is_not_finite_on_rows_without_labels_is_left_as_it_was() -> None:
+    def step(model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        losses = [model(x[i : i + 3], y[i : i + 3]) for i in range(0, len(x), 3)]  # infinite where no label counts
+        return torch.stack(losses).mean()
+
+    report = verify_program(replace(program(programs.replicated, dp=2), batch=programs.padded, step=step), QUICK)
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings
+    (note,) = (note for note in report.notes if "unequal numbers of labels were not tried" in note)
+    assert "not finite" in note
+
+
+def test_words_that_are_ignored_as_labels_too_are_no_labels() -> None:
+    """Of two tensors with the value that is ignored, the first one only looks like labels."""
+
+    def words() -> tuple[Tensor, Tensor, Tensor]:
+        x, y = programs.batch()
+        return torch.tensor([-100] + [1] * 11), x, torch.where(torch.arange(12) % 3 == 0, -100, y)
+
+    means = program(programs.replicated, dp=2)
+    report = verify_program(replace(means, batch=words, step=lambda model, batch: model(*batch[1:])), QUICK)
+    assert report.verdict is Verdict.REFUTED
+    assert [check.name for check in report.checks if check.refuted] == ["unequal labels"]
+
+
 def test_labels_that_are_all_counted_stay() -> None:
     report = verify_program(RIGHT["ddp"], QUICK)
     assert [note for note in report.notes if "unequal numbers of labels were not tried" in note]
