@@ -152,8 +152,8 @@ def _when(call: CallClass, schedule: Schedule) -> When:
     texts = {
         "prepare": f"prepare of stage {call.stage}, once, before the first instruction",
         "gather": "once, before the first instruction",
+        "loss": "once, after the last instruction",
         "gradient": "once, after the last instruction",
-        "loss": "once, after the gradients",
     }
     return When(texts[call.phase], None, None, len(order))
 

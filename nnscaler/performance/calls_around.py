@@ -14,7 +14,7 @@ from nnscaler.planning.cost.collectives import bucket_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 
 PricedCall = tuple[CallSite, float]  # with the seconds of one call
-_PARTS: tuple[Part, ...] = ("gather", "scatter", "gradient", "loss")  # in the order of a step
+_PARTS: tuple[Part, ...] = ("gather", "scatter", "loss", "gradient")  # in the order of a step
 
 
 def in_turn(calls: Iterable[PricedCall], ranks: Collection[int]) -> Iterator[tuple[CallSite, float, float]]:

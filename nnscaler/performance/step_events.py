@@ -124,7 +124,7 @@ def _lines(pieces: Pieces, device: int) -> Iterator[_Line]:
     now = row[-1].stop if row else now
     end = now + prediction.after[device]
     updated = any(span.instruction.kind == "U" for span in row)
-    for part in ("loss",) if updated else ("gradient", "loss"):
+    for part in ("loss",) if updated else ("loss", "gradient"):
         summed = pieces.around(device, "gradient" if part == "gradient" else "loss")
         hidden = prediction.hidden[device] if part == "gradient" else 0.0
         stop = now + prediction.share * summed.seconds - hidden

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import nnscaler
 from nnscaler.runtime.program.load_python import load_user_module
@@ -100,6 +101,27 @@ TRAINED = [
 STEPS, ROWS = 4, 6
 
 
+class InFloat64(TorchFunctionMode):
+    """Computes in float64 what a model computes in float32 of its own, as programs do whose dtype is float64."""
+
+    def __enter__(self) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.set_default_dtype(torch.float32)
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
 def loss_of(outputs: Any) -> Tensor:
     loss: Tensor = outputs if isinstance(outputs, Tensor) else outputs.loss
     return loss
@@ -145,7 +167,8 @@ def test_it_takes_the_steps_of_the_eager_model(load: Load, model: str, data: str
     eager = built()
 
     def step() -> Tensor:
-        loss = loss_of(eager(**batch))
+        with InFloat64():
+            loss = loss_of(eager(**batch))
         loss.backward()
         return loss
 

@@ -252,13 +252,13 @@ class RankExecutor:
                     self._go_back(stage, instruction)
             for index, stage in self.stages.items() if update else ():
                 self._update(stage, {**prepared[index], **self._updated.get(index, {})})
+            total = None
+            for index, values in losses.items():  # while gradients are on their way
+                with self._working("the sum of the loss"):
+                    total = total_loss(self.stages[index], values, self.communicator, self.precision)
             if backward:
                 with self._working("the gradient sum"):
                     self._gradients.finish(self.loss_scale)
-            total = None
-            for index, values in losses.items():
-                with self._working("the sum of the loss"):
-                    total = total_loss(self.stages[index], values, self.communicator, self.precision)
             self._backward.clear()
             self.communicator.finish()
         return total
