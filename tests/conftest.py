@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import itertools
 import os
 import signal
@@ -41,6 +43,19 @@ hypothesis.settings.load_profile("nnscaler")
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores: many tests wait for processes that start or hang, and need no core meanwhile."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each worker begin to import the tests at another one: what one has compiled, the others find. Else each would
+    compile all of them at the same time."""
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if worker is None or session.config.args != list(session.config.getini("testpaths")):
+        return
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    first = len(files) * int(worker.removeprefix("gw")) // workers
+    for file in files[first:] + files[:first]:
+        with contextlib.suppress(Exception):  # collection tells what is wrong with it
+            importlib.import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

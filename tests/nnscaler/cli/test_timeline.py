@@ -111,7 +111,7 @@ def test_a_plan_is_simulated_and_written_in_every_form(
     ]
     assert sum(t.startswith(("F of micro-batch", "B of micro-batch")) for t in page.titles) == 2 * 2 * 3
     assert any(t.startswith("recv over pp in F1.0, 128 B, layers.*.* model.py:14, 28.0") for t in page.titles)
-    assert any(t.startswith("2 times all_reduce over dp in gradient and 1 more, ") for t in page.titles)
+    assert any(t.startswith("2 times all_reduce over dp in loss and 1 more, ") for t in page.titles)
     again = tmp_path / "again"
     assert main(["timeline", model, *PIPELINE, "--events", str(again)]) == 0
     assert again.read_bytes() == files["events"].read_bytes()

@@ -29,7 +29,6 @@ from nnscaler.planning.solver import eliminate as elimination
 from nnscaler.scheduling.registry import DEFAULT
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import deep, subject_of
-from tests.sampling import every
 
 PLENTY = 1e12
 
@@ -115,12 +114,12 @@ def test_what_is_too_wide_for_a_chain_is_planned_without(monkeypatch: pytest.Mon
     assert plain.best.seconds == pytest.approx(chained.best.seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize(("cluster", "ranks"), every(3, [("h100x8", 2), ("h100x8", 4), ("ethernet10g", 4)]))
-def test_a_bound_is_one_for_every_plan_that_is_made_under_some_limit(cluster: str, ranks: int) -> None:
+@pytest.mark.parametrize("cluster", ["h100x8", pytest.param("ethernet10g", marks=pytest.mark.long)])
+def test_a_bound_is_one_for_every_plan_that_is_made_under_some_limit(cluster: str) -> None:
     """Plans are made with much and with little memory; each one's own memory as the limit makes its bound tightest."""
-    subject = subject_of(deep(8), ranks, cluster)
+    subject = subject_of(deep(8), 4, cluster)
     looked, close = 0, 0
-    for c in configurations(ranks, subject.batch, len(subject.layers), each=True):
+    for c in configurations(4, subject.batch, len(subject.layers), each=True):
         if c.recompute is not None or c.micro_batches != 4 or c.dp > 2:
             continue
         free = evaluate_chain(subject, c, PLENTY)
