@@ -63,7 +63,7 @@ def execute(command: str, folder: Path, **extra: str) -> str:
 
 def test_readme_has_three_commands() -> None:
     verify, test, train = read_commands()
-    install = "python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[test]' && "
+    install = "python3 -m venv --upgrade-deps .venv && . .venv/bin/activate && pip install -e '.[test]' && "
     assert verify == install + "nnscaler verify-plan examples/gpt.py --ranks 8 --plan dp=2,tp=2,pp=2"
     assert test == install + "pytest -n auto"
     assert train == "nnscaler train examples/gpt.toml"

@@ -1,4 +1,4 @@
-"""Transfer rules of the prover against torch. By default 10 claims are compared of each rule that a sixth of samples
+"""Transfer rules of the prover against torch. by default 10 claims are compared of each rule that a 24th of them
 reaches; `-m long` takes all samples, and compares 60 claims of each rule."""
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _all() -> list[Sample]:
     return [s for s in SAMPLES if s.operator not in TESTED]
 
 
-PARTS = 12
+PARTS = 24
 
 
 @cache
 def _drawn(part: int) -> DrawnCalls:
-    """Of each sixth of the samples that lead to every rule: to draw their calls takes longest."""
+    """Of each 24th of the samples that lead to every rule: to draw their calls takes longest."""
     return drawn_calls([s for s in _all() if str(s).partition("(")[0] in COVER][part::PARTS])
 
 
