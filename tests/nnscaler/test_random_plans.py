@@ -25,7 +25,7 @@ from verify.programs.random_plans import (
     random_plans,
 )
 
-COUNTS = {"gpt": 6, "llama_hf": 1, "vit_hf": 1, "t5_hf": 1}
+COUNTS = {"gpt": 4, "llama_hf": 1, "vit_hf": 1, "t5_hf": 1}
 LONG = {"gpt": 400, "llama_hf": 100, "vit_hf": 100, "t5_hf": 100}
 
 

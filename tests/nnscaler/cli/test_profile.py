@@ -22,7 +22,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_profile_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(TEMPLATE, encoding="utf-8")
     out = tmp_path / "new" / "p.json"
-    assert main(["profile", str(tmp_path / "model.py"), "--ranks", "2", "--seconds", "4", "--out", str(out)]) == 0
+    assert main(["profile", str(tmp_path / "model.py"), "--ranks", "2", "--seconds", "2", "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "calibration error of operators (|predicted / measured - 1| of " in said.out
     assert "calibration error of collectives (|predicted / measured - 1| of 20)" in said.out

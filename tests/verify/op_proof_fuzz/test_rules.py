@@ -1,4 +1,4 @@
-"""Transfer rules of the prover against torch. by default 10 claims are compared of each rule that a 24th of them
+"""Transfer rules of the prover against torch. By default 10 claims are compared of each rule that a 24th of them
 reaches; `-m long` takes all samples, and compares 60 claims of each rule."""
 
 from __future__ import annotations
