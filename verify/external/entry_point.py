@@ -90,8 +90,6 @@ def _verify_file(request: ExternalRequest, context: RunContext) -> Report:
     from verify.external.check_file import load_check_file
 
     file = load_check_file(request.target, ranks=request.ranks, mesh=request.mesh)
-    for note in file.notes:
-        context.say(note)
     report = _verify(file.program, request, context)
     return replace(report, notes=(*file.notes, *report.notes))
 

@@ -227,7 +227,7 @@ def _run(
     with closing(run_items(chosen, state, clock, perform, settings.get("jobs"))) as runs:
         for unit, result in runs:
             results[unit.item.name] = result
-            done = sum(r.finished or r.stop > 0 for r in results.values())
+            done = sum(r.finished or r.stop > 0 for i in chosen if (r := results.get(i.name)) is not None)
             console.progress(f"{done:>3} of {len(chosen)}  {_line(unit.phase, result)}")
 
 
