@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from pathlib import Path
@@ -87,3 +88,24 @@ def test_files_of_pages_are_used() -> None:
                 if Path(block.title).stem not in later and block.title not in FOUND_BY_NAME:
                     unused.append(block.place)
     assert not unused
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("PASS  loss  TESTED  2 of 2 agree  0.1 s", "PASS  loss   TESTED  2 of 2 agree", True),
+        ("PASS  loss  TESTED  2 of 2 agree", "PASS  loss   TESTED  2 of 2 agree  12.3 s", True),
+        ("PASS  loss  TESTED  2 of 2 agree  0.1 s", "PASS  loss  TESTED  3 of 3 agree", False),
+        ("PASS  loss  TESTED  2 of 2 agree", "PASS  loss  TESTED  2 of 2 agree, 3 cases", False),
+        ("VERIFIED  model.py: 2 checks, 1.0 s", "VERIFIED  model.py: 2 checks, 2.0 s", True),
+        ("VERIFIED  model.py: 2 checks, 1.0 s", "VERIFIED  model.py: 2 checks,", False),
+        ("a step  1.0 s", "a step", False),
+    ],
+)
+def test_a_time_may_be_another_and_that_of_a_check_may_be_missing(
+    shown: str, printed: str, same: bool, tmp_path: Path
+) -> None:
+    command = Block("page.md", 1, "sh", f"echo '{printed}'\n", None, {})
+    output = Block("page.md", 2, "text", f"{shown}\n", None, {"output": ""})
+    with contextlib.nullcontext() if same else pytest.raises(PageFailed, match="the page shows"):
+        run_page([command, output], tmp_path)

@@ -192,13 +192,17 @@ def test_pasted_stubs_leave_nothing_missing(
     assert all(by_operator[name] for name in (f"aten.{rare}.default", "test_missing.gate.default", "Scaled", "Double"))
     assert main(["verify-plan", str(pasted), "--plan", "tp=2", "--backend", "simulator", "--quick", "-q"]) == 0
     assert "VERIFIED" in capsys.readouterr().out
+    assert main(["verify-op", f"{pasted}::Scaled", "--no-prove", "--cases=4", "--no-cache", "-q"]) == 0
+    assert "VERIFIED  Scaled" in capsys.readouterr().out
 
 
 def check_text(lines: list[str], model: Path) -> None:
     place = MODEL.split("\n").index("        return x + Scaled.apply(h, self.down, 0.5)") + 1
     assert f"  --> {model}:{place} in blocks.0 (Block) and 1 more" in lines
     assert any('Scaled.forward.__annotations__.update({"factor": float})' in line for line in lines)
-    assert '    nnscaler.register_op("* a+, a+ b -> * b")(Scaled)' in lines
+    samples = "sample_inputs=lambda: (torch.randn(4, 3, 64), torch.randn(64, 16), 0.5)"  # no annotation says the 0.5
+    assert f'    nnscaler.register_op("* a+, a+ b -> * b", {samples})(Scaled)' in lines
+    assert '    @nnscaler.register_op("* -> *")' in lines
     assert any("no parameter reaches it" in line and "special_bessel_j0.default (1 call)" in line for line in lines)
     assert lines[-1] == "4 of 10 operators without annotation  model.py: 4 with a stub, 0 without"
 

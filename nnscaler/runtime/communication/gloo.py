@@ -35,8 +35,8 @@ _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one rou
 class GlooCommunicator(TorchCommunicator):
     """One rank of a gloo process group (torch.distributed's default one).
 
-    `groups`: of the program's collectives. Where two ranks sum what is begun, gloo's own collective serves, which needs
-    no Python on the way, and gives the same bits.
+    `groups`: of the program's collectives, the same on every rank. Where two ranks sum what is begun, gloo's own
+    collective serves, which needs no Python on the way, and gives the same bits.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class GlooCommunicator(TorchCommunicator):
         assert group is not None, "process_group.join comes first"
         self._world = group
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}  # with torch's own collectives, by ascending ranks
-        for members in sorted({tuple(sorted(g)) for g in groups if len(g) == 2 and rank in g}):  # in one order on all
-            own = world_size == 2
-            self._groups[members] = group if own else self._new_group(members, "gloo", local=True)
+        for members in sorted({tuple(sorted(g)) for g in groups if len(g) == 2}):
+            made = group if world_size == 2 else self._new_group(members, "gloo")
+            if rank in members:
+                self._groups[members] = made
         self._tags: dict[str, int] = {}
         self._names: dict[tuple[int, int], str] = {}  # (peer, tag) -> what the tag was made from
         self._sent: dict[tuple[int, Key], deque[tuple[CommunicationCall, torch.distributed.Work, Tensor]]] = {}
@@ -64,10 +65,10 @@ class GlooCommunicator(TorchCommunicator):
         self._scratch: dict[tuple[int, ...], Tensor] = {}  # by lane, for what arrives and is added up
         self._gathered: list[OneRoundCollective] | None = None  # what is begun together
 
-    def _new_group(self, members: tuple[int, ...], backend: str, local: bool = False) -> ProcessGroup:
-        """`local`: its own ranks alone make it, and not every rank of the job."""
+    def _new_group(self, members: tuple[int, ...], backend: str) -> ProcessGroup:
+        """Make a group of torch's, on every rank of the job and in one order: it is named after how many there were."""
         with self._inside(f"makes the group of ranks {members}"):
-            return torch.distributed.new_group(list(members), backend=backend, use_local_synchronization=local)
+            return torch.distributed.new_group(list(members), backend=backend)
 
     def _native(self, call: CommunicationCall) -> ProcessGroup | None:
         return self._groups.get(tuple(sorted(call.ranks)))

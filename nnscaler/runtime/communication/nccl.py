@@ -52,7 +52,7 @@ class NcclCommunicator(GlooCommunicator):
         self._pending: deque[tuple[torch.distributed.Work, Tensor]] = deque()  # sends, and the memory that they read
         self._arrived: dict[tuple[int, Key], deque[Tensor]] = {}
         for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1}):
-            group = self._new_group(members, backend)  # on every rank: torch names groups by their number
+            group = self._new_group(members, backend)
             if rank in members:
                 self._groups[members] = group
         for pair in sorted({pair for pair in pairs if pair[0] != pair[1]}):

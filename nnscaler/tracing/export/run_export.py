@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_impls
+from torch._subclasses import fake_impls, meta_utils
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
@@ -106,6 +106,25 @@ def _grouped_mm(mode: Any, _operator: Any, a: Tensor, b: Tensor, offs: Tensor | 
         groups = (offs.shape[0],)
     with mode:
         return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+
+
+# Values of parameters in a draft. `draft_export` computes values beside the fake tensors, to take the branch that they
+# take, but of the module's tensors it copies those alone whose class is Tensor itself: a parameter has what its memory
+# held before, and a branch that depends on one is taken by chance.
+
+_COPY = "_safe_copy"
+
+
+@contextmanager
+def parameters_copied() -> Iterator[None]:
+    """While open, values that are computed beside fake tensors start from those of the parameters too."""
+    with patch.object(meta_utils, _COPY, _copy_values):
+        yield
+
+
+def _copy_values(into: Tensor, source: Tensor | None) -> None:
+    if source is not None and type(source) in (Tensor, nn.Parameter):  # no fake tensor: it has no values
+        into.copy_(source)
 
 
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
@@ -245,7 +264,7 @@ def _draft(module: LossModule, tensors: tuple[Tensor, ...], first: Exception, he
     if any(t.is_meta for t in (*module.parameters(), *tensors)):
         raise _trace_failed(first, f"{help_text}. {_NO_DRAFT}") from None
     try:
-        with _quiet():
+        with _quiet(), parameters_copied():
             return torch.export.draft_export(module, tensors, strict=False)
     except NnscalerError:
         raise

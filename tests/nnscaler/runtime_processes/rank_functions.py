@@ -110,6 +110,18 @@ def begun(communicator: Communicator) -> list[Tensor]:
     return results + arriving
 
 
+TWO_AXES = ((0, 1), (0, 2), (1, 3), (2, 3))  # groups of a mesh of 2 x 2: (0, 2) is rank 0's second, and rank 2's first
+
+
+def on_two_axes(communicator: Communicator) -> list[Tensor]:
+    """Sums that are begun on the groups of two axes."""
+    generator = torch.Generator().manual_seed(communicator.rank)
+    sums = [(ranks, torch.randn(40000, generator=generator)) for ranks in TWO_AXES if communicator.rank in ranks]
+    for pending in [communicator.start_all_reduce(tensor, ranks) for ranks, tensor in sums]:
+        pending.wait()
+    return [tensor for _, tensor in sums]
+
+
 def unequal(communicator: Communicator) -> list[Tensor]:
     """Collectives in which ranks give and get tensors of unequal sizes, in two orders of the group."""
     results = []

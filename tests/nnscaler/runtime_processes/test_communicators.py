@@ -32,6 +32,15 @@ def test_what_is_begun_gives_the_bits_of_the_simulator(server: ForkServer, rank_
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def test_groups_of_two_axes_give_the_bits_of_the_simulator(server: ForkServer, rank_functions: str) -> None:
+    """Torch's own collectives serve them: every rank must know a group by the same name."""
+    functions = load_user_module(rank_functions)
+    expected = Simulator(4).run(functions.on_two_axes)
+    job = JobSpecification(f"{rank_functions}:on_two_axes", 4, groups=functions.TWO_AXES)
+    for found, wanted in zip(launch(job, timeout=60, server=server).results(), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_unequal_tensors_give_the_bits_of_the_simulator(server: ForkServer, rank_functions: str) -> None:
     expected = Simulator(3).run(load_user_module(rank_functions).unequal)
     assert len({tuple(t.shape) for t in expected[0]}) > 6

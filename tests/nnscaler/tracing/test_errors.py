@@ -95,6 +95,26 @@ def test_the_branch_of_the_sample_is_taken_when_asked_for() -> None:
     assert "test_errors.py" in traced.notes[0]
 
 
+class BranchesOnParameter(Model):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        nn.init.constant_(self.proj.weight, scale)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x.abs())
+        if h.mean() > 0:
+            return h.pow(2).sum()
+        return h.sum()
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_the_branch_that_parameters_decide_is_that_of_their_values(scale: float) -> None:
+    with pytest.warns(UserWarning, match=r"only the one that the sample batch takes"):
+        traced = trace(BranchesOnParameter(scale), (X,), specialise=True)
+    assert any("aten.pow" in op.operator for op in traced.graph.operations) == (scale > 0)
+
+
 def is_fake(x: Tensor) -> bool:
     """Return what no shim hides: code that asks for this does something else under export."""
     return isinstance(x, FakeTensor)

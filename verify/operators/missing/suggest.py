@@ -144,7 +144,8 @@ def write_stub(missing: Missing, spec: OperatorSpec, forms: Sequence[Form], advi
     annotation = f'"{advice.text}"' if function is None else function.partition("(")[0].removeprefix("def ")
     before = "" if function is None else f"\n{function}\n\n\n"
     if missing.function is not None:
-        return _of_function(missing, before, f"{annotation}{options}", forms, advice)
+        samples = _samples(missing.function.function, spec, forms, None if before else advice.text)
+        return _of_function(missing, before, f"{annotation}{options}{samples}", forms, advice)
     code = (
         f"import nnscaler\nimport torch\n\n{before}nnscaler.register_op({annotation})(torch.ops.{missing.operator})\n"
     )
@@ -173,13 +174,40 @@ def _of_function(missing: Missing, before: str, arguments: str, forms: Sequence[
         code = f"{before}{note}@nnscaler.register_op({arguments})\n"
         return Stub(code, f"{place} (with `import nnscaler` at the top)", where.file, where.line)
     typed = _typing(cls, types) if types else ""
-    imports = "import nnscaler\n" + ("import torch\n" if "torch." in typed else "")
+    imports = "import nnscaler\n" + ("import torch\n" if "torch." in typed + arguments else "")
     if installed and "<" not in cls.__qualname__:
         imports += f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
     code = f"{imports}\n{before}{typed}{note}nnscaler.register_op({arguments})({cls.__qualname__})\n"
     if installed or where is None:
         return Stub(code, "in the model's file")
     return Stub(code, f"in {shown(where.file)}, below `{where.text}`", where.file)
+
+
+def _samples(cls: type[torch.autograd.Function], spec: OperatorSpec, forms: Sequence[Form], text: str | None) -> str:
+    """Return the option that gives `verify-op` the calls of `forms`, where the annotation `text` does not say how to
+    call the function: an argument that is no tensor and no size has no default. "" where it does, and where a tensor
+    holds whole numbers, of which others might not do."""
+    given = inspect.signature(cls.forward).parameters
+    known = {i.name for i in parse(text).identifiers()} if text else set()
+    known |= {name for name, p in given.items() if p.default is not p.empty and p.default is not None}
+    drawn = all(p.tensor or p.name in known for p in spec.parameters)
+    if drawn or not all(t.is_floating_point() for form in forms for t in form.call.tensors):
+        return ""
+    calls = [f"({', '.join(map(_written, form.call.call.args))})" for form in forms]
+    made = calls[0] if len(calls) == 1 else f"[{', '.join(calls)}]"
+    return f", sample_inputs=lambda: {made}"
+
+
+def _written(value: Any) -> str:
+    """Return an argument as code; a floating tensor is one of its shape, with other values."""
+    if isinstance(value, TensorArgument):
+        dtype = "" if value.dtype == "float32" else f", dtype=torch.{value.dtype}"
+        return f"torch.randn({', '.join(map(str, value.shape)) or '()'}{dtype})"
+    if isinstance(value, DType):
+        return f"torch.{value.name}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    return repr(value)
 
 
 def _typing(cls: type[torch.autograd.Function], types: Mapping[str, str]) -> str:
