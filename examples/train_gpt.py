@@ -33,7 +33,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
         self._ids = torch.tensor([numbers.get(character, UNKNOWN) for character in text])
 
     def __len__(self) -> int:
-        return (len(self._ids) - 1) // CONTEXT
+        return max(0, len(self._ids) - 1) // CONTEXT
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         window = self._ids[index * CONTEXT : (index + 1) * CONTEXT + 1]

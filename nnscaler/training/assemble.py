@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -60,7 +61,8 @@ class Parts:
 def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: Any = None) -> Parts:
     """Load what the settings name; `model` and `data` take the places of files.
 
-    Raises NnscalerError: as `find_target`, the import of the user's files and what they raise.
+    Raises NnscalerError: as `find_target`, the import of the user's files and what they raise; `bad_settings` for
+    what an optimizer or a schedule does not take, before data is read.
     """
     described = {"name": type(model).__name__}
     if model is not None and not isinstance(model, nn.Module):
@@ -85,6 +87,8 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
             return made
 
         build = built
+    _optimizer_class(settings.optimizer)
+    _schedule_class(settings.schedule)
     found = user_function(settings.data.source, "datasets", _DATA)(seed=settings.seed) if data is None else data
     training, validation = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if validation is None and settings.validation.every:
@@ -99,7 +103,9 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
 def first_batch(settings: TrainSettings, dataset: Any, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:
     """Return the first global batch, by which the model is traced and the program compiled."""
     before = dataset.state_dict() if hasattr(dataset, "state_dict") else None
-    whole = loader(dataset, training_order(settings, dataset), DataPart(0, 1), packed=settings.data.packed or None)
+    order, packed = training_order(settings, dataset), settings.data.packed or None
+    with _reading(settings.data.source):
+        whole = loader(dataset, order, DataPart(0, 1), packed=packed)
     batch = next(read_batches(whole, settings.data.source), None)
     if before is not None:
         dataset.load_state_dict(before)
@@ -118,20 +124,27 @@ def read_batches(batches: Loader, source: str) -> Iterator[Any]:
 
     Raises NnscalerError `data_raised` for what reading them raises, with the user's own line.
     """
-    found = iter(batches)
+    found, end = iter(batches), object()
     while True:
-        try:
-            batch = next(found)
-        except StopIteration:
+        with _reading(source):
+            batch = next(found, end)
+        if batch is end:
             return
-        except (NnscalerError, MemoryError, OSError):
-            raise
-        except Exception as error:
-            place = user_frame(error, Path(source.partition("::")[0]).resolve().parent)
-            first = (str(error).strip().splitlines() or [""])[0]
-            message = f"reading the data raises {type(error).__name__}: {first}"
-            raise NnscalerError("data_raised", message, place) from error
         yield batch
+
+
+@contextmanager
+def _reading(source: str) -> Iterator[None]:
+    """What the user's dataset raises inside becomes `data_raised`."""
+    try:
+        yield
+    except (NnscalerError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        place = user_frame(error, Path(source.partition("::")[0]).resolve().parent)
+        first = (str(error).strip().splitlines() or [""])[0]
+        message = f"reading the data raises {type(error).__name__}: {first}"
+        raise NnscalerError("data_raised", message, place) from error
 
 
 def training_order(settings: TrainSettings, dataset: Any) -> SampleOrder:
@@ -205,8 +218,7 @@ def make_optimizer(settings: OptimizerSettings, engine: Engine) -> torch.optim.O
 
     Raises NnscalerError: bad_settings, no_such_parameter, no_such_setting, update_needs_whole.
     """
-    cls: Any = _class(settings.name, torch.optim, "optimizer.name")
-    _check_arguments(cls, settings.arguments, "optimizer")
+    cls = _optimizer_class(settings)
     try:
         return engine.optimizer(cls, settings.groups, **settings.arguments)
     except (TypeError, ValueError) as error:
@@ -230,9 +242,7 @@ def make_schedule(settings: ScheduleSettings, optimizer: torch.optim.Optimizer, 
     """
     if not settings.name:
         return None
-    cls = _class(settings.name, torch.optim.lr_scheduler, "schedule.name")
-    arguments = dict(settings.arguments)
-    _check_arguments(cls, arguments, "schedule")
+    cls, arguments = _schedule_class(settings), dict(settings.arguments)
     for name in ("total_steps", "T_max", "total_iters"):
         asked = inspect.signature(cls).parameters.get(name)
         if steps and asked is not None and name not in arguments and not {"epochs", "steps_per_epoch"} & set(arguments):
@@ -268,6 +278,22 @@ def peak_flops(device: torch.device, ranks: int, dtype: str) -> float | None:
 def _function(code: Code, default: str) -> Callable[..., Any]:
     """Return a function of the user's."""
     return user_function(code, default, f"{default} = ...") if isinstance(code, str) else code
+
+
+def _optimizer_class(settings: OptimizerSettings) -> Any:
+    """Return the class, which takes what is set. Raises NnscalerError `bad_settings`."""
+    cls = _class(settings.name, torch.optim, "optimizer.name")
+    _check_arguments(cls, settings.arguments, "optimizer")
+    return cls
+
+
+def _schedule_class(settings: ScheduleSettings) -> Any:
+    """Return the class, which takes what is set; None where no schedule is. Raises NnscalerError `bad_settings`."""
+    if not settings.name:
+        return None
+    cls = _class(settings.name, torch.optim.lr_scheduler, "schedule.name")
+    _check_arguments(cls, settings.arguments, "schedule")
+    return cls
 
 
 def _class(name: Code, home: Any, option: str) -> Callable[..., Any]:

@@ -283,6 +283,40 @@ def test_what_cannot_be_trained_is_told(
     assert BAD[word] in told
 
 
+def test_what_an_optimizer_does_not_take_is_told_before_data_is_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for word in ("--optimizer.momentun=1", "--schedule.max_lrs=1"):
+        assert train(word, "--steps=1", "--data.source=model.py::raising") == 2
+        assert BAD[word] in capsys.readouterr().err
+
+
+NO_LENGTH = """
+import torch
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self): return -1
+    def __getitem__(self, index): return {}
+
+class Lazy(Texts):
+    def __len__(self): raise KeyError("rows")
+
+def short(): return Texts(), Texts()
+def lazy(): return Lazy(), Lazy()
+"""
+
+
+@pytest.mark.parametrize(("name", "told"), [("short", "ValueError: __len__() should"), ("lazy", "KeyError: 'rows'")])
+def test_a_length_that_raises_is_the_users(
+    folder: Path, name: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "texts.py").write_text(NO_LENGTH)
+    assert train(f"--data.source=texts.py::{name}", "--steps=1") == 2
+    found = capsys.readouterr().err
+    assert f"error: reading the data raises {told}" in found
+    assert name == "short" or "texts.py:9" in found
+
+
 def test_help_teaches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["train", "--help"], ["train", "run.toml", "--help"]):
         assert main(words) == 0
