@@ -22,6 +22,7 @@ from nnscaler.runtime.jobs.fair_clock import join_within
 from nnscaler.runtime.jobs.job import JobOutcome, JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read_program
+from nnscaler.runtime.role import Stage
 from verify.processes.pool import Died, TimedOut
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.execution.rank_program import RankResult, Task, run_rank
@@ -216,13 +217,20 @@ def _rank_in(message: str) -> int | None:
     return int(digits) if found and digits else None
 
 
+def _stages_of(program: str) -> list[type[Stage]]:
+    """Return the stages of all roles; none where a role cannot be loaded, which its ranks will tell."""
+    try:
+        return list(read_program(program).stages())
+    except Exception:  # noqa: BLE001 - the text of a role may raise anything
+        return []
+
+
 def run_processes(
     task: Task, ranks: int, backend: str, timeout: float, server: ForkServer | None = None
 ) -> tuple[RankResult, ...] | Failure:
     """A process per rank, on a GPU each where there are some. A failure is looked at again on the simulator, which
     knows which call of which rank does not match."""
-    # NCCL's groups are made before the program runs; gloo needs none
-    stages = list(read_program(task.program).stages()) if backend == "nccl" else []
+    stages = _stages_of(task.program)  # groups are made before the program runs, as they are for training
     with contextlib.ExitStack() as stack:
         job = JobSpecification(
             "verify.programs.execution.rank_program:run_rank",
