@@ -43,7 +43,7 @@ from verify.processes.pool import Done, Note, Raised, Task, run_forked
 from verify.results.verdict import Verdict
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plan_health_report import Row, write_reports
+from plan_health_report import RAISES, Row, write_reports
 
 CASES: Mapping[str, PlanSizes] = {
     "tp2": PlanSizes(tp=2),
@@ -158,7 +158,7 @@ def confirmed(row: Row) -> Row:
     if result.error:
         if row.status == "wrong":
             over_gloo = outcome_verdict(verified(job_of(row), PlanChanges(), "gloo")) is Verdict.REFUTED
-            text = f"yes, over gloo; from_pretrained raises {result.error}" if over_gloo else f"no: {result.error}"
+            text = f"yes, over gloo; {RAISES} {result.error}" if over_gloo else f"no: {result.error}"
             return replace(row, confirmed=text, script=script)
         is_known = row.status == "crashes" and is_one_error(row.detail, result.error)
         return replace(row, confirmed="yes" if is_known else f"no: {result.error}", script=script)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from verify.external.transformers.target import versions
 
+RAISES = "from_pretrained raises"  # of a row that is confirmed in another way
 STATUSES = ("equal", "wrong", "crashes", "undecided", "timed out", "not built", "no plan")
 
 
@@ -89,7 +91,9 @@ def markdown(rows: Sequence[Row], seconds: float) -> Iterator[str]:
             yield from dict.fromkeys(f"| {row.model} | {_cell(row.detail)} |" for row in chosen)
     scripts = {row.model: row for row in reversed(rows) if row.status == "wrong" and row.confirmed.startswith("yes")}
     if scripts:
-        yield from ("", "## Scripts", "", "One for each model with a wrong plan; each prints what is wrong.")
+        yield from ("", "## Scripts", "")
+        yield "One for each model with a wrong plan; each prints what is wrong, or ends with the"
+        yield "error of `from_pretrained` that the table has."
         for model, row in sorted(scripts.items()):
             name = f"{model}_{row.case}.py"
             yield from (
@@ -100,7 +104,9 @@ def markdown(rows: Sequence[Row], seconds: float) -> Iterator[str]:
                 f'```python title="{name}"',
             )
             command = re.findall(r"torchrun [^;]*", row.script)[0].replace("this.py", name)
-            yield from (row.script.rstrip(), "```", f"<!-- then: {command} -->")  # for tests/pages/
+            error = row.confirmed.partition(f"{RAISES} ")[2][:60]
+            told = f" 2>&1 | grep -F {shlex.quote(error)}" if error else ""
+            yield from (row.script.rstrip(), "```", f"<!-- then: {command}{told} -->")  # for tests/pages/
 
 
 def headline(rows: Sequence[Row], seconds: float) -> str:
