@@ -9,7 +9,7 @@ computed in float32, as torch's own cross entropy does inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,11 +35,23 @@ def ce_pick(logits: Tensor, labels: Tensor, ignore_index: int, first_class: int 
     begins at `first_class`."""
     local = labels - first_class
     here = (labels != ignore_index) & (local >= 0) & (local < logits.shape[1])
-    rows = torch.arange(len(labels), device=labels.device)
-    picked = _wide(
-        logits[rows, torch.where(here, local, 0)]
-    )  # whose backward, unlike that of a gather, keeps no logits
+    picked = _wide(cast(Tensor, _Pick.apply(logits, torch.where(here, local, 0).unsqueeze(1)))).squeeze(1)
     return torch.where(here, picked, 0.0)
+
+
+class _Pick(torch.autograd.Function):
+    """[N, C], [N, 1] -> [N, 1]: gather along classes. Torch's own keeps the logits for backward, where none is read."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.classes = logits.shape[1]
+        return logits.gather(1, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return gradient.new_zeros(gradient.shape[0], ctx.classes).scatter_add(1, index, gradient), None
 
 
 def ce_tail(sumexp: Tensor, maximum: Tensor, picked: Tensor, labels: Tensor, ignore_index: int) -> Tensor:

@@ -95,9 +95,10 @@ def _declared(line: str) -> Iterator[tuple[str, str]]:
 
 
 def equivalent(mutant: Mutant) -> bool:
-    """A count has no gradient, so both all_reduces are one; and how the labels that are only counted are cut is all the
-    same."""
+    """A count has no gradient, so both all_reduces are one; how the labels that are only counted are cut is all the
+    same; and so is the order of two terms."""
     counted = "_count" in mutant.after and mutant.kind == "other row" and "all_reduce" in mutant.after
     prepared = "def prepare" in mutant.text and '"micro"' not in mutant.after
     labels = prepared and '"labels": Input("labels"' in mutant.after
-    return counted or (labels and mutant.kind == "state")
+    terms = mutant.kind == "swapped" and "= aten.add.Tensor(" in mutant.after
+    return counted or terms or (labels and mutant.kind == "state")

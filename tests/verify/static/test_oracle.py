@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from op_registry.bind_call import localise
-from op_registry.call import TensorArgument
+from op_registry.call import AxisArgument, TensorArgument
 from op_registry.samples import SAMPLES
 from op_registry.spec import Refusal
 
@@ -121,6 +121,8 @@ def check(w: Whole, signature: Signature, choice: Choice, parts: int) -> bool:
         call = localise(w.spec, w.call, shards_of(signature, (choice,), axes), shapes)
     except Refusal:
         return False
+    if any(isinstance(value, AxisArgument) for value in (*call.args, *call.kwargs.values())):
+        return False  # its ranks wait for each other: verify-op runs them together
     given = [spread(t.detach(), s, parts) for t, s in zip(w.inputs, ins, strict=True)]
     cotangents = [
         [None] * parts if c is None else spread(c, gradient_of(s), parts)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from nnscaler import buckets
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
-from nnscaler.runtime.training.gradients import buckets
 from nnscaler.runtime.training.gradients.accumulate import Gradients
 from nnscaler.runtime.training.gradients.buckets import Bucket, Departures, SumBucket
 from verify.self_test.training.faults import Change, Fault, changed
