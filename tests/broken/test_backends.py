@@ -27,3 +27,11 @@ def test_from_the_command_line_on_processes(
     written = capsys.readouterr().out
     assert "`linear_1_v1`" in written and "an all_reduce over tp is missing" in written
     assert written.splitlines()[-1].startswith("REFUTED")
+
+
+def test_what_contradicts_itself_is_told_by_its_ranks(staged: Original, tmp_path: Path) -> None:
+    """Two ranks send, and one receives. Who communicates is found before ranks start, which must not be the end."""
+    fewer = Edit("peers=(0, 1)", "peers=(0,)", role=1)
+    report = staged.verify(staged.broken(tmp_path, [fewer]), backend="gloo", depth="quick")
+    assert report.exit_code == 1, report.to_json()
+    assert report.findings[0].code == "rank_raises" and "rank 3, F1.0" in report.findings[0].message

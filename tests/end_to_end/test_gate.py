@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -122,9 +123,11 @@ def test_one_that_is_wrong_one_that_dies_and_one_that_cannot_run(
 ) -> None:
     configure("", "model.py", "model.py::crashes", "gone.py")
     with Path("pyproject.toml").open("a", encoding="utf-8") as file:
-        file.write('[tool.nnscaler.gate.ops]\nfiles = ["ops.py"]\n')
+        file.write('[tool.nnscaler.gate.ops]\nfiles = ["ops.py", "none.py"]\n')
     assert main(["gate", "--output-format", "json=g.json"]) == 2
-    text = capfd.readouterr().out
+    text, progress = capfd.readouterr()
+    counts = [tuple(map(int, found)) for found in re.findall(r"(\d+) of (\d+)  [A-Z]", progress)]
+    assert counts[-1] == (6, 6) and all(done <= every for done, every in counts)
     assert text.startswith("### nnscaler gate: COULD NOT RUN\n")
     assert row(text, "gone.py ranks=2")[0] == "COULD NOT RUN"
     assert row(text, "model.py::crashes ranks=2")[0] == "INCONCLUSIVE"

@@ -100,6 +100,8 @@ def test_files_of_pages_are_used() -> None:
         ("VERIFIED  model.py: 2 checks, 1.0 s", "VERIFIED  model.py: 2 checks, 2.0 s", True),
         ("VERIFIED  model.py: 2 checks, 1.0 s", "VERIFIED  model.py: 2 checks,", False),
         ("a step  1.0 s", "a step", False),
+        ("...\nloss 1", "loss 1", True),
+        ("...\nloss 1", "loss 12", False),
     ],
 )
 def test_a_time_may_be_another_and_that_of_a_check_may_be_missing(

@@ -142,7 +142,7 @@ def complete(items: Sequence[Item], results: dict[str, ItemResult], why: str) ->
         result = results.get(item.name)
         if result is None:
             found.append(not_run(item.name, tool_of(item), item.seed, why))
-        elif result.finished or result.stop or not _only_text(result):
+        elif is_last(result):
             found.append(result)
         else:
             check = Check("execution", Verdict.INCONCLUSIVE, 0, detail=f"not run: {why}")
@@ -152,6 +152,11 @@ def complete(items: Sequence[Item], results: dict[str, ItemResult], why: str) ->
             )
             found.append(replace(result, report=report))
     return found
+
+
+def is_last(result: ItemResult) -> bool:
+    """Return whether no other result of the item follows: more than its text was read, or it ended otherwise."""
+    return result.finished or result.stop > 0 or not _only_text(result)
 
 
 def _only_text(result: ItemResult) -> bool:

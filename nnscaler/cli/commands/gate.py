@@ -215,7 +215,7 @@ def _run(
     from contextlib import closing
 
     from verify.gate.last_run import read_state, state_file
-    from verify.gate.run import run_items
+    from verify.gate.run import is_last, run_items
     from verify.gate.work import perform_item
     from verify.operators.run.cache import open_cache
 
@@ -227,7 +227,7 @@ def _run(
     with closing(run_items(chosen, state, clock, perform, settings.get("jobs"))) as runs:
         for unit, result in runs:
             results[unit.item.name] = result
-            done = sum(r.finished or r.stop > 0 for i in chosen if (r := results.get(i.name)) is not None)
+            done = sum(is_last(r) for i in chosen if (r := results.get(i.name)) is not None)
             console.progress(f"{done:>3} of {len(chosen)}  {_line(unit.phase, result)}")
 
 

@@ -94,11 +94,14 @@ def _declared(line: str) -> Iterator[tuple[str, str]]:
         yield "region", line.replace("torch.no_grad()", "torch.enable_grad()")
 
 
+_TWO_TERMS = re.compile(r" = aten\.add\.Tensor\([a-z_][\w.]*, [a-z_][\w.]*\)(  #|$)")
+
+
 def equivalent(mutant: Mutant) -> bool:
     """A count has no gradient, so both all_reduces are one; how the labels that are only counted are cut is all the
     same; and so is the order of two terms."""
     counted = "_count" in mutant.after and mutant.kind == "other row" and "all_reduce" in mutant.after
     prepared = "def prepare" in mutant.text and '"micro"' not in mutant.after
     labels = prepared and '"labels": Input("labels"' in mutant.after
-    terms = mutant.kind == "swapped" and "= aten.add.Tensor(" in mutant.after
+    terms = mutant.kind == "swapped" and _TWO_TERMS.search(mutant.after) is not None
     return counted or terms or (labels and mutant.kind == "state")

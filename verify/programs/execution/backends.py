@@ -22,7 +22,6 @@ from nnscaler.runtime.jobs.fair_clock import join_within
 from nnscaler.runtime.jobs.job import JobOutcome, JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read_program
-from nnscaler.runtime.role import Stage
 from verify.processes.pool import Died, TimedOut
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.execution.rank_program import RankResult, Task, run_rank
@@ -217,12 +216,14 @@ def _rank_in(message: str) -> int | None:
     return int(digits) if found and digits else None
 
 
-def _stages_of(program: str) -> list[type[Stage]]:
-    """Return the stages of all roles; none where a role cannot be loaded, which its ranks will tell."""
+def _partners(program: str) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]]:
+    """Return the groups and pairs of ranks that communicate; none where a role raises or contradicts itself, which its
+    ranks will tell."""
     try:
-        return list(read_program(program).stages())
+        stages = list(read_program(program).stages())
+        return tuple(groups_of(stages)), tuple(pairs_of(stages))
     except Exception:  # noqa: BLE001 - the text of a role may raise anything
-        return []
+        return (), ()
 
 
 def run_processes(
@@ -230,7 +231,7 @@ def run_processes(
 ) -> tuple[RankResult, ...] | Failure:
     """A process per rank, on a GPU each where there are some. A failure is looked at again on the simulator, which
     knows which call of which rank does not match."""
-    stages = _stages_of(task.program)  # groups are made before the program runs, as they are for training
+    groups, pairs = _partners(task.program)  # made before the program runs, as they are for training
     with contextlib.ExitStack() as stack:
         job = JobSpecification(
             "verify.programs.execution.rank_program:run_rank",
@@ -238,8 +239,8 @@ def run_processes(
             {"task": task},
             backend=backend,
             devices=tuple(devices_of(ranks)),
-            groups=tuple(groups_of(stages)),
-            pairs=tuple(pairs_of(stages)),
+            groups=groups,
+            pairs=pairs,
         )
         server = server or stack.enter_context(start_server())
         outcome = launch(job, timeout=timeout, stall=min(STALL, timeout / 2), server=server)
