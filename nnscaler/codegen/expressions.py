@@ -116,12 +116,9 @@ def _cut(move: ConversionStep, sizes: Sequence[int]) -> list[str]:
     """Return where the dim is cut, in the local coordinates that the other axes leave."""
     before, after = move.source[move.axis], move.target[move.axis]
     if isinstance(before, Sharded) and isinstance(after, Sharded):
-        outers = [local_outer(layout, sizes, move.axis) for layout in (move.source, move.target)]
-        cut = [str(before.dim), str(after.dim)]
-        if outers != [1, 1]:
-            cut += [f"from_outer={outers[0]}", f"to_outer={outers[1]}"]
-        sizes_of = (("from_sizes", before.sizes), ("to_sizes", after.sizes))
-        return [*cut, *(f"{name}={given}" for name, given in sizes_of if given)]
+        outers = tuple(local_outer(layout, sizes, move.axis) for layout in (move.source, move.target))
+        cut = [str(before.dim), str(after.dim), *([f"outers={outers}"] if outers != (1, 1) else [])]
+        return [*cut, f"sizes={(before.sizes, after.sizes)}"] if before.sizes or after.sizes else cut
     if isinstance(before, Partial) and isinstance(after, Invariant):
         return [] if before.reduction == "sum" else [f'"{before.reduction}"']
     state, layout = (before, move.source) if isinstance(before, Sharded) else (after, move.target)

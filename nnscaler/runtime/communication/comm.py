@@ -203,18 +203,19 @@ def all_to_all(
     axis: AxisGroup,
     from_dim: int,
     to_dim: int,
-    from_outer: int = 1,
-    to_outer: int = 1,
-    from_sizes: Sizes = (),
-    to_sizes: Sizes = (),
+    outers: tuple[int, int] = (1, 1),
+    sizes: tuple[Sizes, Sizes] = ((), ()),
 ) -> Tensor:
-    """Sharded -> Sharded on another dim, or on another digit of one dim: all_to_all / all_to_all."""
-    parts = axis.size
-    before, after = Cut(from_dim, from_outer, (), from_sizes), Cut(to_dim, to_outer, (), to_sizes)
+    """Sharded -> Sharded on another dim, or on another digit of one dim: all_to_all / all_to_all.
+
+    `outers`, `sizes`: of the dim that is joined, and of the one that is cut.
+    """
+    parts, (from_outer, to_outer) = axis.size, outers
+    before, after = Cut(from_dim, from_outer, (), sizes[0]), Cut(to_dim, to_outer, (), sizes[1])
     split, join = after, before
     back_split, back_join = before, after
     if from_dim == to_dim:  # each side lacks the digit it is sharded by, which moves the other digit if it lies below
-        if from_sizes or to_sizes:
+        if any(sizes):
             raise ProgramError(f"all_to_all on dim {to_dim}: unequal sizes have no digits to exchange")
         if to_outer % (from_outer * parts) == 0:
             split = back_join = Cut(to_dim, to_outer // parts)

@@ -2,11 +2,12 @@
 
 A step cuts this rank's pieces out of the global batch, runs `prepare` of each stage once, then SCHEDULE instruction by
 instruction, then sums gradients over ranks. Gradients accumulate over micro-batches in the parameter's `.grad`, in
-float32 where the parameter is of half precision.
+float32 where the parameter is of half precision and there are several.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -109,7 +110,8 @@ class RankExecutor:
         self._resting = tuple(builder.resting)
         if share is not None:
             share._resting += adopted(share.stages.values(), share.held, self.held)
-        self._gradients = Gradients(self.stages, self._resting, communicator, self.precision, reads)
+        backwards = Counter(i.stage for i in self._step if i.kind != "F")
+        self._gradients = Gradients(self.stages, self._resting, communicator, self.precision, reads, backwards)
         self._results = Results(self.stages, communicator, settings.returns, self.precision)
         self._mail = Mail(communicator, self.device)
         last = {} if self._updates else {i.stage: i for i in self._step if i.kind in "BW"}

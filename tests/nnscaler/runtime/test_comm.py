@@ -113,9 +113,9 @@ def test_rows_with_a_dim(name: str, row: Callable[..., Tensor], before: State, a
     [(0, 1, 1, 1), (1, 0, 1, 1), (0, 1, 2, 3), (1, 1, 1, "p"), (1, 1, "p", 1), (1, 1, 2, "2p"), (1, 1, "6p", 3)],
 )
 def test_all_to_all(parts: int, from_dim: int, to_dim: int, from_outer: int | str, to_outer: int | str) -> None:
-    outers = [int(o.removesuffix("p") or 1) * parts if isinstance(o, str) else o for o in (from_outer, to_outer)]
+    outers = tuple(int(o.removesuffix("p") or 1) * parts if isinstance(o, str) else o for o in (from_outer, to_outer))
     check_row(
-        lambda x, axis: comm.all_to_all(x, axis, from_dim, to_dim, *outers),
+        lambda x, axis: comm.all_to_all(x, axis, from_dim, to_dim, outers),
         Sharded(from_dim, outers[0]),
         Sharded(to_dim, outers[1]),
         parts,

@@ -147,19 +147,19 @@ def _exchanges(function: str, parts: int) -> Iterator[Conversion]:
     for from_dim, from_outer, to_dim, to_outer in two_dims:
         shape = (4 * parts, 2 * parts)
         ends = Sharded(from_dim, from_outer), Sharded(to_dim, to_outer)
-        yield Conversion(function, *ends, (from_dim, to_dim, from_outer, to_outer), shape, parts)
+        yield Conversion(function, *ends, (from_dim, to_dim, (from_outer, to_outer)), shape, parts)
     sizes, total = UNEQUAL[:parts], sum(UNEQUAL[:parts])
     for before, after, shape in (
         (Sharded(1, 1, (), sizes), Sharded(2, 2), (total, 2 * parts)),
         (Sharded(1), Sharded(2, 1, (), sizes), (2 * parts, total)),
         (Sharded(2, 2, (), sizes), Sharded(1, 1, (), sizes[::-1]), (total, 2 * total)),
     ):
-        given = (before.dim, after.dim, before.outer, after.outer, before.sizes, after.sizes)
+        given = (before.dim, after.dim, (before.outer, after.outer), (before.sizes, after.sizes))
         yield Conversion(function, before, after, given, shape, parts)
     for low, high in ((1, parts), (2, 2 * parts)):
         for one, other in ((low, high), (high, low)):
             shape = (4 * parts * parts, 2)
-            yield Conversion(function, Sharded(1, one), Sharded(1, other), (1, 1, one, other), shape, parts)
+            yield Conversion(function, Sharded(1, one), Sharded(1, other), (1, 1, (one, other)), shape, parts)
 
 
 def appends(parts: int) -> Iterator[Conversion]:

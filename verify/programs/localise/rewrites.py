@@ -196,7 +196,7 @@ def _calls(
         names += [(name, _cut(before)) for name in _FROM if _cut(before)]
         names += [("all_reduce", ', "max"')] if isinstance(before, Partial) and before.reduction == "max" else []
         if isinstance(before, Sharded) and isinstance(after, Sharded):
-            names.append(("all_to_all", f", {before.dim}, {after.dim}, {before.outer}, {after.outer}"))
+            names.append(("all_to_all", f", {before.dim}, {after.dim}, {(before.outer, after.outer)}"))
     names += [(name, _cut(after)) for name in _TO if _cut(after)]
     for name, cut in names:
         call = ast.parse(f"comm.{name}(None, {ATTRIBUTE}{axis}{cut})", mode="eval").body

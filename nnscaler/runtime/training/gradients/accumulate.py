@@ -44,14 +44,16 @@ class Gradients:
         communicator: Communicator,
         precision: str | None = None,
         reads: ParameterReads | None = None,
+        passes: Mapping[int, int] = {},
     ) -> None:
-        """`reads`: adds to gradients at the end of a backward."""
+        """`reads`: adds to gradients at the end of a backward. `passes`: by stage, how many backwards, or halves of
+        them, a step has; a stage that is not there has several."""
         self._communicator, self._reads = communicator, reads
         self._rest = {getattr(s, name): s.at_rest[name] for s in stages.values() for name in s.parameters}
         self._wanted = wanted(stages, resting, precision)
         # what is neither summed over ranks nor added up elsewhere than in `.grad` is left to autograd
-        self._plain = [leaf for leaf, one in self._wanted.items() if _is_plain(one)]
-        self._moved = {leaf: one for leaf, one in self._wanted.items() if not _is_plain(one)}
+        self._plain = [leaf for leaf, one in self._wanted.items() if _is_plain(one, passes)]
+        self._moved = {leaf: one for leaf, one in self._wanted.items() if not _is_plain(one, passes)}
         self._unused = {leaf: rest for leaf, rest in self._rest.items() if leaf not in self._wanted}
         every = list(self._moved.values())
         self._sums = sums_of(every)
@@ -146,7 +148,8 @@ class Gradients:
                     place = bucket.place(position)
                     values[one.leaf] = place.clone() if number else place
         for leaf, one in self._moved.items():
-            gradient = values[leaf].to(widened(values[leaf].dtype))
+            gradient = values.pop(leaf)
+            gradient = gradient.to(widened(gradient.dtype))
             if loss_scale != 1.0:
                 gradient = gradient.div_(loss_scale)
             if leaf in self._before:
@@ -155,12 +158,12 @@ class Gradients:
                 leaf.grad = None
             one.rest.grad = gradient.to(one.rest.dtype)
         for leaf in self._plain:
-            if leaf.grad is None:
-                leaf.grad = torch.zeros_like(leaf)
-            elif loss_scale != 1.0:
-                leaf.grad.div_(loss_scale)
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if loss_scale != 1.0 or leaf in self._before:  # rounded once, as what is added up in float32
+                gradient = gradient.to(widened(leaf.dtype)).div_(loss_scale)
             if leaf in self._before:
-                leaf.grad.add_(self._before[leaf])
+                gradient = gradient.add_(self._before[leaf])
+            leaf.grad = gradient.to(leaf.dtype)
         for leaf, rest in self._unused.items():
             rest.grad = self._before.get(leaf)
         self._before = {}
@@ -295,8 +298,14 @@ class Gradients:
         self._handles = []
 
 
-def _is_plain(one: WantedGradient) -> bool:
-    still = one.leaf is one.rest and one.leaf.dtype not in HALF and one.dtype == one.leaf.dtype
+def _is_plain(one: WantedGradient, passes: Mapping[int, int]) -> bool:
+    """Say if a gradient may stay where autograd leaves it. One of half precision may if a single backward makes it:
+    there is nothing to add up in float32."""
+    if one.leaf.dtype in HALF:
+        right = one.dtype == widened(one.leaf.dtype) and sum(passes.get(stage, 2) for stage in one.stages) == 1
+    else:
+        right = one.dtype == one.leaf.dtype
+    still = right and one.leaf is one.rest
     return still and len(one.held.group) == 1 and not one.travels and not one.at_once
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -33,7 +34,26 @@ from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 _BY_FUNCTION: Mapping[str, tuple[type, type, ConversionRow]] = {
     row.function: (before, after, row) for (before, after), row in ROWS.items()
 }
-_TUPLES = ("sections", "sizes", "from_sizes", "to_sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Where a line says that a dim is cut, as it stands there: only `sections` and `sizes` are known to be tuples."""
+
+    dim: Any
+    outer: Any
+    sections: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a conversion is told after the axis. `joined`, `made`: the cut that it starts from, and the one that it
+    leads to; the same but for all_to_all."""
+
+    joined: _Cut
+    made: _Cut
+    reduction: Any
 
 
 def convert(line: Assignment, held: Held, axes: Axes, tensor: LogicalTensor, uniform: Dims = NO_DIMS) -> Held:
@@ -79,14 +99,22 @@ def _axis(line: Assignment, axes: Axes) -> int:
     return axes.names.index(axis.name)
 
 
-def _given(line: Assignment) -> dict[str, Any]:
-    """Return the arguments after the axis, by name, with their defaults."""
-    defaults = {"outer": 1, "from_outer": 1, "to_outer": 1, "reduction": "sum", **dict.fromkeys(_TUPLES, ())}
-    given = {**defaults, **{name: value for name, value in line.kwargs.items() if name not in ("x", "axis")}}
-    for name in _TUPLES:
-        if not isinstance(given[name], tuple) or not all(type(size) is int for size in given[name]):
+def _given(line: Assignment) -> _Given:
+    """Return the arguments after the axis, with their defaults."""
+    given = line.kwargs
+    if line.function == "comm.all_to_all":
+        outers, sizes = given.get("outers", (1, 1)), given.get("sizes", ((), ()))
+        for name, pair in (("outers", outers), ("sizes", sizes)):
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise Mistake("layouts_disagree", f"`{line.text}`: `{name}` is no pair")
+        cuts = [_Cut(given.get(dim), outers[i], (), sizes[i]) for i, dim in enumerate(("from_dim", "to_dim"))]
+    else:
+        cut = _Cut(given.get("dim"), given.get("outer", 1), given.get("sections", ()), given.get("sizes", ()))
+        cuts = [cut, cut]
+    for name, table in [("sections", c.sections) for c in cuts] + [("sizes", c.sizes) for c in cuts]:
+        if not isinstance(table, tuple) or not all(type(size) is int for size in table):
             raise Mistake("layouts_disagree", f"`{line.text}`: `{name}` is no tuple of whole numbers")
-    return given
+    return _Given(cuts[0], cuts[1], given.get("reduction", "sum"))
 
 
 def _check_direction(line: Assignment, row: ConversionRow, axes: Axes, number: int, tensor: LogicalTensor) -> None:
@@ -106,14 +134,14 @@ def _check_direction(line: Assignment, row: ConversionRow, axes: Axes, number: i
         raise Mistake("communication_mismatch", message, tensor=tensor.name)
 
 
-def _check_alone(line: Assignment, given: Mapping[str, Any], tensor: LogicalTensor) -> None:
+def _check_alone(line: Assignment, given: _Given, tensor: LogicalTensor) -> None:
     """Check that a conversion on an axis of one rank, which does nothing, can run."""
-    dims = [given[name] for name in ("dim", "from_dim", "to_dim") if name in given]
+    cuts = [given.joined, given.made] if line.function == "comm.all_to_all" else [given.made]
+    dims = [c.dim for c in cuts if c.dim is not None]
     wanted = {"all_to_all": 2, "all_reduce": 0}.get(line.function.removeprefix("comm."), len(dims))
-    plain = given["reduction"] == "sum" and not any(given[name] for name in _TUPLES)
-    outers = (given["outer"], given["from_outer"], given["to_outer"])
+    plain = given.reduction == "sum" and all(c == _Cut(c.dim, 1, (), ()) for c in cuts)
     known = all(type(d) is int and 0 <= d < len(tensor.shape) for d in dims) and len(set(dims)) == len(dims) == wanted
-    if not plain or outers != (1, 1, 1) or not known:
+    if not plain or not known:
         message = f"`{line.text}` communicates over an axis of one rank with arguments that nothing calls for"
         raise Mistake("layouts_disagree", message, tensor=tensor.name)
 
@@ -129,13 +157,13 @@ def _check_source(
     held: Held,
     axis: int,
     axes: Axes,
-    given: Mapping[str, Any],
+    given: _Given,
     tensor: LogicalTensor,
     uniform: Dims,
 ) -> None:
     have = held.layout[axis]
     if isinstance(have, Partial):
-        wanted = given.get("reduction", "sum")
+        wanted = given.reduction
         if have.reduction != wanted:
             cause = disagreement(have, Partial(wanted), axes.names[axis], axes.sizes[axis])
             message = f"`{line.text}` takes a {wanted} of `{tensor.name}`, whose parts are those of a {have.reduction}"
@@ -144,9 +172,7 @@ def _check_source(
             raise Mistake("layouts_disagree", f"a maximum of `{tensor.name}` has no gradient", tensor=tensor.name)
     if not isinstance(have, Sharded):
         return
-    exchange = line.function == "comm.all_to_all"
-    dim, outer = (given.get("from_dim"), given["from_outer"]) if exchange else (given.get("dim"), given["outer"])
-    sections, sizes = ((), given["from_sizes"]) if exchange else (given["sections"], given["sizes"])
+    dim, outer, sections, sizes = given.joined.dim, given.joined.outer, given.joined.sections, given.joined.sizes
     right = local_outer(held.layout, axes.sizes, axis)
     lies = Sharded(have.dim, right, have.sections, have.sizes)  # in what one rank has of the other axes
     cut = Sharded(dim, outer, sections, sizes) if type(dim) is type(outer) is int and outer >= 1 else None
@@ -169,7 +195,7 @@ def _target(
     held: Held,
     axis: int,
     axes: Axes,
-    given: Mapping[str, Any],
+    given: _Given,
     after: type,
     tensor: LogicalTensor,
 ) -> State:
@@ -183,10 +209,8 @@ def _target(
         if axes.names[axis] != SLICE:
             message = f"`{line.text}` appends rows over {axes.names[axis]}, whose parts do not run one after another"
             raise Mistake("communication_mismatch", message, tensor=tensor.name)
-        return Prefix(given["dim"], given["sizes"])
-    exchange = line.function == "comm.all_to_all"
-    dim, outer = (given.get("to_dim"), given["to_outer"]) if exchange else (given.get("dim"), given["outer"])
-    sections, sizes = ((), given["to_sizes"]) if exchange else (given["sections"], given["sizes"])
+        return Prefix(given.made.dim, given.made.sizes)
+    dim, outer, sections, sizes = given.made.dim, given.made.outer, given.made.sections, given.made.sizes
     if type(dim) is not int or type(outer) is not int or not 0 <= dim < len(tensor.shape) or outer < 1:
         raise Mistake("layouts_disagree", f"`{line.text}`: `{tensor.name}` has {len(tensor.shape)} dims")
     if sections:
@@ -200,9 +224,9 @@ def _target(
             f"`{line.text}` cuts dim {dim} of `{tensor.name}` where other axes already cut it ({outer=})",
             tensor=tensor.name,
         )
-    if exchange and dim == given["from_dim"]:
-        parts, from_outer = axes.sizes[axis], given["from_outer"]
-        digits = not (sizes or given["from_sizes"])
+    if line.function == "comm.all_to_all" and dim == given.joined.dim:
+        parts, from_outer = axes.sizes[axis], given.joined.outer
+        digits = not (sizes or given.joined.sizes)
         if not digits or (outer % (from_outer * parts) and from_outer % (outer * parts)):
             message = f"`{line.text}` exchanges two digits of dim {dim} that overlap"
             raise Mistake("layouts_disagree", message, tensor=tensor.name)
