@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -131,8 +132,10 @@ def test_the_workflow_of_the_site_keeps_to_its_schema(repository: Path) -> None:
 @pytest.mark.long
 def test_the_site_builds_without_a_warning(repository: Path, tmp_path: Path) -> None:
     """Links and anchors included: `validation` of mkdocs.yml makes a warning of each that leads nowhere."""
+    pytest.importorskip("mkdocs", reason="the site is built with the extra `docs`: nothing here was checked")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    built = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # the theme tells on every build how long it is looked after
+    built = subprocess.run(command, cwd=repository, env=quiet, capture_output=True, text=True, check=False)
     assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
     fetched = [p for p in tmp_path.rglob("*.html") if re.search(r'(?:src|@import)[=( ]"?https?:', p.read_text())]
     assert not fetched and (tmp_path / "search" / "search_index.js").is_file()
