@@ -27,6 +27,6 @@ COVER = frozenset(
     softshrink special_logsumexp split.sizes squeeze squeeze.dims std std_mean tile topk trapezoid.x tril
     tril_indices triu triu_indices unbind.int unfold upsample_bicubic2d upsample_bilinear2d upsample_linear1d
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var var_mean vdot zero
-    nnscaler.ce_weight nnscaler.running_statistic
+    nnscaler.ce_weight nnscaler.running_statistic prelu
     """.split()
 )

@@ -41,7 +41,7 @@ _UNPROVED = {
         diag_embed.default empty_like.default fft_fft.default fft_fft2.default fft_fftn.default fft_ifft.default
         fft_ifft2.default fft_ifftn.default grid_sampler.default histc.default isin.Tensor_Scalar isin.Tensor_Tensor
         max_unpool2d.default max_unpool3d.default nanquantile.default norm.ScalarOpt_dtype nuclear_norm.dim
-        prelu.default quantile.default renorm.default rnn_relu.input rnn_tanh.input rot90.default
+        quantile.default renorm.default rnn_relu.input rnn_tanh.input rot90.default
         searchsorted.Scalar searchsorted.Tensor take.default
     """,
     "is read whole": """

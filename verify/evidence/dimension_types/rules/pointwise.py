@@ -157,6 +157,7 @@ _LINEAR: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "logit_backward.default": ("grad_output",),
         "elu_backward.default": ("grad_output",),
         "leaky_relu_backward.default": ("grad_output",),
+        "_prelu_kernel_backward.default": ("grad_output",),
         "hardtanh_backward.default": ("grad_output",),
         "hardsigmoid_backward.default": ("grad_output",),
         "hardswish_backward.default": ("grad_output",),
@@ -175,7 +176,7 @@ _UNTAGGED = """
     bitwise_and.Scalar __and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor
     special_expit.default polar.default complex.default where.Scalar masked_fill.Tensor nan_to_num.default
     log_sigmoid_forward.default arctan2.default greater.Tensor less.Tensor float_power.Tensor_Scalar
-    special_xlogy.default hardtanh.default imag.default real.default angle.default
+    special_xlogy.default hardtanh.default imag.default real.default angle.default _prelu_kernel.default
 """.split()
 
 RULES: Mapping[str, Rule] = MappingProxyType(
