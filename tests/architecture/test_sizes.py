@@ -15,8 +15,7 @@ PARAMETERS = 7  # without `self` and `cls`
 MORE_PARAMETERS = {  # function -> why it has more
     "nnscaler/compile.py parallelize": "a front door: options by keyword",
     "verify/programs/verify_plan.py verify_plan": "a front door: options by keyword",
-    "nnscaler/runtime/communication/comm.py all_to_all": "written in programs, which keep their text",
-    "nnscaler/runtime/ops/index.py embedding_bag": "the same",
+    "nnscaler/runtime/ops/index.py embedding_bag": "written in programs, which keep their text",
     "nnscaler/runtime/ops/ring.py ring_attention": "the same",
     "nnscaler/runtime/ops/window.py conv_window": "the same",
     "nnscaler/runtime/ops/window.py conv_transpose_window": "the same",

@@ -12,14 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from nnscaler.runtime import (
     Buffer,
     CommunicationError,
     Constant,
-    ExecutorSettings,
     Input,
     Loss,
     Parameter,
@@ -124,58 +121,6 @@ def test_half_precision_gradients_accumulate_in_float32(run, role: Role) -> None
     result = run([role(SCHEDULE, Accumulates)], {"w": torch.ones(3)}, {"x": x})
     gradient = result.logical("gradient")["w"]
     assert gradient.dtype == torch.bfloat16 and gradient.tolist() == [264.0] * 3
-
-
-class Once(Accumulates):
-    ranks = (0,)
-    axes = {}
-    micro_batches = 1
-    parameters = {"w": Parameter("w", (3,), "bfloat16", {})}
-    inputs = {"x": Input("x", {})}
-    loss = Loss({})
-
-    def forward(self, x):
-        return {"loss": (self.w * x).pow(2).sum()}
-
-
-class Dtypes(TorchDispatchMode):
-    """Notes the dtypes of all that is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.seen |= {t.dtype for t in tree_leaves(result) if isinstance(t, Tensor)}
-        return result
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("schedule", ["F0.0 B0.0", "F0.0 I0.0 W0.0"])
-def test_what_one_backward_makes_stays_in_half_precision(role: Role, schedule: str, scale: float) -> None:
-    """Bit for bit what is added up in float32 and rounded once; and no gradient in float32 unless it is divided, or its
-    backward is in halves."""
-    torch.manual_seed(0)
-    w, x = torch.randn(3).bfloat16(), torch.randn(8, 3).bfloat16()
-    leaf = w.clone().requires_grad_()
-    ((leaf * x).pow(2).sum() * scale).backward()
-    assert leaf.grad is not None
-
-    def work(communicator) -> tuple[Tensor, Tensor]:
-        settings = ExecutorSettings(loss_scale=scale)
-        executor = RankExecutor(role(schedule, Once), 0, communicator, {"w": w}, settings)
-        with Dtypes() as dtypes_of:
-            executor.step({"x": x})
-        assert (torch.float32 in dtypes_of.seen) == (scale != 1 or "W" in schedule)
-        first = executor.parameters[0, "w"].grad.clone()
-        executor.step({"x": x}, last=False)
-        return first, executor.parameters[0, "w"].grad
-
-    ((first, second),) = Simulator(1).run(work)
-    wide = leaf.grad.float() / scale
-    assert torch.equal(first, wide.bfloat16())
-    assert torch.equal(second, (wide + first.float()).bfloat16())
 
 
 def test_gradients_of_several_steps_add_up_without_being_summed_twice(role: Role) -> None:

@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nnscaler.buckets import gathered_together, in_buckets
-from nnscaler.runtime import Parameter, Sharded, Simulator, Stage
+from nnscaler.runtime import ExecutorSettings, Input, Loss, Parameter, RankExecutor, Sharded, Simulator, Stage
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 from nnscaler.runtime.role import RunContext
 from nnscaler.runtime.training.gradients.accumulate import Gradients
@@ -118,3 +125,57 @@ def test_local_copies_are_added_before_the_sum_and_both_get_it() -> None:
         return [first.item(), second.item()]
 
     assert Simulator(2).run(run) == [[22.0, 22.0]] * 2
+
+
+class Once(Stage):
+    index = 0
+    ranks = (0,)
+    axes = {}
+    parameters = {"w": Parameter("w", (3,), "bfloat16", {})}
+    inputs = {"x": Input("x", {})}
+    loss = Loss({})
+
+    def forward(self, x):
+        return {"loss": (self.w * x).pow(2).sum()}
+
+
+class Dtypes(TorchDispatchMode):
+    """Notes the dtypes of all that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {t.dtype for t in tree_leaves(result) if isinstance(t, Tensor)}
+        return result
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("schedule", ["F0.0 B0.0", "F0.0 I0.0 W0.0"])
+def test_what_one_backward_makes_stays_in_half_precision(
+    role: Callable[..., ModuleType], schedule: str, scale: float
+) -> None:
+    """Bit for bit what is added up in float32 and rounded once; and no gradient in float32 unless it is divided, or its
+    backward is in halves."""
+    torch.manual_seed(0)
+    w, x = torch.randn(3).bfloat16(), torch.randn(8, 3).bfloat16()
+    leaf = w.clone().requires_grad_()
+    ((leaf * x).pow(2).sum() * scale).backward()
+    assert leaf.grad is not None
+
+    def work(communicator) -> tuple[Tensor, Tensor]:
+        settings = ExecutorSettings(loss_scale=scale)
+        executor = RankExecutor(role(schedule, Once), 0, communicator, {"w": w}, settings)
+        with Dtypes() as dtypes_of:
+            executor.step({"x": x})
+        assert (torch.float32 in dtypes_of.seen) == (scale != 1 or "W" in schedule)
+        first = executor.parameters[0, "w"].grad.clone()
+        executor.step({"x": x}, last=False)
+        return first, executor.parameters[0, "w"].grad
+
+    ((first, second),) = Simulator(1).run(work)
+    wide = leaf.grad.float() / scale
+    assert torch.equal(first, wide.bfloat16())
+    assert torch.equal(second, (wide + first.float()).bfloat16())
