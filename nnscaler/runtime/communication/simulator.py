@@ -8,9 +8,11 @@ last, so results are equal bitwise on all ranks and in all runs.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -27,6 +29,7 @@ from nnscaler.runtime.communication.flights import Flights
 T = TypeVar("T")
 Contribution = Sequence[Tensor]
 Group = tuple[int, ...]
+_EXIT = 2.0  # seconds, on the wall, for the system to end a thread that has left Python
 
 
 class Simulator:
@@ -78,12 +81,26 @@ class Simulator:
         except BaseException as error:  # an interrupt of the caller stops the ranks as well
             exchange.fail(-1, error)
             raise
+        await_exit(threads)
         exchange.raise_failure()
         return [results[rank] for rank in range(self.world_size)]
 
     def stop(self) -> None:
         """End every rank of a `run` in another thread at its next communication."""
         self._exchange.fail(-1, CommunicationError("the simulator was stopped"))
+
+
+def await_exit(threads: Iterable[threading.Thread]) -> None:
+    """Wait until threads that have ended are gone from the system too, which Linux tells.
+
+    A thread that has left Python frees what libraries keep for it. MKL holds all its locks meanwhile, and a process
+    that is forked then finds them locked for ever: its first matrix product spins.
+    """
+    until = time.monotonic() + _EXIT
+    for thread in threads:
+        task = Path(f"/proc/self/task/{thread.native_id}")
+        while not thread.is_alive() and task.exists() and time.monotonic() < until:
+            time.sleep(0.0002)
 
 
 class _Meeting:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,6 +175,24 @@ def test_other_ranks_learn_that_they_only_stopped() -> None:
     with pytest.raises(ValueError, match="planted"):
         Simulator(2).run(run)
     assert seen[1].secondary and "rank 0 failed" in str(seen[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not tell its threads")
+@pytest.mark.parametrize("fails", [False, True])
+def test_its_threads_are_gone_when_it_returns(fails: bool) -> None:
+    """A process that is forked while one still frees what MKL keeps for it spins in its first matrix product."""
+
+    def work(communicator: SimulatedCommunicator) -> int:
+        if fails:
+            raise ValueError("no product")
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        return threading.get_native_id()
+
+    for _ in range(100):
+        before = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+        with pytest.raises(ValueError, match="no product") if fails else nullcontext():
+            assert len(set(Simulator(3).run(work))) == 3
+        assert {int(task.name) for task in Path("/proc/self/task").iterdir()} <= before
 
 
 def test_ranks_that_are_stopped_end_at_their_next_communication() -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from nnscaler.runtime.communication.simulator import await_exit
 from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
 from verify.external.ranks.places import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.rank_state import environment_of, load_state, save_state
@@ -85,6 +86,8 @@ def run_simulated(
             load_state(before)
     if turns.failure is not None:
         _stop(threads)
+    await_exit(threads)
+    if turns.failure is not None:
         raise turns.failure
     lost = exchange.undelivered()
     if lost:
