@@ -86,8 +86,6 @@ def run_simulated(
             load_state(before)
     if turns.failure is not None:
         _stop(threads)
-    await_exit(threads)
-    if turns.failure is not None:
         raise turns.failure
     lost = exchange.undelivered()
     if lost:
@@ -172,8 +170,9 @@ def _follow(threads: list[threading.Thread], turns: Turns, timeout: float) -> No
             if clock.seconds() > timeout:
                 _say_late(threads, turns, timeout)
     if turns.failure is None:
-        return
-    _stop(threads)
+        await_exit(threads)
+    else:
+        _stop(threads)
 
 
 def _say_late(threads: list[threading.Thread], turns: Turns, timeout: float) -> None:
@@ -198,6 +197,7 @@ def _stop(threads: list[threading.Thread]) -> None:
             thread.join(0.05)
             if thread.is_alive() and thread.ident is not None and time.monotonic() > until - _GRACE / 2:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(RankStopped))
+    await_exit(threads)
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # parameters of glibc's mallopt
