@@ -33,7 +33,7 @@ from verify.self_test.rules.calls import DrawnCall, draw_split, draw_states, dra
 from verify.self_test.rules.direct import direct_calls
 from verify.self_test.rules.rule_fuzz import QUICK, Effort, RuleResult, fuzz_rule, replaced, with_states
 from verify.self_test.rules.run import RulesReport, fuzz_in_children
-from verify.self_test.rules.values import Entered, Ranks, Undecided, draw, evaluate, make_ranks, problem
+from verify.self_test.rules.values import Ranks, Undecided, draw, evaluate, make_ranks, problem
 
 K, M, Q = sympy.symbols("k m q", integer=True, positive=True)
 SIZES = (M, 2 * K * 3)
@@ -76,7 +76,7 @@ def test_ranks_hold_all_indices_once(parts: int, seed: int) -> None:
 def test_drawn_shards_are_in_their_state_and_in_no_other(state: State, parts: int) -> None:
     at = ranks(parts)
     whole, pieces = held(state, SIZES, at)
-    fits = [other for other in STATES if problem(other, whole, pieces, SIZES, at, Entered(1.0)) is None]
+    fits = [other for other in STATES if problem(other, whole, pieces, SIZES, at, 1.0) is None]
     shards = [other for other in STATES if isinstance(other, Shard)]
     also = {Zero: [*shards, CONSTANT, ZERO], Constant: [*shards, CONSTANT]}.get(type(state), [state])
     assert fits == (shards if state == Shard(1, None) else also)
@@ -87,7 +87,7 @@ def test_drawn_shards_are_in_their_state_and_in_no_other(state: State, parts: in
 def test_drawn_tensors_are_in_their_state_and_in_no_other(state: State, parts: int) -> None:
     at = ranks(parts)
     whole, pieces = held(state, (M, Q), at)
-    fits = {str(other) for other in WHOLE if problem(other, whole, pieces, (M, Q), at, Entered(1.0)) is None}
+    fits = {str(other) for other in WHOLE if problem(other, whole, pieces, (M, Q), at, 1.0) is None}
     equal = {SAME, PARTIAL_MAX}  # the maximum of equal tensors is each of them
     expected: dict[State, set[State]] = {SAME: equal, CONSTANT: equal | {CONSTANT}, ZERO: {*WHOLE}}
     assert fits == {str(other) for other in expected.get(state, {state})}
@@ -97,8 +97,8 @@ def test_sections() -> None:
     at = ranks(2, 0, K, Q)
     state = Shard(1, 1, (K, Q))
     whole, pieces = held(state, (M, K + Q), at)
-    assert problem(state, whole, pieces, (M, K + Q), at, Entered(1.0)) is None
-    assert problem(Shard(1, 1, (Q, K)), whole, pieces, (M, K + Q), at, Entered(1.0)) is not None
+    assert problem(state, whole, pieces, (M, K + Q), at, 1.0) is None
+    assert problem(Shard(1, 1, (Q, K)), whole, pieces, (M, K + Q), at, 1.0) is not None
     first = torch.cat([p[:, : local[K]] for p, local in zip(pieces, at.local, strict=True)], 1)
     assert sorted(first[0].tolist()) == sorted(whole[0, :7].tolist())
 
@@ -110,18 +110,22 @@ def test_terms_are_rounded_as_the_coarsest_of_what_went_in() -> None:
     first, *others = random_terms(coarse, 3, generator, real=True)
     pieces, whole = [first + fine, *(term.double() for term in others)], coarse + fine
 
-    def found(pieces: list[torch.Tensor], *entered: torch.Tensor) -> str | None:
-        return problem(PARTIAL_SUM, whole, pieces, (M, Q), at, Entered.of(entered))
+    def found(pieces: list[torch.Tensor], dtype: torch.dtype) -> str | None:
+        return problem(PARTIAL_SUM, whole, pieces, (M, Q), at, 1.0, torch.finfo(dtype).eps)
 
-    assert found(pieces, fine, coarse) is None
-    assert found(pieces, fine) == found([pieces[0] + 0.5, *pieces[1:]], fine, coarse) == "the sum is another"
+    assert found(pieces, torch.float32) is None
+    assert found(pieces, torch.float64) == "the sum is another"
+    assert found([pieces[0] + 0.5, *pieces[1:]], torch.float32) == "the sum is another"
+    assert (
+        problem(SAME, whole, [whole, whole + 1e-6, whole], (M, Q), at, 1.0, 1e-7) is not None
+    )  # nothing else is rounded so
 
 
 def test_a_wrong_shape_or_dtype_is_a_problem() -> None:
     at = ranks(2)
     whole, pieces = held(SAME, (M, Q), at)
-    assert "shape" in str(problem(SAME, whole, [pieces[0], pieces[1][:2]], (M, Q), at, Entered(1.0)))
-    assert "float32" in str(problem(SAME, whole, [pieces[0], pieces[1].float()], (M, Q), at, Entered(1.0)))
+    assert "shape" in str(problem(SAME, whole, [pieces[0], pieces[1][:2]], (M, Q), at, 1.0))
+    assert "float32" in str(problem(SAME, whole, [pieces[0], pieces[1].float()], (M, Q), at, 1.0))
 
 
 def test_what_is_not_finite_shows_nothing_of_sums() -> None:
@@ -129,7 +133,7 @@ def test_what_is_not_finite_shows_nothing_of_sums() -> None:
     whole, pieces = held(PARTIAL_SUM, (M, Q), at)
     pieces[0][0, 0] = float("nan")
     with pytest.raises(Undecided):
-        problem(PARTIAL_SUM, whole, pieces, (M, Q), at, Entered(1.0))
+        problem(PARTIAL_SUM, whole, pieces, (M, Q), at, 1.0)
 
 
 def test_numbers_that_are_none() -> None:

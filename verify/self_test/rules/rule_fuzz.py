@@ -25,12 +25,12 @@ from verify.evidence.operator_trace import arguments_of, flat
 from verify.self_test.rules.calls import DrawnCall, Values, draw_split, draw_states, operands_of
 from verify.self_test.rules.values import (
     KINDS,
-    Entered,
     Kind,
     Ranks,
     Undecided,
     draw,
     evaluate,
+    largest,
     make_ranks,
     problem,
 )
@@ -246,10 +246,12 @@ def _compare_at(
             return f"rank {rank} raises {type(error).__name__}: {error}"
         if len(held[-1]) != len(whole):
             return f"rank {rank} has {len(held[-1])} outputs instead of {len(whole)}"
-    entered = Entered.of([t for t, _ in tensors])
+    scale = max((largest(t) for t, _ in tensors if t.is_floating_point()), default=0.0)
+    coarsest = max((torch.finfo(t.dtype).eps for t, _ in tensors if t.is_floating_point()), default=0.0)
     for index, (claim, output) in enumerate(zip(claims, asked.outputs, strict=True)):
         if output is not None and not isinstance(claim, Unknown):
-            found = problem(claim, whole[index], [outputs[index] for outputs in held], output.sizes, ranks, entered)
+            here = [outputs[index] for outputs in held]
+            found = problem(claim, whole[index], here, output.sizes, ranks, scale, coarsest)
             if found is not None:
                 return f"output {index}: {found}"
     return None

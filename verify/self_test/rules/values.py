@@ -4,7 +4,7 @@ on ranks."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import sympy  # type: ignore[import-untyped]
@@ -156,28 +156,20 @@ def _candidates(whole: Tensor, parts: int, generator: torch.Generator) -> list[T
     return [torch.where(holder == rank, whole, below) for rank in range(parts)]
 
 
-@dataclass(frozen=True, slots=True)
-class Entered:
-    """What went into a call. What cancels out leaves rounding of numbers of its size, in the coarsest of its dtypes.
-
-    scale  the largest number
-    eps    of the coarsest floating dtype; terms of a float32 tensor are rounded to it, whatever they are added to
-    """
-
-    scale: float = 0.0
-    eps: float = 0.0
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Entered:
-        floating = [t for t in tensors if t.is_floating_point()]
-        epsilons = [torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point() or t.is_complex()]
-        return cls(max(map(largest, floating), default=0.0), max(epsilons, default=0.0))
-
-
 def problem(
-    state: State, whole: Tensor, held: Sequence[Tensor], sizes: Sequence[Size], ranks: Ranks, entered: Entered
+    state: State,
+    whole: Tensor,
+    held: Sequence[Tensor],
+    sizes: Sequence[Size],
+    ranks: Ranks,
+    scale: float,
+    coarsest: float = 0.0,
 ) -> str | None:
-    """Return why what ranks hold is not in the state; None where it is. Raises Undecided where values show nothing."""
+    """Return why what ranks hold is not in the state; None where it is. Raises Undecided where values show nothing.
+
+    `scale`: the largest number that went in. What cancels out leaves rounding of numbers of its size. `coarsest`: the
+    eps of the coarsest floating dtype that went in, to which terms are rounded, whatever they are added to.
+    """
     for rank, (tensor, local) in enumerate(zip(held, ranks.local, strict=True)):
         expected = evaluate(tuple(sizes), local)
         if list(tensor.shape) != expected:
@@ -190,25 +182,23 @@ def problem(
         return None if not any(t.any() for t in (whole, *held)) else "not zero"
     if isinstance(state, Constant):
         numbers = torch.cat([t.flatten() for t in (whole, *held)])
-        return (
-            None if numbers.numel() == 0 or _close(numbers, numbers[:1].expand_as(numbers), entered) else "no constant"
-        )
+        return None if numbers.numel() == 0 or _close(numbers, numbers[:1].expand_as(numbers), scale) else "no constant"
     if isinstance(state, PartialSum | PartialMax):
-        return _combined(state, whole, held, entered)
+        return _combined(state, whole, held, scale, coarsest)
     for rank, tensor in enumerate(held):
         expected_tensor = whole
         if isinstance(state, Shard):
             expected_tensor = shard_of(whole, state, sizes[state.dim], ranks, rank)
-            if state.outer is None and not _close(tensor, tensor.narrow(state.dim, 0, 1).expand_as(tensor), entered):
+            if state.outer is None and not _close(tensor, tensor.narrow(state.dim, 0, 1).expand_as(tensor), scale):
                 return f"rank {rank} is not constant along dim {state.dim}"
         else:
             assert isinstance(state, Same)
-        if not _close(tensor, expected_tensor, entered):
+        if not _close(tensor, expected_tensor, scale):
             return f"rank {rank} holds other values than {state}"
     return None
 
 
-def _combined(state: State, whole: Tensor, held: Sequence[Tensor], entered: Entered) -> str | None:
+def _combined(state: State, whole: Tensor, held: Sequence[Tensor], scale: float, coarsest: float) -> str | None:
     if whole.dtype == torch.bool:
         if not isinstance(state, PartialMax):
             return "truth values have no partial sums"
@@ -218,9 +208,9 @@ def _combined(state: State, whole: Tensor, held: Sequence[Tensor], entered: Ente
     if isinstance(state, PartialMax):
         if whole.is_complex():
             return "complex numbers have no maximum"
-        return None if _close(torch.stack(list(held)).amax(0), whole, entered) else "the maximum is another"
-    entered = replace(entered, scale=max(entered.scale, *map(largest, held)))
-    return None if _close(torch.stack(list(held)).sum(0), whole, entered) else "the sum is another"
+        return None if _close(torch.stack(list(held)).amax(0), whole, scale) else "the maximum is another"
+    scale = max(scale, *map(largest, held))
+    return None if _close(torch.stack(list(held)).sum(0), whole, scale, coarsest) else "the sum is another"
 
 
 def largest(tensor: Tensor) -> float:
@@ -229,11 +219,11 @@ def largest(tensor: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _close(a: Tensor, b: Tensor, entered: Entered) -> bool:
+def _close(a: Tensor, b: Tensor, scale: float, coarsest: float = 0.0) -> bool:
     """Return whether two tensors are equal up to rounding, relative to the largest number that enters."""
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    bound = 1e5 * max(torch.finfo(a.dtype).eps, entered.eps) * max(entered.scale, largest(b))
+    bound = 1e5 * max(torch.finfo(a.dtype).eps, coarsest) * max(scale, largest(b))
     return torch.allclose(a, b, rtol=0.0, atol=bound, equal_nan=True)

@@ -26,6 +26,7 @@ from nnscaler.ir.layout import (
     intervals_nest,
     local_outer,
 )
+from nnscaler.runtime.cut import Cut
 from verify.programs.typing.explain_mismatch import converted, disagreement
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.text import Assignment, Variable
@@ -37,22 +38,13 @@ _BY_FUNCTION: Mapping[str, tuple[type, type, ConversionRow]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """Where a line says that a dim is cut, as it stands there: only `sections` and `sizes` are known to be tuples."""
+class _Written:
+    """The arguments of a line after the axis, unchecked but for `sections` and `sizes`, which are tuples of whole
+    numbers. `joined`, `made`: the cut that it starts from, and the one that it leads to; the same but for all_to_all.
+    """
 
-    dim: Any
-    outer: Any
-    sections: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """What a conversion is told after the axis. `joined`, `made`: the cut that it starts from, and the one that it
-    leads to; the same but for all_to_all."""
-
-    joined: _Cut
-    made: _Cut
+    joined: Cut
+    made: Cut
     reduction: Any
 
 
@@ -67,7 +59,7 @@ def convert(line: Assignment, held: Held, axes: Axes, tensor: LogicalTensor, uni
     before, after, row = _BY_FUNCTION[name]
     axis = _axis(line, axes)
     parts, have = axes.sizes[axis], held.layout[axis]
-    given = _given(line)
+    given = _written(line)
     _check_direction(line, row, axes, axis, tensor)
     if parts == 1:
         _check_alone(line, given, tensor)
@@ -99,22 +91,22 @@ def _axis(line: Assignment, axes: Axes) -> int:
     return axes.names.index(axis.name)
 
 
-def _given(line: Assignment) -> _Given:
+def _written(line: Assignment) -> _Written:
     """Return the arguments after the axis, with their defaults."""
-    given = line.kwargs
+    given: dict[str, Any] = {"dim": None, "from_dim": None, "to_dim": None, **line.kwargs}
     if line.function == "comm.all_to_all":
         outers, sizes = given.get("outers", (1, 1)), given.get("sizes", ((), ()))
         for name, pair in (("outers", outers), ("sizes", sizes)):
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise Mistake("layouts_disagree", f"`{line.text}`: `{name}` is no pair")
-        cuts = [_Cut(given.get(dim), outers[i], (), sizes[i]) for i, dim in enumerate(("from_dim", "to_dim"))]
+        cuts = [Cut(given[dim], outers[i], (), sizes[i]) for i, dim in enumerate(("from_dim", "to_dim"))]
     else:
-        cut = _Cut(given.get("dim"), given.get("outer", 1), given.get("sections", ()), given.get("sizes", ()))
+        cut = Cut(given["dim"], given.get("outer", 1), given.get("sections", ()), given.get("sizes", ()))
         cuts = [cut, cut]
     for name, table in [("sections", c.sections) for c in cuts] + [("sizes", c.sizes) for c in cuts]:
         if not isinstance(table, tuple) or not all(type(size) is int for size in table):
             raise Mistake("layouts_disagree", f"`{line.text}`: `{name}` is no tuple of whole numbers")
-    return _Given(cuts[0], cuts[1], given.get("reduction", "sum"))
+    return _Written(cuts[0], cuts[1], given.get("reduction", "sum"))
 
 
 def _check_direction(line: Assignment, row: ConversionRow, axes: Axes, number: int, tensor: LogicalTensor) -> None:
@@ -134,12 +126,12 @@ def _check_direction(line: Assignment, row: ConversionRow, axes: Axes, number: i
         raise Mistake("communication_mismatch", message, tensor=tensor.name)
 
 
-def _check_alone(line: Assignment, given: _Given, tensor: LogicalTensor) -> None:
+def _check_alone(line: Assignment, given: _Written, tensor: LogicalTensor) -> None:
     """Check that a conversion on an axis of one rank, which does nothing, can run."""
     cuts = [given.joined, given.made] if line.function == "comm.all_to_all" else [given.made]
     dims = [c.dim for c in cuts if c.dim is not None]
     wanted = {"all_to_all": 2, "all_reduce": 0}.get(line.function.removeprefix("comm."), len(dims))
-    plain = given.reduction == "sum" and all(c == _Cut(c.dim, 1, (), ()) for c in cuts)
+    plain = given.reduction == "sum" and all(c == Cut(c.dim, 1, (), ()) for c in cuts)
     known = all(type(d) is int and 0 <= d < len(tensor.shape) for d in dims) and len(set(dims)) == len(dims) == wanted
     if not plain or not known:
         message = f"`{line.text}` communicates over an axis of one rank with arguments that nothing calls for"
@@ -157,7 +149,7 @@ def _check_source(
     held: Held,
     axis: int,
     axes: Axes,
-    given: _Given,
+    given: _Written,
     tensor: LogicalTensor,
     uniform: Dims,
 ) -> None:
@@ -195,7 +187,7 @@ def _target(
     held: Held,
     axis: int,
     axes: Axes,
-    given: _Given,
+    given: _Written,
     after: type,
     tensor: LogicalTensor,
 ) -> State:
