@@ -139,6 +139,8 @@ class ParameterReads:
 
     def awaits(self, parameter: Tensor) -> bool:
         """Return whether `settle` will add to the gradient of a parameter."""
+        if not self._totals and not self._going_back:  # of most programs
+            return False
         return parameter in self._totals or any(p.parameter is parameter for p in self._going_back)
 
     def _arrive(self) -> None:

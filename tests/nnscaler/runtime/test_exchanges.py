@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.communication.exchanges import SHARED_BYTES, OneRoundCollective, gathering, post, summing
-from nnscaler.runtime.training.gradients.buckets import Flat
+from nnscaler.runtime.training.gradients.buckets import SumBucket
 
 Box = tuple[int, int, str]  # source, destination, agreement
 
@@ -115,18 +115,21 @@ def test_collectives_of_several_groups_may_begin_together() -> None:
 
 
 def test_the_memory_of_a_bucket_serves_again_when_nothing_of_it_is_held() -> None:
-    flat, cpu = Flat(), torch.device("cpu")
-    first = flat.taken(8, torch.float32, cpu)
-    place, view = first.data_ptr(), first[2:4]
-    del first
-    assert flat.taken(8, torch.float32, cpu).data_ptr() != place  # the view is held
-    leaf = torch.nn.Parameter(torch.zeros(2))
-    leaf.grad = view
+    bucket = SumBucket((0, 1), (), [(2,), (3, 2)], torch.float32, torch.device("cpu"))
+
+    def place_of_step() -> int:
+        bucket.begin()
+        return bucket.place(1).data_ptr()
+
+    first = place_of_step()
+    assert place_of_step() == first == bucket.place(0).data_ptr() + 8  # and nothing but the bucket holds it
+    view = bucket.place(0)[1:]
+    second = place_of_step()
+    assert second != first  # the view is held
     del view
-    second = flat.taken(8, torch.float32, cpu)
-    place = second.data_ptr()
-    leaf.grad = second[:2]
-    del second
-    assert flat.taken(8, torch.float32, cpu).data_ptr() != place  # and so is a gradient
-    place = flat.taken(8, torch.float32, cpu).data_ptr()
-    assert flat.taken(8, torch.float32, cpu).data_ptr() == place
+    leaf = torch.nn.Parameter(torch.zeros(3, 2))
+    leaf.grad = bucket.place(1).detach()
+    third = place_of_step()
+    assert third != second  # and so is a gradient
+    leaf.grad = None
+    assert place_of_step() == third

@@ -17,7 +17,7 @@ from nnscaler.runtime import ExecutorSettings, Input, Loss, Parameter, RankExecu
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 from nnscaler.runtime.role import RunContext
 from nnscaler.runtime.training.gradients.accumulate import Gradients
-from nnscaler.runtime.training.gradients.buckets import Departures, Flat, SumBucket
+from nnscaler.runtime.training.gradients.buckets import Departures, SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import holding, sums_of, wanted
 
 
@@ -89,7 +89,7 @@ def test_buckets_of_a_group_leave_in_one_order_and_no_group_waits_for_another() 
         rank = communicator.rank
         groups = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1), "d": (1, 2), "e": (0, 2)}
         groups = {name: group for name, group in groups.items() if rank in group}
-        found = {n: SumBucket(g, (n,), [(3,)], torch.float32, torch.device("cpu"), Flat()) for n, g in groups.items()}
+        found = {n: SumBucket(g, (n,), [(3,)], torch.float32, torch.device("cpu")) for n, g in groups.items()}
         departures = Departures(communicator)
         departures.expect(found.values())
         for name in ("acbe", "dcba", "bead")[rank]:

@@ -18,7 +18,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.training.at_rest import AtRest
-from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBucket, Flat, SumBucket
+from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBucket, SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import (
     HALF,
     Slot,
@@ -56,13 +56,17 @@ class Gradients:
         self._moved = {leaf: one for leaf, one in self._wanted.items() if not _is_plain(one, passes)}
         self._unused = {leaf: rest for leaf, rest in self._rest.items() if leaf not in self._wanted}
         every = list(self._moved.values())
-        self._sums = sums_of(every)
+        self._sum_buckets = [(_sum_bucket(slots), slots) for slots in sums_of(every)]
         self._divisions = divisions_of_leaves([one for one in every if not one.at_once], 0)
         self._at_once = {index: [o for o in every if o.at_once and index in o.stages] for index in stages}
         self._of_stage = {index: [o for o in every if index in o.stages] for index in stages}
         self._before: dict[Leaf, Tensor] = {}
         self._handles: list[RemovableHandle] = []
-        self._flats = [Flat() for _ in self._sums]
+        self._place: dict[Leaf, tuple[SumBucket, int]] = {}  # where gradients may lie from the first micro-batch on
+        for bucket, slots in self._sum_buckets:
+            for position, slot in enumerate(slots):
+                if not slot[0].late and len(slot) == 1:
+                    self._place[slot[0].leaf] = (bucket, position)
         self._clear()
 
     def _clear(self) -> None:
@@ -73,16 +77,12 @@ class Gradients:
         self._apart: dict[Leaf, Tensor] = {}  # gradients of half precision that have no place yet, added up
         self._divided: dict[Leaf, Tensor] = {}  # parts of gradients
         self._complete: set[Leaf] = set()
-        self._sum_buckets = [(_sum_bucket(s, f), s) for s, f in zip(self._sums, self._flats, strict=True)]
+        for bucket, _ in self._sum_buckets:
+            bucket.begin()
         self._division_buckets = [(_division_bucket(o, 0, named=True), o) for o in self._divisions]
         self._passing: list[tuple[DivisionBucket, list[WantedGradient]]] = []  # of the backward that runs
         self._departures.expect([bucket for bucket, _ in (*self._division_buckets, *self._sum_buckets)])
-        self._place: dict[Leaf, tuple[SumBucket, int]] = {}  # where gradients may lie from the first micro-batch on
         self._where: dict[Leaf, tuple[DivisionBucket, int]] = {}
-        for sums, slots in self._sum_buckets:
-            for position, slot in enumerate(slots):
-                if not slot[0].late and len(slot) == 1:
-                    self._place[slot[0].leaf] = (sums, position)
         for division, ones in self._division_buckets:
             self._where.update((one.leaf, (division, position)) for position, one in enumerate(ones))
 
@@ -95,7 +95,8 @@ class Gradients:
         for leaf, rest in self._rest.items():
             leaf.grad = rest.grad = None
         self._release()
-        self._handles = [leaf.register_post_accumulate_grad_hook(self._made) for leaf in self._moved]
+        hook = self._made
+        self._handles = [leaf.register_post_accumulate_grad_hook(hook) for leaf in self._moved]
 
     def enter(self, stage: int, *, divides: bool, last: bool) -> None:
         """A backward of this stage begins. `divides`: those gradients that are divided at once are complete with it;
@@ -144,15 +145,17 @@ class Gradients:
         for bucket, slots in self._sum_buckets:
             bucket.wait()
             for position, slot in enumerate(slots):
-                for number, one in enumerate(slot):
-                    place = bucket.place(position)
-                    values[one.leaf] = place.clone() if number else place
+                place = bucket.place(position)
+                values[slot[0].leaf] = place.detach()
+                for one in slot[1:]:
+                    values[one.leaf] = place.clone()
         for leaf, one in self._moved.items():
             gradient = values.pop(leaf)
-            gradient = gradient.to(widened(gradient.dtype))
+            if gradient.dtype in HALF:
+                gradient = gradient.float()
             if loss_scale != 1.0:
                 gradient = gradient.div_(loss_scale)
-            if leaf in self._before:
+            if self._before and leaf in self._before:
                 gradient = gradient.add_(self._before[leaf].to(gradient.dtype))
             if leaf is not one.rest:
                 leaf.grad = None
@@ -309,11 +312,11 @@ def _is_plain(one: WantedGradient, passes: Mapping[int, int]) -> bool:
     return still and len(one.held.group) == 1 and not one.travels and not one.at_once
 
 
-def _sum_bucket(slots: Sequence[Slot], memory: Flat) -> SumBucket:
+def _sum_bucket(slots: Sequence[Slot]) -> SumBucket:
     first = slots[0][0]
     names = tuple(slot[0].held.fqn for slot in slots)
     shapes = [tuple(slot[0].rest.shape) for slot in slots]
-    return SumBucket(first.held.group, names, shapes, first.sum_dtype, first.leaf.device, memory)
+    return SumBucket(first.held.group, names, shapes, first.sum_dtype, first.leaf.device)
 
 
 def _division_bucket(ones: Sequence[WantedGradient], depth: int, *, named: bool) -> DivisionBucket:

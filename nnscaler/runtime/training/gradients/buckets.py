@@ -21,28 +21,6 @@ _NAMED = 3  # parameters of a bucket that an error names
 Group = tuple[int, ...]
 
 
-class Flat:
-    """Flat memory of a bucket, which serves step after step: new memory costs more than the sum of what lies in it.
-
-    What somebody still holds of an earlier step, such as gradients that were not set to None, is not written over.
-    """
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def taken(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory in which nothing lies that is held elsewhere."""
-        if self._memory is None or _holders(self._memory) > 1:
-            self._memory = torch.empty(count, dtype=dtype, device=device)
-        return self._memory
-
-
-def _holders(tensor: Tensor) -> int:
-    """Return how many tensors have the memory of this one, itself included."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # without the object that asks
-
-
 class Bucket:
     """Gradients that travel together over one group.
 
@@ -50,9 +28,14 @@ class Bucket:
     """
 
     def __init__(self, group: Group, names: tuple[str, ...], count: int) -> None:
-        self.group, self.names = group, names
+        self.group, self.names, self._count = group, names, count
+        self.ranks = tuple(sorted(group))
         self._missing = count
         self._pending: Pending | None = None
+
+    def begin(self) -> None:
+        """Begin a step: nothing lies in the bucket."""
+        self._missing, self._pending = self._count, None
 
     @property
     def complete(self) -> bool:
@@ -78,7 +61,11 @@ class Bucket:
 
 
 class SumBucket(Bucket):
-    """Gradients that are summed in place."""
+    """Gradients that are summed in place, in flat memory that serves step after step: new memory costs more than the sum
+    of what lies in it.
+
+    What somebody still holds of an earlier step, such as gradients that were not set to None, is not written over.
+    """
 
     def __init__(
         self,
@@ -87,25 +74,38 @@ class SumBucket(Bucket):
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
         device: torch.device,
-        memory: Flat,
     ) -> None:
         super().__init__(group, names, len(shapes))
-        self._shapes, self._memory = [tuple(shape) for shape in shapes], memory
+        self._shapes = [tuple(shape) for shape in shapes]
         self._dtype, self._device = dtype, device
         self._flat: Tensor | None = None
         self._places: list[Tensor] = []
+        self._of_step = False  # whether the memory is that of the step that runs
+
+    def begin(self) -> None:
+        super().begin()
+        self._of_step = False
 
     def place(self, position: int) -> Tensor:
-        """Return where a gradient lies: a view of the flat memory."""
-        if self._flat is None:
-            sizes = [prod(shape) for shape in self._shapes]
-            self._flat = self._memory.taken(sum(sizes), self._dtype, self._device)
-            self._places = [p.view(s) for p, s in zip(self._flat.split(sizes), self._shapes, strict=True)]
+        """Return where a gradient lies: a view of the flat memory, the same one in each step with this memory. Whoever
+        keeps a gradient beyond the step has a view of his own."""
+        if not self._of_step:
+            self._of_step = True
+            if self._flat is None or _holders(self._flat) > 1 + len(self._places):
+                sizes = [prod(shape) for shape in self._shapes]
+                self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+                self._places = [p.view(s) for p, s in zip(self._flat.split(sizes), self._shapes, strict=True)]
         return self._places[position]
 
     def _begin(self, communicator: Communicator) -> Pending:
         assert self._flat is not None, "gradients lie in it"
         return communicator.start_all_reduce(self._flat, self.group)
+
+
+def _holders(tensor: Tensor) -> int:
+    """Return how many tensors have the memory of this one, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # without the object that asks
 
 
 class DivisionBucket(Bucket):
@@ -157,7 +157,7 @@ class Departures:
         """Let buckets leave after those that are expected, or before all that have not left."""
         new: dict[Group, list[Bucket]] = {}
         for bucket in buckets:
-            new.setdefault(tuple(sorted(bucket.group)), []).append(bucket)
+            new.setdefault(bucket.ranks, []).append(bucket)
         for group, found in new.items():
             before = self._waiting.get(group, [])
             self._waiting[group] = [*found, *before] if first else [*before, *found]
@@ -165,7 +165,7 @@ class Departures:
     def filled(self, bucket: Bucket) -> None:
         """Note that one more gradient lies in the bucket, and let leave what may."""
         bucket.filled()
-        waiting = self._waiting[tuple(sorted(bucket.group))]
+        waiting = self._waiting[bucket.ranks]
         while waiting and waiting[0].complete:
             waiting.pop(0).start(self._communicator)
 
