@@ -20,31 +20,31 @@ from nnscaler.runtime.communication.communicator import CommunicationCall
 _ALIGNED = 16  # bytes: places in a message, for tensors of any dtype
 
 
-class PostedMessage(Protocol):
-    """A message under way, as torch returns it. It is waited for once."""
+class Awaited(Protocol):
+    """Something under way: a message, as torch returns it, or what is made of messages. It is waited for once."""
 
     def wait(self) -> object: ...
 
 
-Post = Callable[[Tensor, int, str], PostedMessage | None]  # memory, the other rank, and what both must agree on
+Post = Callable[[Tensor, int, str], Awaited | None]  # memory, the other rank, and what both must agree on
 
 
 class Arrival:
     """Messages under way, which several collectives may wait for."""
 
     def __init__(self) -> None:
-        self._works: list[PostedMessage] = []
+        self._works: list[Awaited] = []
         self._kept: list[Tensor] = []  # memory that they read
 
-    def add(self, work: PostedMessage | None, memory: Tensor) -> None:
+    def add(self, work: Awaited | None, memory: Tensor) -> None:
         if work is not None:
             self._works.append(work)
             self._kept.append(memory)
 
     def wait(self) -> None:
-        while self._works:
-            self._works[-1].wait()
-            self._works.pop()
+        while self._works:  # what arrives first: what leaves may be read while it is waited for
+            self._works[0].wait()
+            self._works.pop(0)
         self._kept.clear()
 
 
@@ -61,7 +61,7 @@ class OneRoundCollective:
     outgoing: Mapping[int, Tensor]
     incoming: dict[int, Tensor]
     finish: Callable[[Mapping[int, Tensor]], None]
-    arrivals: list[Arrival] = field(default_factory=list)
+    arrivals: list[Awaited] = field(default_factory=list)
 
     def wait(self) -> None:
         """Return when the result is there."""

@@ -8,7 +8,8 @@ all_reduce a quarter. More important is what it does for correctness:
 * a message's tag is a hash of everything that the two sides must agree on (kind, group, shapes, dtype, key). Ranks
   that disagree wait for each other, and each one's status says in what; gloo itself would abort or mix up data.
 
-Tensors travel as bytes, so every dtype does; tensors on a GPU go through host memory.
+Tensors travel as bytes, so every dtype does; tensors on a GPU go through host memory. What is large is read out of the
+sender's memory where both are on one host (`peer_memory`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed
@@ -25,8 +27,9 @@ from torch.distributed import ProcessGroup
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator, add_in_order, reduce_in_order
-from nnscaler.runtime.communication.exchanges import OneRoundCollective, PostedMessage, gathering, post, summing
-from nnscaler.runtime.communication.lanes import Lane, LaneTask
+from nnscaler.runtime.communication.exchanges import Awaited, OneRoundCollective, gathering, post, summing
+from nnscaler.runtime.communication.lanes import Lane
+from nnscaler.runtime.communication.peer_memory import PeerMemory
 
 _EXACT = (torch.float32, torch.float64)  # dtypes that gloo adds as torch does
 _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one round of messages instead of two
@@ -35,8 +38,8 @@ _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one rou
 class GlooCommunicator(TorchCommunicator):
     """One rank of a gloo process group (torch.distributed's default one).
 
-    `groups`: of the program's collectives, the same on every rank. Where two ranks sum what is begun, gloo's own
-    collective serves, which needs no Python on the way, and gives the same bits.
+    `groups`: of the program's collectives, the same on every rank. Where two ranks of two hosts sum what is begun,
+    gloo's own collective serves, which needs no Python on the way, and gives the same bits.
     """
 
     def __init__(
@@ -52,14 +55,17 @@ class GlooCommunicator(TorchCommunicator):
         group = torch.distributed.group.WORLD
         assert group is not None, "process_group.join comes first"
         self._world = group
+        self._peers = PeerMemory(group, rank)
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}  # with torch's own collectives, by ascending ranks
         for members in sorted({tuple(sorted(g)) for g in groups if len(g) == 2}):
+            if self._peers.near[members]:
+                continue
             made = group if world_size == 2 else self._new_group(members, "gloo")
             if rank in members:
                 self._groups[members] = made
         self._tags: dict[str, int] = {}
         self._names: dict[tuple[int, int], str] = {}  # (peer, tag) -> what the tag was made from
-        self._sent: dict[tuple[int, Key], deque[tuple[CommunicationCall, torch.distributed.Work, Tensor]]] = {}
+        self._sent: dict[tuple[int, Key], deque[tuple[CommunicationCall, Awaited, Tensor]]] = {}
         self._own: dict[tuple[Key, str], deque[Tensor]] = {}  # messages of this rank to itself
         self._lanes: dict[tuple[int, ...], Lane] = {}  # by group, of what is begun
         self._scratch: dict[tuple[int, ...], Tensor] = {}  # by lane, for what arrives and is added up
@@ -134,7 +140,7 @@ class GlooCommunicator(TorchCommunicator):
         group = self._native(call)
         if call.kind == "all_reduce" and group is not None and into[0].dtype in _EXACT:
             with self._inside(call):  # of two, the order of a sum makes no difference
-                begun: PostedMessage | LaneTask | OneRoundCollective = group.allreduce([into[0]])
+                begun: Awaited = group.allreduce([into[0]])
         elif call.kind == "all_reduce":  # of two rounds: the second one begins while the rank computes
             begun = self._lane(call).run(lambda: self._sum_in_place(call, into[0]))
         else:
@@ -184,6 +190,10 @@ class GlooCommunicator(TorchCommunicator):
                 lambda memory, rank, agreement: self._start_send(memory, rank, tag(rank, agreement)),
                 lambda memory, rank, agreement: self._start_recv(memory, rank, tag(rank, agreement)),
             )
+            for exchange in exchanges:
+                if self._peers.reads_any(exchange.call.ranks):  # and what is read is so when it is waited for
+                    works = list(exchange.arrivals)
+                    exchange.arrivals = [self._lane(exchange.call).run(partial(_wait_for, works))]
 
     def _begin_recv(self, call: CommunicationCall, into: Tensor) -> Callable[[], None]:
         source = call.ranks[0]
@@ -312,16 +322,18 @@ class GlooCommunicator(TorchCommunicator):
         tag = self._tag(_agreement(call), call.ranks)
         works = [self._start_recv(t, rank, tag) for rank, t in incoming.items() if rank != self.rank]
         works += [self._start_send(t, rank, tag) for rank, t in outgoing.items() if rank != self.rank]
-        for work in works:
-            if work is not None:
-                work.wait()
+        _wait_for([work for work in works if work is not None])
 
     # -- gloo -----------------------------------------------------------------------------------------------------
 
-    def _start_send(self, tensor: Tensor, rank: int, tag: int) -> torch.distributed.Work | None:
+    def _start_send(self, tensor: Tensor, rank: int, tag: int) -> Awaited | None:
+        if tensor.numel() and self._peers.reads(rank):
+            return self._peers.send(tensor, rank, tag)
         return self._world.send([_bytes(tensor)], rank, tag) if tensor.numel() else None
 
-    def _start_recv(self, tensor: Tensor, rank: int, tag: int) -> torch.distributed.Work | None:
+    def _start_recv(self, tensor: Tensor, rank: int, tag: int) -> Awaited | None:
+        if tensor.numel() and self._peers.reads(rank):
+            return self._peers.recv(tensor, rank, tag)
         return self._world.recv([_bytes(tensor)], rank, tag) if tensor.numel() else None
 
     def _tag(self, agreement: str, ranks: Sequence[int]) -> int:
@@ -334,6 +346,11 @@ class GlooCommunicator(TorchCommunicator):
                     raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
             self._tags[agreement] = tag
         return self._tags[agreement]
+
+
+def _wait_for(works: Sequence[Awaited]) -> None:
+    for work in works:
+        work.wait()
 
 
 def neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.communication import peer_memory
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.distributed import TorchCommunicator
+from nnscaler.runtime.communication.gloo import GlooCommunicator
 from nnscaler.runtime.communication.nccl import NcclCommunicator
 
 
@@ -136,6 +138,40 @@ def unequal(communicator: Communicator) -> list[Tensor]:
         pieces = [torch.randn(shape, generator=generator) for shape in table[here]]
         results += communicator.all_to_all(pieces, ranks, table)
     return results
+
+
+def over(communicator: TorchCommunicator, function: str, links: str) -> list[Tensor]:
+    """A function of this file where tensors travel over "sockets", or by "memory" with rings of few slots."""
+    if links == "sockets":
+        peer_memory.is_possible = lambda: False
+    peer_memory._SLOTS = 8
+    groups = [g for g in TWO_AXES if max(g) < communicator.world_size]
+    inner = GlooCommunicator(communicator.rank, communicator.world_size, torch.device("cpu"), groups=groups)
+    assert inner._peers.reads_any(range(communicator.world_size)) == (links == "memory")
+    found: list[Tensor] = globals()[function](inner)
+    inner.close()
+    return found
+
+
+def many(communicator: Communicator) -> list[Tensor]:
+    """Messages of all sizes, some in other orders than they are read in, and sums of two groups at once."""
+    rank, world = communicator.rank, communicator.world_size
+    generator, found = torch.Generator().manual_seed(rank), []
+    for step in range(60):
+        sizes = [0, 1, 7, 300, 20_001 * (step % 3)]
+        for number, size in enumerate(sizes):
+            given = torch.randn(size, generator=generator).to([torch.float32, torch.bfloat16, torch.complex64][step % 3])
+            communicator.send(given, (rank + 1) % world, ("h", number, step, "F"))
+        begun = torch.randn(5000, generator=generator)
+        pending = communicator.start_all_reduce(begun, range(world))
+        for number, size in reversed(list(enumerate(sizes))):
+            dtype = [torch.float32, torch.bfloat16, torch.complex64][step % 3]
+            found.append(communicator.recv((size,), dtype, (rank - 1) % world, ("h", number, step, "F")))
+        found.append(communicator.all_reduce(torch.randn(3, generator=generator), range(world)))
+        pending.wait()
+        found.append(begun)
+        communicator.finish()
+    return found
 
 
 def without_tags(communicator: TorchCommunicator, pairs: list[tuple[int, int]]) -> list[Tensor]:

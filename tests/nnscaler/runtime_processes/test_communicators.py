@@ -7,6 +7,7 @@ import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.communication.gloo import _agreement, _forward_of
+from nnscaler.runtime.communication.peer_memory import is_possible
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
@@ -30,6 +31,23 @@ def test_what_is_begun_gives_the_bits_of_the_simulator(server: ForkServer, rank_
     for others in (outcome.results(), *(Simulator(world, timings=seed).run(function) for seed in range(20))):
         for found, wanted in zip(others, expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("function", "world", "links"),
+    [("every_call", 3, "sockets"), ("begun", 4, "sockets"), ("on_two_axes", 4, "sockets"), ("many", 3, "memory")],
+)
+def test_tensors_are_the_same_over_sockets_and_out_of_memory(
+    server: ForkServer, rank_functions: str, function: str, world: int, links: str
+) -> None:
+    """With few slots each serves many messages."""
+    if links == "memory" and not is_possible():
+        pytest.skip("ranks cannot read each other's memory on this system")
+    expected = Simulator(world).run(getattr(load_user_module(rank_functions), function))
+    job = JobSpecification(f"{rank_functions}:over", world, {"function": function, "links": links})
+    for found, wanted in zip(launch(job, timeout=60, server=server).results(), expected, strict=True):
+        assert [t.dtype for t in found] == [t.dtype for t in wanted]
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_groups_of_two_axes_give_the_bits_of_the_simulator(server: ForkServer, rank_functions: str) -> None:

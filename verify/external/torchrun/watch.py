@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -337,10 +338,22 @@ def _scalar(loss: Tensor) -> Tensor:
 
 def outermost(module: nn.Module) -> nn.Module:
     """Return the module that holds this one and that no other module holds: the smallest, where there are several."""
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    inner = {id(part) for found in modules for part in found.children()}
-    holders = [m for m in modules if id(m) not in inner and any(part is module for part in m.modules())]
-    return min(holders, key=lambda m: sum(1 for _ in m.modules()), default=module)
+    objects = gc.get_objects()  # hundreds of thousands: nothing in Python looks at each of them
+    kinds = list(map(type, objects))
+    of_modules = {kind for kind in set(kinds) if issubclass(kind, nn.Module)}
+    holders: dict[int, list[nn.Module]] = {}
+    for found in compress(objects, map(of_modules.__contains__, kinds)):
+        for part in found.children():
+            holders.setdefault(id(part), []).append(found)
+    above, tops, seen = [module], [], {id(module)}
+    while above:
+        one = above.pop()
+        more = holders.get(id(one), [])
+        if not more:
+            tops.append(one)
+        above += [m for m in more if id(m) not in seen]
+        seen |= {id(m) for m in more}
+    return min(tops, key=lambda m: sum(1 for _ in m.modules()), default=module)
 
 
 def parameters_of(root: nn.Module, number: int) -> Iterator[tuple[str, nn.Parameter, tuple[str, ...]]]:
