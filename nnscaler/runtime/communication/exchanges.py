@@ -26,6 +26,13 @@ class Awaited(Protocol):
     def wait(self) -> object: ...
 
 
+def wait_for(works: Sequence[Awaited | None]) -> None:
+    """Wait for each of them. None: there was nothing to wait for."""
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
 Post = Callable[[Tensor, int, str], Awaited | None]  # memory, the other rank, and what both must agree on
 
 
@@ -109,9 +116,9 @@ def post(
         groups.setdefault(exchange.call.ranks, []).append(exchange)
     for together in groups.values():
         texts = [agreement(exchange.call) for exchange in together]
-        arrival = Arrival()  # of what is shared
-        for exchange in together:
-            exchange.arrivals = [arrival, Arrival()]
+        arrival, own = Arrival(), [Arrival() for _ in together]  # of what is shared, and of the rest
+        for exchange, rest in zip(together, own, strict=True):
+            exchange.arrivals = [arrival, rest]
         for make, side in ((recv, "incoming"), (send, "outgoing")):
             for peer in together[0].outgoing:
                 tensors = [getattr(exchange, side) for exchange in together]
@@ -125,7 +132,7 @@ def post(
                             place.copy_(tensors[i][peer])
                     arrival.add(make(memory, peer, f"together {texts}"), memory)
                 for i in (i for i in range(len(texts)) if i not in small):
-                    together[i].arrivals[1].add(make(tensors[i][peer], peer, texts[i]), tensors[i][peer])
+                    own[i].add(make(tensors[i][peer], peer, texts[i]), tensors[i][peer])
 
 
 def _message(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator, add_in_order, reduce_in_order
-from nnscaler.runtime.communication.exchanges import Awaited, OneRoundCollective, gathering, post, summing
+from nnscaler.runtime.communication.exchanges import Awaited, OneRoundCollective, gathering, post, summing, wait_for
 from nnscaler.runtime.communication.lanes import Lane
 from nnscaler.runtime.communication.peer_memory import PeerMemory
 
@@ -193,7 +193,7 @@ class GlooCommunicator(TorchCommunicator):
             for exchange in exchanges:
                 if self._peers.reads_any(exchange.call.ranks):  # and what is read is so when it is waited for
                     works = list(exchange.arrivals)
-                    exchange.arrivals = [self._lane(exchange.call).run(partial(_wait_for, works))]
+                    exchange.arrivals = [self._lane(exchange.call).run(partial(wait_for, works))]
 
     def _begin_recv(self, call: CommunicationCall, into: Tensor) -> Callable[[], None]:
         source = call.ranks[0]
@@ -322,7 +322,7 @@ class GlooCommunicator(TorchCommunicator):
         tag = self._tag(_agreement(call), call.ranks)
         works = [self._start_recv(t, rank, tag) for rank, t in incoming.items() if rank != self.rank]
         works += [self._start_send(t, rank, tag) for rank, t in outgoing.items() if rank != self.rank]
-        _wait_for([work for work in works if work is not None])
+        wait_for(works)
 
     # -- gloo -----------------------------------------------------------------------------------------------------
 
@@ -346,11 +346,6 @@ class GlooCommunicator(TorchCommunicator):
                     raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
             self._tags[agreement] = tag
         return self._tags[agreement]
-
-
-def _wait_for(works: Sequence[Awaited]) -> None:
-    for work in works:
-        work.wait()
 
 
 def neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:

@@ -1,13 +1,14 @@
 """Tensors between ranks of one host, which their receiver reads where they lie.
 
-A socket copies what it carries twice, and the threads that serve it take processor time from the ranks. Between processes
-of one host, where the system lets them, each rank has an inbox instead: memory that the others map, with a ring of slots
-for each of them. A sender writes down where a tensor lies; its receiver copies it from there, by process_vm_readv(2), the
-cross-memory attach of Linux that MPI libraries use within a node, and marks the slot. Who waits sleeps on a futex(2) of
-the slot, or of the ring. The same bytes arrive as over a socket.
+A socket copies what it carries twice, and the threads that serve it take processor time from the ranks. Between
+processes of one host, where the system lets them, each rank has an inbox instead: memory that the others map, with a
+ring of slots for each of them. A sender writes down where a tensor lies; its receiver copies it from there, by
+process_vm_readv(2), the cross-memory attach of Linux that MPI libraries use within a node, and marks the slot. Who
+waits sleeps on a futex(2) of the slot, or of the ring. The same bytes arrive as over a socket.
 
-The system may forbid it: to processes in containers of their own, or of other users, and where `kernel.yama.ptrace_scope`
-is 1 and the user is not root. So ranks try it when they meet, and sockets carry what cannot be read.
+The system may forbid it: to processes in containers of their own, or of other users, and where
+`kernel.yama.ptrace_scope` is 1 and the user is not root. So ranks try it when they meet, and sockets carry what cannot
+be read.
 """
 
 from __future__ import annotations

@@ -158,14 +158,13 @@ def many(communicator: Communicator) -> list[Tensor]:
     rank, world = communicator.rank, communicator.world_size
     generator, found = torch.Generator().manual_seed(rank), []
     for step in range(60):
-        sizes = [0, 1, 7, 300, 20_001 * (step % 3)]
+        sizes, dtype = [0, 1, 7, 300, 20_001 * (step % 3)], [torch.float32, torch.bfloat16, torch.complex64][step % 3]
         for number, size in enumerate(sizes):
-            given = torch.randn(size, generator=generator).to([torch.float32, torch.bfloat16, torch.complex64][step % 3])
+            given = torch.randn(size, generator=generator).to(dtype)
             communicator.send(given, (rank + 1) % world, ("h", number, step, "F"))
         begun = torch.randn(5000, generator=generator)
         pending = communicator.start_all_reduce(begun, range(world))
         for number, size in reversed(list(enumerate(sizes))):
-            dtype = [torch.float32, torch.bfloat16, torch.complex64][step % 3]
             found.append(communicator.recv((size,), dtype, (rank - 1) % world, ("h", number, step, "F")))
         found.append(communicator.all_reduce(torch.randn(3, generator=generator), range(world)))
         pending.wait()

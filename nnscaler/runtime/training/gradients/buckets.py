@@ -61,8 +61,8 @@ class Bucket:
 
 
 class SumBucket(Bucket):
-    """Gradients that are summed in place, in flat memory that serves step after step: new memory costs more than the sum
-    of what lies in it.
+    """Gradients that are summed in place, in flat memory that serves step after step: new memory costs more than the
+    sum of what lies in it.
 
     What somebody still holds of an earlier step, such as gradients that were not set to None, is not written over.
     """
