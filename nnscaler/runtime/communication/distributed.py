@@ -68,3 +68,9 @@ def add_in_order(tensors: Sequence[Tensor], own: Tensor) -> None:
         total.add_(tensor)
     if total is not own:
         own.copy_(total)
+
+
+def neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return the ranks before and after this one on the ring of a group."""
+    here = ranks.index(rank)
+    return ranks[here - 1], ranks[(here + 1) % len(ranks)]

@@ -26,7 +26,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
-from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator, add_in_order, reduce_in_order
+from nnscaler.runtime.communication.distributed import (
+    Reporter,
+    TorchCommunicator,
+    add_in_order,
+    neighbours,
+    reduce_in_order,
+)
 from nnscaler.runtime.communication.exchanges import Awaited, OneRoundCollective, gathering, post, summing, wait_for
 from nnscaler.runtime.communication.lanes import Lane
 from nnscaler.runtime.communication.peer_memory import PeerMemory
@@ -180,16 +186,8 @@ class GlooCommunicator(TorchCommunicator):
     def _post(self, exchanges: Sequence[OneRoundCollective]) -> None:
         """Send and receive what rounds are made of."""
 
-        def tag(rank: int, agreement: str) -> int:
-            return self._tag(agreement, (self.rank, rank))
-
         with self._inside(exchanges[0].call):
-            post(
-                exchanges,
-                _agreement,
-                lambda memory, rank, agreement: self._start_send(memory, rank, tag(rank, agreement)),
-                lambda memory, rank, agreement: self._start_recv(memory, rank, tag(rank, agreement)),
-            )
+            post(exchanges, _agreement, self._sends, self._receives)
             for exchange in exchanges:
                 if self._peers.reads_any(exchange.call.ranks):  # and what is read is so when it is waited for
                     works = list(exchange.arrivals)
@@ -224,9 +222,12 @@ class GlooCommunicator(TorchCommunicator):
             return
         pieces = dict(zip(call.ranks, own.view(-1).tensor_split(count), strict=True))
         mine = pieces[self.rank]
-        parts = self._others(mine, call)
-        self._exchange(pieces, dict(zip(call.ranks, parts, strict=True)), call)
-        add_in_order(parts, mine)
+        if self._peers.reads_all(call.ranks):
+            self._peers.add_up(pieces, self._tag(_agreement(call), call.ranks))
+        else:
+            parts = self._others(mine, call)
+            self._exchange(pieces, dict(zip(call.ranks, parts, strict=True)), call)
+            add_in_order(parts, mine)
         self._exchange(dict.fromkeys(call.ranks, mine), pieces, call)
 
     def _others(self, own: Tensor, call: CommunicationCall) -> list[Tensor]:
@@ -311,8 +312,7 @@ class GlooCommunicator(TorchCommunicator):
         mine = pieces[call.ranks.index(self.rank)]
         there = zip(call.ranks, shapes or [tuple(mine.shape)] * len(call.ranks), strict=True)
         results = [mine if rank == self.rank else mine.new_empty(shape) for rank, shape in there]
-        outgoing, incoming = dict(zip(call.ranks, pieces, strict=True)), dict(zip(call.ranks, results, strict=True))
-        self._exchange(outgoing, incoming, call)
+        self._exchange(dict(zip(call.ranks, pieces, strict=True)), dict(zip(call.ranks, results, strict=True)), call)
         return results
 
     def _exchange(
@@ -325,6 +325,12 @@ class GlooCommunicator(TorchCommunicator):
         wait_for(works)
 
     # -- gloo -----------------------------------------------------------------------------------------------------
+
+    def _sends(self, memory: Tensor, rank: int, agreement: str) -> Awaited | None:
+        return self._start_send(memory, rank, self._tag(agreement, (self.rank, rank)))
+
+    def _receives(self, memory: Tensor, rank: int, agreement: str) -> Awaited | None:
+        return self._start_recv(memory, rank, self._tag(agreement, (self.rank, rank)))
 
     def _start_send(self, tensor: Tensor, rank: int, tag: int) -> Awaited | None:
         if tensor.numel() and self._peers.reads(rank):
@@ -346,12 +352,6 @@ class GlooCommunicator(TorchCommunicator):
                     raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
             self._tags[agreement] = tag
         return self._tags[agreement]
-
-
-def neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return the ranks before and after this one on the ring of a group."""
-    here = ranks.index(rank)
-    return ranks[here - 1], ranks[(here + 1) % len(ranks)]
 
 
 def _agreement(call: CommunicationCall) -> str:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, CommunicatorBase, Key
-from nnscaler.runtime.communication.distributed import Reporter
-from nnscaler.runtime.communication.gloo import GlooCommunicator, neighbours
+from nnscaler.runtime.communication.distributed import Reporter, neighbours
+from nnscaler.runtime.communication.gloo import GlooCommunicator
 
 _ANNOUNCEMENT = 1024  # bytes
 _ANNOUNCE_TAG = 1

@@ -22,7 +22,7 @@ import secrets
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -30,9 +30,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nnscaler.runtime.communication.distributed import add_in_order
+
 _SLOTS = 4096  # of a ring: messages to one rank that it has not read; the next one waits
 _RING, _SLOT = 16, 24  # bytes of a ring before its slots, and of a slot
 _FULL, _TAKEN = 1, 0
+_CHUNK = 1 << 17  # bytes that are read and added at a time
 _SMALL = 1 << 16  # bytes that are read without letting another thread run
 _LOOK = 0.2  # seconds of sleep between two looks whether the other rank is still there
 
@@ -63,7 +66,7 @@ class PeerMemory:
     """
 
     def __init__(self, world: ProcessGroup, rank: int) -> None:
-        ranks = world.size()
+        ranks, self._rank = world.size(), rank
         self.near = torch.zeros(ranks, ranks, dtype=torch.bool)
         self._peers: dict[int, _Peer] = {}
         possible = is_possible()
@@ -95,6 +98,10 @@ class PeerMemory:
         """Say so of one of these ranks."""
         return not self._peers.keys().isdisjoint(ranks)
 
+    def reads_all(self, ranks: Iterable[int]) -> bool:
+        """Say so of all of these ranks but this one."""
+        return self._peers.keys() >= {*ranks} - {self._rank}
+
     def send(self, content: Tensor, rank: int, tag: int) -> OfferedTensor:
         """Let a rank read a contiguous tensor, which is neither written nor freed before it has."""
         return OfferedTensor(self._peers[rank], content, tag)
@@ -102,6 +109,28 @@ class PeerMemory:
     def recv(self, into: Tensor, rank: int, tag: int) -> ReadTensor:
         """Read what a rank sends with this tag into a contiguous tensor, when that is waited for."""
         return ReadTensor(self._peers[rank], into, tag)
+
+    def add_up(self, pieces: Mapping[int, Tensor], tag: int) -> None:
+        """Sum, in place, what each rank has in the place of this rank's piece; every rank of the group calls it.
+
+        `pieces`: parts of one contiguous tensor by rank, in the order of the sum. What is read is added while it is in
+        the processor's cache.
+        """
+        own = pieces[self._rank]
+        offers = [self.send(piece, rank, tag) for rank, piece in pieces.items() if rank != self._rank]
+        others = {rank: (self._peers[rank], *self._peers[rank].arrival(tag)) for rank in pieces if rank != self._rank}
+        count = _CHUNK // own.element_size()
+        read = {rank: own.new_empty(min(count, own.numel())) for rank in others}
+        for start in range(0, own.numel(), count):
+            chunk = own[start : start + count]
+            parts = {rank: chunk if rank == self._rank else read[rank][: len(chunk)] for rank in pieces}
+            for rank, (peer, _, address) in others.items():
+                peer.copy(address + start * own.element_size(), parts[rank])
+            add_in_order(list(parts.values()), chunk)
+        for peer, number, _ in others.values():
+            peer.release(number)
+        for offer in offers:
+            offer.wait()
 
 
 class OfferedTensor:
@@ -124,7 +153,9 @@ class ReadTensor:
 
     def wait(self) -> None:
         """Wait until it may be read, and read it. Raises RuntimeError where the other rank has ended."""
-        self._peer.read(self._tag, self._into)
+        number, address = self._peer.arrival(self._tag)
+        self._peer.copy(address, self._into)
+        self._peer.release(number)
 
 
 class _Ring:
@@ -202,16 +233,22 @@ class _Peer:
         if number >= 0:
             self._wait_for(self._leaving.state_address(number), _FULL, lambda: self._leaving.is_read(number))
 
-    def read(self, tag: int, into: Tensor) -> None:
-        """Wait for the first message with a tag, and copy what it tells of."""
+    def arrival(self, tag: int) -> tuple[int, int]:
+        """Wait for the first message with a tag; return its number, and the address of what it tells of."""
         found, seen = self._found(tag)
         while found is None:
             self._wait_for(self._arriving.address, seen, partial(self._has_more_than, seen))
             found, seen = self._found(tag)
-        number, address = found
+        return found
+
+    def copy(self, address: int, into: Tensor) -> None:
+        """Copy memory of the other rank into a contiguous tensor."""
         reason = _copied(self._process, address, into)
         if reason is not None:
             raise RuntimeError(f"connection closed by peer: the memory of rank {self._rank} is gone ({reason})")
+
+    def release(self, number: int) -> None:
+        """Let the other rank write again what a message tells of."""
         self._arriving.take(number)
 
     def _found(self, tag: int) -> tuple[tuple[int, int] | None, int]:
