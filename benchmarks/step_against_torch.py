@@ -13,8 +13,8 @@ The losses of the last steps are compared.
 Memory and traffic are those of one side alone, in processes and a network of their own. `memory` is the largest peak of
 a rank's resident memory while it trains, beyond what it had before the side was made, with an allocator that gives
 every tensor pages of its own and returns them at once; on a GPU that of torch's allocator. `sent`: bytes over the
-loopback device in a step, of all ranks, where a network namespace can be made. Exits with 1 where a row misses its
-target, or losses differ.
+loopback device in a step, of all ranks, where a network namespace can be made; ours in one more run, in which ranks do
+not read each other's memory, as they do else on one host. Exits with 1 where a row misses its target, or losses differ.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch import Tensor
 from torch_peers import GPT, SIZES, Size, Step
 
 import nnscaler
+from nnscaler.runtime.communication import peer_memory
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.process_group import ProcessPlace
 from nnscaler.runtime.jobs.job import JobSpecification
@@ -173,6 +174,8 @@ def measured_memory(communicator: Communicator, row: str, size: str, side: str, 
     device carries in a step. A job's function."""
     place, chosen = _place(communicator, device)
     everyone = tuple(range(place.world_size))
+    if side == "sockets":
+        side, peer_memory.is_possible = "ours", lambda: False
     our_side(ROWS[row], SIZES["tiny"], place, chosen)()  # what is imported when it is first needed
     their_side(ROWS[row], SIZES["tiny"], place, chosen)()
     gc.collect()
@@ -276,7 +279,8 @@ def compared(options: argparse.Namespace, name: str, size: str) -> bool:
     text += f"  {wall[1]:5.3f} ({wall[0]:5.3f}-{wall[2]:5.3f})  cpu {cpu[1]:5.3f} ({cpu[0]:5.3f}-{cpu[2]:5.3f})"
     memory = None
     if not options.times:
-        (ours, our_bytes), (theirs, their_bytes) = (alone(options, name, size, side) for side in SIDES)
+        (ours, _), (theirs, their_bytes) = (alone(options, name, size, side) for side in SIDES)
+        our_bytes = alone(options, name, size, "sockets")[1] if ranks > 1 and options.device == "cpu" else None
         memory = ours / theirs
         text += f"  memory {memory:5.3f} ({ours / 2**20:.0f} / {theirs / 2**20:.0f} MiB)"
         if our_bytes is not None and their_bytes:
