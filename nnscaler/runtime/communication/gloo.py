@@ -8,8 +8,8 @@ all_reduce a quarter. More important is what it does for correctness:
 * a message's tag is a hash of everything that the two sides must agree on (kind, group, shapes, dtype, key). Ranks
   that disagree wait for each other, and each one's status says in what; gloo itself would abort or mix up data.
 
-Tensors travel as bytes, so every dtype does; tensors on a GPU go through host memory. What is large is read out of the
-sender's memory where both are on one host (`peer_memory`).
+Tensors travel as bytes, so every dtype does; tensors on a GPU go through host memory. Between ranks of one host they are
+read out of the sender's memory, where the system lets them (`peer_memory`).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class GlooCommunicator(TorchCommunicator):
         with self._inside(exchanges[0].call):
             post(exchanges, _agreement, self._sends, self._receives)
             for exchange in exchanges:
-                if self._peers.reads_any(exchange.call.ranks):  # and what is read is so when it is waited for
+                if self._peers.reads_any(exchange.call.ranks):  # a thread waits, for waiting is what reads
                     works = list(exchange.arrivals)
                     exchange.arrivals = [self._lane(exchange.call).run(partial(wait_for, works))]
 
