@@ -140,8 +140,11 @@ def unequal(communicator: Communicator) -> list[Tensor]:
     return results
 
 
-def over(communicator: TorchCommunicator, function: str, links: str) -> list[Tensor]:
-    """A function of this file where tensors travel over "sockets", or by "memory" with rings of few slots."""
+def over(communicator: GlooCommunicator, function: str, links: str) -> list[Tensor] | None:
+    """A function of this file where tensors travel over "sockets", or by "memory" with rings of few slots. None: this
+    system does not let ranks read each other's memory."""
+    if links == "memory" and not communicator._peers.reads_any(range(communicator.world_size)):
+        return None
     if links == "sockets":
         peer_memory.is_possible = lambda: False
     peer_memory._SLOTS = 8
