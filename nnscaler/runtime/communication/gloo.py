@@ -8,8 +8,8 @@ all_reduce a quarter. More important is what it does for correctness:
 * a message's tag is a hash of everything that the two sides must agree on (kind, group, shapes, dtype, key). Ranks
   that disagree wait for each other, and each one's status says in what; gloo itself would abort or mix up data.
 
-Tensors travel as bytes, so every dtype does; tensors on a GPU go through host memory. Between ranks of one host they are
-read out of the sender's memory, where the system lets them (`peer_memory`).
+Tensors travel as bytes, so every dtype does; tensors on a GPU go through host memory. Between ranks of one host they
+are read out of the sender's memory, where the system lets them (`peer_memory`).
 """
 
 from __future__ import annotations
