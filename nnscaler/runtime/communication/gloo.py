@@ -94,7 +94,7 @@ class GlooCommunicator(TorchCommunicator):
             self._own.setdefault((call.key, _agreement(call)), deque()).append(content)
             return
         with self._inside(call):
-            work = self._start_send(content, destination, self._tag(_agreement(call), call.ranks))
+            work = self._start_send(content, destination, _agreement(call))
         if work is not None:
             # gloo reads the memory later, when the receiver asks for it: it is kept until then
             self._sent.setdefault((destination, call.key), deque()).append((call, work, content))
@@ -109,7 +109,7 @@ class GlooCommunicator(TorchCommunicator):
             return waiting.popleft().to(self.device)
         content = torch.empty(call.shapes[0], dtype=call.dtype)
         with self._inside(call):
-            work = self._start_recv(content, source, self._tag(_agreement(call), call.ranks))
+            work = self._start_recv(content, source, _agreement(call))
             if work is not None:
                 work.wait()
         self._settle(source, _forward_of(call.key))
@@ -164,7 +164,6 @@ class GlooCommunicator(TorchCommunicator):
         return wait
 
     def _lane(self, call: CommunicationCall) -> Lane:
-        self._tag(_agreement(call), call.ranks)  # while other lanes do not look for names
         group = tuple(sorted(call.ranks))
         if group not in self._lanes:
             self._lanes[group] = Lane(f"collectives of ranks {group}")
@@ -185,9 +184,8 @@ class GlooCommunicator(TorchCommunicator):
 
     def _post(self, exchanges: Sequence[OneRoundCollective]) -> None:
         """Send and receive what rounds are made of."""
-
         with self._inside(exchanges[0].call):
-            post(exchanges, _agreement, self._sends, self._receives)
+            post(exchanges, _agreement, self._start_send, self._start_recv)
             for exchange in exchanges:
                 if self._peers.reads_any(exchange.call.ranks):  # a thread waits, for waiting is what reads
                     works = list(exchange.arrivals)
@@ -199,7 +197,7 @@ class GlooCommunicator(TorchCommunicator):
             return super()._begin(call, [], [into])
         content = into if into.device.type == "cpu" else torch.empty(into.shape, dtype=into.dtype)
         with self._inside(call):
-            work = self._start_recv(content, source, self._tag(_agreement(call), call.ranks))
+            work = self._start_recv(content, source, _agreement(call))
 
         def wait() -> None:
             with self._inside(call):
@@ -223,7 +221,7 @@ class GlooCommunicator(TorchCommunicator):
         pieces = dict(zip(call.ranks, own.view(-1).tensor_split(count), strict=True))
         mine = pieces[self.rank]
         if self._peers.reads_all(call.ranks):
-            self._peers.add_up(pieces, self._tag(_agreement(call), call.ranks))
+            self._peers.add_up(pieces, partial(self._tag, _agreement(call)))
         else:
             parts = self._others(mine, call)
             self._exchange(pieces, dict(zip(call.ranks, parts, strict=True)), call)
@@ -319,39 +317,40 @@ class GlooCommunicator(TorchCommunicator):
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], call: CommunicationCall
     ) -> None:
         """Send and fill tensors by rank, all at once; entries of this rank are ignored."""
-        tag = self._tag(_agreement(call), call.ranks)
-        works = [self._start_recv(t, rank, tag) for rank, t in incoming.items() if rank != self.rank]
-        works += [self._start_send(t, rank, tag) for rank, t in outgoing.items() if rank != self.rank]
+        text = _agreement(call)
+        works = [self._start_recv(t, rank, text) for rank, t in incoming.items() if rank != self.rank]
+        works += [self._start_send(t, rank, text) for rank, t in outgoing.items() if rank != self.rank]
         wait_for(works)
 
     # -- gloo -----------------------------------------------------------------------------------------------------
 
-    def _sends(self, memory: Tensor, rank: int, agreement: str) -> Awaited | None:
-        return self._start_send(memory, rank, self._tag(agreement, (self.rank, rank)))
-
-    def _receives(self, memory: Tensor, rank: int, agreement: str) -> Awaited | None:
-        return self._start_recv(memory, rank, self._tag(agreement, (self.rank, rank)))
-
-    def _start_send(self, tensor: Tensor, rank: int, tag: int) -> Awaited | None:
-        if tensor.numel() and self._peers.reads(rank):
+    def _start_send(self, tensor: Tensor, rank: int, agreement: str) -> Awaited | None:
+        if not tensor.numel():
+            return None
+        tag = self._tag(agreement, rank)
+        if self._peers.reads(rank):
             return self._peers.send(tensor, rank, tag)
-        return self._world.send([_bytes(tensor)], rank, tag) if tensor.numel() else None
+        return self._world.send([_bytes(tensor)], rank, tag)
 
-    def _start_recv(self, tensor: Tensor, rank: int, tag: int) -> Awaited | None:
-        if tensor.numel() and self._peers.reads(rank):
+    def _start_recv(self, tensor: Tensor, rank: int, agreement: str) -> Awaited | None:
+        if not tensor.numel():
+            return None
+        tag = self._tag(agreement, rank)
+        if self._peers.reads(rank):
             return self._peers.recv(tensor, rank, tag)
-        return self._world.recv([_bytes(tensor)], rank, tag) if tensor.numel() else None
+        return self._world.recv([_bytes(tensor)], rank, tag)
 
-    def _tag(self, agreement: str, ranks: Sequence[int]) -> int:
-        """Hash the agreement of both sides to 31 bits. Raises CommunicationError when two calls share a tag."""
-        if agreement not in self._tags:
-            tag = int.from_bytes(hashlib.sha256(agreement.encode()).digest()[:4], "big") >> 1
-            for peer in ranks:
-                other = agreement if peer == self.rank else self._names.setdefault((peer, tag), agreement)
-                if other != agreement:
-                    raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
-            self._tags[agreement] = tag
-        return self._tags[agreement]
+    def _tag(self, agreement: str, peer: int) -> int:
+        """Hash what both sides agree on to 31 bits. Raises CommunicationError when two messages with a rank share a
+        tag. Any thread may call it."""
+        tag = self._tags.get(agreement)
+        if tag is None:
+            digest = hashlib.sha256(agreement.encode()).digest()
+            tag = self._tags[agreement] = int.from_bytes(digest[:4], "big") >> 1
+        other = self._names.setdefault((peer, tag), agreement)
+        if other != agreement:
+            raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
+        return tag
 
 
 def _agreement(call: CommunicationCall) -> str:

@@ -110,15 +110,16 @@ class PeerMemory:
         """Read what a rank sends with this tag into a contiguous tensor, when that is waited for."""
         return ReadTensor(self._peers[rank], into, tag)
 
-    def add_up(self, pieces: Mapping[int, Tensor], tag: int) -> None:
+    def add_up(self, pieces: Mapping[int, Tensor], tag: Callable[[int], int]) -> None:
         """Sum, in place, what each rank has in the place of this rank's piece; every rank of the group calls it.
 
-        `pieces`: parts of one contiguous tensor by rank, in the order of the sum. What is read is added while it is in
-        the processor's cache.
+        `pieces`: parts of one contiguous tensor by rank, in the order of the sum; `tag`: of the messages with a rank.
+        What is read is added while it is in the processor's cache.
         """
         own = pieces[self._rank]
-        offers = [self.send(piece, rank, tag) for rank, piece in pieces.items() if rank != self._rank]
-        others = {rank: (self._peers[rank], *self._peers[rank].arrival(tag)) for rank in pieces if rank != self._rank}
+        peers = {rank: self._peers[rank] for rank in pieces if rank != self._rank}
+        offers = [self.send(pieces[rank], rank, tag(rank)) for rank in peers]
+        others = {rank: (peer, *peer.arrival(tag(rank))) for rank, peer in peers.items()}
         count = _CHUNK // own.element_size()
         read = {rank: own.new_empty(min(count, own.numel())) for rank in others}
         for start in range(0, own.numel(), count):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nnscaler.buckets import gathered_together, in_buckets
 from nnscaler.runtime import ExecutorSettings, Input, Loss, Parameter, RankExecutor, Sharded, Simulator, Stage
+from nnscaler.runtime.communication.communicator import CommunicatorBase
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 from nnscaler.runtime.role import RunContext
 from nnscaler.runtime.training.gradients.accumulate import Gradients
@@ -102,6 +103,17 @@ def test_buckets_of_a_group_leave_in_one_order_and_no_group_waits_for_another() 
     for (a, b), calls in Simulator(3).run(run):
         assert a == b == 111.0
         assert calls.index("`a`") < calls.index("`b`") and len(calls) == 4
+
+
+def test_what_a_step_leaves_that_fails_is_not_written_over() -> None:
+    stage = built(Small, 0)
+    gradients, left = Gradients({0: stage}, (), CommunicatorBase(0, 3)), []
+    for value in (1.0, 5.0):
+        gradients.begin()  # the step before has not come to its end
+        stage.p0.grad = torch.full((2, 5), value)
+        gradients.widen()
+        left.append(stage.p0.grad)
+    assert left[0].eq(1).all() and left[1].eq(5).all()
 
 
 def test_local_copies_are_added_before_the_sum_and_both_get_it() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -140,10 +142,23 @@ def unequal(communicator: Communicator) -> list[Tensor]:
     return results
 
 
-def over(communicator: GlooCommunicator, function: str, links: str) -> list[Tensor] | None:
+def system_lets_read(communicator: Communicator) -> bool:
+    """Whether the system's own call reads a word of every rank's memory here: what ours does is not asked."""
+    everyone, mark = range(communicator.world_size), torch.tensor([4321])
+    places = communicator.all_gather(torch.tensor([os.getpid(), mark.data_ptr()]), everyone)
+    read = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+    word, words = torch.zeros_like(mark), ctypes.c_size_t * 2  # an iovec: where, and how many bytes
+    found = read is not None and platform.machine() == "x86_64"
+    for process, address in (place.tolist() for place in places if found):
+        here, there = words(word.zero_().data_ptr(), 8), words(address, 8)
+        found = found and read(process, here, 1, there, 1, 0) == 8 and int(word) == 4321
+    return bool(communicator.all_reduce(torch.tensor([int(not found)]), everyone).item() == 0)
+
+
+def over(communicator: Communicator, function: str, links: str) -> list[Tensor] | None:
     """A function of this file where tensors travel over "sockets", or by "memory" with rings of few slots. None: this
     system does not let ranks read each other's memory."""
-    if links == "memory" and not communicator._peers.reads_any(range(communicator.world_size)):
+    if links == "memory" and not system_lets_read(communicator):
         return None
     if links == "sockets":
         peer_memory.is_possible = lambda: False

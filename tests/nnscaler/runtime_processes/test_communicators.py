@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
-from nnscaler.runtime.communication.gloo import _agreement, _forward_of
+from nnscaler.runtime.communication.gloo import GlooCommunicator, _agreement, _forward_of
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
@@ -98,6 +100,17 @@ def test_what_both_sides_must_agree_on() -> None:
     recv = CommunicationCall("recv", (0, 1), ((2,),), torch.float32, key=("h", 0, 1, 0, "F"), place="b.py:2")
     assert _agreement(send) == _agreement(recv)
     assert _agreement(send) != _agreement(CommunicationCall("recv", (0, 1), ((3,),), torch.float32, key=recv.key))
+
+
+def test_two_messages_with_a_rank_have_no_tag_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator = object.__new__(GlooCommunicator)  # whose messages nobody sends
+    communicator._tags, communicator._names = {}, {}
+    assert len({communicator._tag(text, peer) for text in ("a", "b", "c") for peer in (1, 2)}) == 3
+    monkeypatch.setattr("hashlib.sha256", lambda data: SimpleNamespace(digest=lambda: bytes(32)))
+    assert communicator._tag("d", 1) == communicator._tag("d", 1) == communicator._tag("e", 2) == 0
+    for text, peer in (("d", 2), ("e", 1), ("f", 2)):
+        with pytest.raises(CommunicationError, match=f"two messages with rank {peer} have the tag 0: "):
+            communicator._tag(text, peer)
 
 
 def test_a_gradient_says_that_its_message_arrived() -> None:

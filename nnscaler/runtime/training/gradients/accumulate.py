@@ -95,8 +95,7 @@ class Gradients:
         for leaf, rest in self._rest.items():
             leaf.grad = rest.grad = None
         self._release()
-        hook = self._made
-        self._handles = [leaf.register_post_accumulate_grad_hook(hook) for leaf in self._moved]
+        self._handles = [leaf.register_post_accumulate_grad_hook(self._made) for leaf in self._moved]
 
     def enter(self, stage: int, *, divides: bool, last: bool) -> None:
         """A backward of this stage begins. `divides`: those gradients that are divided at once are complete with it;
@@ -155,7 +154,7 @@ class Gradients:
                 gradient = gradient.float()
             if loss_scale != 1.0:
                 gradient = gradient.div_(loss_scale)
-            if self._before and leaf in self._before:
+            if leaf in self._before:
                 gradient = gradient.add_(self._before[leaf].to(gradient.dtype))
             if leaf is not one.rest:
                 leaf.grad = None
@@ -207,7 +206,7 @@ class Gradients:
         elif leaf not in self._added or gradient.data_ptr() != place.data_ptr():  # `.grad` says what it is
             place.copy_(gradient)
             self._added.add(leaf)
-        leaf.grad = place if leaf.dtype == wide else None
+        leaf.grad = place.detach() if leaf.dtype == wide else None  # what a step leaves that fails is not written over
 
     def _local(self, one: WantedGradient) -> Tensor:
         """Return this rank's gradient of a leaf without a place, in the dtype in which it is summed."""

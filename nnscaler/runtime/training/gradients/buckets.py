@@ -87,8 +87,8 @@ class SumBucket(Bucket):
         self._of_step = False
 
     def place(self, position: int) -> Tensor:
-        """Return where a gradient lies: a view of the flat memory, the same one in each step with this memory. Whoever
-        keeps a gradient beyond the step has a view of his own."""
+        """Return where a gradient lies: a view of the flat memory, the same one in each step with this memory. What is
+        handed out as a gradient is another view, by which it is seen that somebody holds it."""
         if not self._of_step:
             self._of_step = True
             if self._flat is None or _holders(self._flat) > 1 + len(self._places):
