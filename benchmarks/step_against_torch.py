@@ -12,7 +12,9 @@ The losses of the last steps are compared.
 
 Memory and traffic are those of one side alone, in processes and a network of their own. `memory` is the largest peak of
 a rank's resident memory while it trains, beyond what it had before the side was made, with an allocator that gives
-every tensor pages of its own and returns them at once; on a GPU that of torch's allocator. `sent`: bytes over the
+every tensor pages of its own and returns them at once; on a GPU that of torch's allocator. Our ranks are handed the
+program, as all ranks but the first are that `nnscaler train` starts: the first, which compiles, keeps 5 MiB more,
+whatever the size of the model. `sent`: bytes over the
 loopback device in a step, of all ranks, where a network namespace can be made; ours in one more run, in which ranks do
 not read each other's memory, as they do else on one host. Exits with 1 where a row misses its target, or losses differ.
 """
@@ -26,9 +28,11 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.process_group import ProcessPlace
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
+from nnscaler.training.compile_once import pack_program, unpack_program
 
 MICRO_BATCHES = 4
 CLOSE = 2e-3  # of two losses, after steps in float32 that sum in other orders
@@ -80,11 +85,14 @@ ROWS = {
     "dp": Row("dp=N", "DistributedDataParallel", peers.ddp),
     "zero1": Row("dp=N,zero=1", "DDP and ZeroRedundancyOptimizer", peers.zero_redundancy, time=None, memory=None),
     "zero3": Row("dp=N,zero=3", "fully_shard", peers.sharded),
+    "zero3-kept": Row("dp=N,zero=3", "fully_shard, not resharded after forward", partial(peers.sharded, keep=True)),
     "tp": Row("tp=N", "parallelize_module", peers.tensor_parallel, time=0.95),
     "pp": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b"),
+    "zb-h1": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1"),
     "interleaved": Row(
         "pp=N", "ScheduleInterleaved1F1B", peers.interleaved, (2,), 0.95, micro=MICRO_BATCHES, schedule="interleaved"
     ),
+    "zb-v": Row("pp=N", "ScheduleZBVZeroBubble", peers.zero_bubble_v, (2,), 0.95, micro=MICRO_BATCHES, schedule="zb-v"),
     "dp-tp": Row("dp=H,tp=2", "DDP of parallelize_module", peers.ddp_tensor_parallel, (4,), 0.95),
     "zero3-tp": Row("dp=H,tp=2,zero=3", "fully_shard of parallelize_module", peers.sharded_tensor_parallel, (4,), 0.95),
 }  # fmt: skip
@@ -103,13 +111,21 @@ def model_of(size: Size, device: torch.device) -> GPT:
 # -- in a rank --------------------------------------------------------------------------------------------------------
 
 
-def our_side(row: Row, size: Size, place: ProcessPlace, device: torch.device) -> Callable[[], float | None]:
-    """Return a step of the program."""
+def program_of(row: Row, size: Size, ranks: int, device: torch.device) -> nnscaler.Program:
+    plan = row.plan.replace("N", str(ranks)).replace("H", str(ranks // 2))
+    model, batch = model_of(size, device), sample(size, device)
+    return nnscaler.parallelize(model, batch, ranks=ranks, plan=plan, micro_batches=row.micro, schedule=row.schedule)
+
+
+def our_side(
+    row: Row, size: Size, place: ProcessPlace, device: torch.device, packed: str | None = None
+) -> Callable[[], float | None]:
+    """Return a step of the program. `packed`: the file of it, where another process compiled it."""
     batch = sample(size, device)
-    plan = row.plan.replace("N", str(place.world_size)).replace("H", str(place.world_size // 2))
-    program = nnscaler.parallelize(
-        model_of(size, device), batch, ranks=place.world_size, plan=plan, micro_batches=row.micro, schedule=row.schedule
-    )
+    if packed is None:
+        program = program_of(row, size, place.world_size, device)
+    else:
+        program = unpack_program(Path(packed).read_bytes(), model_of(size, device), batch)
     several = place if place.world_size > 1 else None
     engine = nnscaler.start(program, place=several, device=str(device.type), compiled=row.compiled)
     optimizer = engine.optimizer(torch.optim.AdamW, lr=peers.RATE, fused=True)
@@ -169,18 +185,22 @@ def measured_times(
     return found
 
 
-def measured_memory(communicator: Communicator, row: str, size: str, side: str, device: str) -> tuple[int, int]:
+def measured_memory(
+    communicator: Communicator, row: str, size: str, side: str, programs: dict[str, str], device: str
+) -> tuple[int, int]:
     """Return the peak of this rank's memory beyond that before the side was made, and the bytes that the loopback
-    device carries in a step. A job's function."""
+    device carries in a step. `programs`: files of ours by size. A job's function."""
     place, chosen = _place(communicator, device)
     everyone = tuple(range(place.world_size))
     if side == "sockets":
         side, peer_memory.is_possible = "ours", lambda: False
-    our_side(ROWS[row], SIZES["tiny"], place, chosen)()  # what is imported when it is first needed
+    # what is imported when it is first needed
+    our_side(ROWS[row], SIZES["tiny"], place, chosen, programs.get("tiny"))()
     their_side(ROWS[row], SIZES["tiny"], place, chosen)()
     gc.collect()
     base = _resident("VmRSS")
-    step = SIDES[side](ROWS[row], SIZES[size], place, chosen)
+    made = partial(our_side, packed=programs.get(size)) if side == "ours" else their_side
+    step = made(ROWS[row], SIZES[size], place, chosen)
     for _ in range(WARM_UP):
         step()
     gc.collect()
@@ -251,6 +271,16 @@ def alone(options: argparse.Namespace, row: str, size: str, side: str) -> tuple[
     return peak, sent if own else None
 
 
+def packed_programs(row: str, size: str, ranks: int, folder: str) -> dict[str, str]:
+    """Compile a row's programs here, and return their files by size."""
+    files = {}
+    for each in ("tiny", size):
+        file = Path(folder, each)
+        file.write_bytes(pack_program(program_of(ROWS[row], SIZES[each], ranks, torch.device("cpu"))))
+        files[each] = str(file)
+    return files
+
+
 def job(options: argparse.Namespace, function: str, ranks: int, **values: Any) -> list[Any]:
     """Run a function of this file on ranks."""
     cuda = options.device == "cuda"
@@ -308,7 +338,9 @@ def main() -> int:
     if options.alone:
         row, size, side = options.alone
         ranks = 1 if ROWS[row].ranks == (1,) else options.ranks
-        found = job(options, "measured_memory", ranks, row=row, size=size, side=side)
+        with tempfile.TemporaryDirectory() as folder:
+            programs = {} if options.device == "cuda" else packed_programs(row, size, ranks, folder)
+            found = job(options, "measured_memory", ranks, row=row, size=size, side=side, programs=programs)
         print(json.dumps([max(peak for peak, _ in found), found[0][1]]))
         return 0
     rows = options.rows or [n for n, row in ROWS.items() if row.ranks == (1,) or options.ranks in row.ranks]

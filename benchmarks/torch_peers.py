@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
@@ -117,10 +118,11 @@ def zero_redundancy(model: GPT) -> Step:
     return _step(wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE, fused=True))
 
 
-def sharded(model: GPT) -> Step:
+def sharded(model: GPT, keep: bool = False) -> Step:
+    """`keep`: what forward has gathered is kept for backward, where it would be gathered once more."""
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, reshard_after_forward=not keep)
+    fully_shard(model, reshard_after_forward=not keep)
     return _step(model, adamw(model.parameters()))
 
 
@@ -209,25 +211,34 @@ class Part(nn.Module):
         return x
 
 
-def pipeline(model: GPT, micro_batches: int, group: torch.distributed.ProcessGroup | None = None) -> Step:
-    return _pipeline(model, micro_batches, 1, group)
+def pipeline(model: GPT, micro_batches: int) -> Step:
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def schedule(stages: list[PipelineStage], count: int, **options: Any) -> Schedule1F1B:
+        return Schedule1F1B(stages[0], count, **options)
+
+    return _pipeline(model, micro_batches, (rank,), ranks, schedule)
 
 
 def interleaved(model: GPT, micro_batches: int) -> Step:
-    return _pipeline(model, micro_batches, 2, None)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return _pipeline(model, micro_batches, (rank, rank + ranks), 2 * ranks, ScheduleInterleaved1F1B)
 
 
-def _pipeline(model: GPT, micro_batches: int, chunks: int, group: torch.distributed.ProcessGroup | None) -> Step:
-    rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    count, device = ranks * chunks, _device(model)
-    parts = [Part(model, rank + i * ranks, count) for i in range(chunks)]
-    stages = [PipelineStage(part, rank + i * ranks, count, device, group=group) for i, part in enumerate(parts)]
-    if chunks == 1:
-        schedule = Schedule1F1B(stages[0], micro_batches, loss_fn=loss_of)
-    else:
-        schedule = ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss_of)  # type: ignore[arg-type,assignment]
+def zero_bubble_v(model: GPT, micro_batches: int) -> Step:
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return _pipeline(model, micro_batches, (rank, 2 * ranks - 1 - rank), 2 * ranks, ScheduleZBVZeroBubble)
+
+
+def _pipeline(
+    model: GPT, micro_batches: int, here: tuple[int, ...], count: int, schedule_of: Callable[..., Any]
+) -> Step:
+    """`here`: the stages of this rank, of `count`."""
+    parts = [Part(model, index, count) for index in here]
+    stages = [PipelineStage(part, index, count, _device(model)) for part, index in zip(parts, here, strict=True)]
+    schedule = schedule_of(stages, micro_batches, loss_fn=loss_of)
     optimizer = adamw([p for part in parts for p in part.parameters()])
-    first, last = rank == 0, rank == ranks - 1
+    first, last = 0 in here, count - 1 in here
 
     def step(ids: Tensor, labels: Tensor) -> float | None:
         losses: list[Tensor] = []

@@ -32,7 +32,7 @@ def compile_once(
     if torch.distributed.get_rank() == 0:
         try:
             program = compile_program()
-            told = [_told(program)]
+            told = [pack_program(program)]
         except Exception as raised:  # noqa: BLE001 - raised when the others know
             error = raised
             known = isinstance(raised, NnscalerError)
@@ -43,14 +43,11 @@ def compile_once(
         raise error
     if program is not None:
         return program
-    found = pickle.loads(told[0])
-    if isinstance(found, NnscalerError):
-        raise found
-    return _received(found, module, batch, loss_fn)
+    return unpack_program(told[0], module, batch, loss_fn)
 
 
-def _told(program: Program) -> bytes:
-    """Return what another rank cannot take from its own model: all but tensors that are the model's."""
+def pack_program(program: Program) -> bytes:
+    """Return what another process cannot take from its own model: all but tensors that are the model's."""
     named = {name for entry in program.manifest.parameters for name in entry.fqns}
     named |= {name for entry in program.manifest.buffers for name in entry.fqns}
     made = {name: tensor.detach().cpu() for name, tensor in program.state.items() if name not in named}
@@ -60,13 +57,18 @@ def _told(program: Program) -> bytes:
     return pickle.dumps((*fields, origin.specialise, origin.repeat_layers))
 
 
-def _received(told: Any, module: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Program:
+def unpack_program(packed: bytes, module: nn.Module, batch: Any, loss_fn: LossFunction | None = None) -> Program:
+    """Return a program that another process packed, over this one's module. Raises as `compile_once`."""
+    told = pickle.loads(packed)
+    if isinstance(told, NnscalerError):
+        raise told
     sources, manifest, plan, graph, names, made, specialise, repeat_layers = told
     own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     own |= dict(module.named_buffers(remove_duplicate=False))
     lacking = next((name for name in names if name not in own and name not in made), None)
     if lacking is not None:
-        message = f"the model of rank {torch.distributed.get_rank()} has no `{lacking}`, which that of rank 0 has"
+        here = f" of rank {torch.distributed.get_rank()}" if torch.distributed.is_initialized() else ""
+        message = f"the model{here} has no `{lacking}`, which that of rank 0 has"
         raise NnscalerError("replicas_differ", message, help="make the same model on every rank")
     state: Mapping[str, Tensor] = {name: made[name] if name in made else own[name] for name in names}
     sample = flatten_inputs(module if loss_fn is None else with_loss(module, loss_fn), batch)

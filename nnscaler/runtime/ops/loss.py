@@ -51,7 +51,7 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return gradient.new_zeros(gradient.shape[0], ctx.classes).scatter_add(1, index, gradient), None
+        return gradient.new_zeros(gradient.shape[0], ctx.classes).scatter_(1, index, gradient), None
 
 
 def ce_tail(sumexp: Tensor, maximum: Tensor, picked: Tensor, labels: Tensor, ignore_index: int) -> Tensor:

@@ -22,7 +22,7 @@ _MEAN, _SUM = 1, 2
 
 def lower_cross_entropy(graph: Graph) -> Graph:
     """`aten.cross_entropy_loss(logits[N, C], labels[N])` with a sum or mean, without weights and label smoothing,
-    becomes `nnscaler.ce_max, ce_sumexp, ce_pick, ce_tail`, and for a mean `ce_count` and a division. Dims after the
+    becomes `nnscaler.ce_max, ce_pick, ce_sumexp, ce_tail`, and for a mean `ce_count` and a division. Dims after the
     classes, as in logits[N, C, T], become rows. Other means over class indices, and those of `nll_loss`, become a sum
     and a division; other variants stay.
     """
@@ -122,8 +122,10 @@ def _emit(
     wide = "float32" if logits.dtype in ("float16", "bfloat16") else logits.dtype
     off = replace(operation.region, grad_enabled=False)
     peak = emit("max", "nnscaler.ce_max", (scores,), rows, wide, off)
-    total = emit("sumexp", "nnscaler.ce_sumexp", (scores, peak), rows, wide)
     picked = emit("pick", "nnscaler.ce_pick", (scores, targets, ignore), rows, wide)
+    # Last, for then its gradient is made first, and its exponentials are gone when that of what is picked is made:
+    # backward holds two tensors of the size of the logits, and not three.
+    total = emit("sumexp", "nnscaler.ce_sumexp", (scores, peak), rows, wide)
     last: tuple[str, tuple[Any, ...]] = ("nnscaler.ce_tail", (total, peak, picked, targets, ignore))
     if mean:
         summed = emit("tail", *last, (), wide)

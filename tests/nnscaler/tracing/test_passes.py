@@ -117,8 +117,8 @@ def test_cross_entropy_is_a_sum_and_a_count() -> None:
     assert found == text(
         """
         %loss_max: float32[6] = nnscaler.ce_max(%w)  | no_grad
-        %loss_sumexp: float32[6] = nnscaler.ce_sumexp(%w, %loss_max)
         %loss_pick: float32[6] = nnscaler.ce_pick(%w, %labels, 3)
+        %loss_sumexp: float32[6] = nnscaler.ce_sumexp(%w, %loss_max)
         %loss_tail: float32[] = nnscaler.ce_tail(%loss_sumexp, %loss_max, %loss_pick, %labels, 3)
         %loss_count: int64[] = nnscaler.ce_count(%labels, 3)  | no_grad
         %loss: float32[] = aten.div.Tensor(%loss_tail, %loss_count)
