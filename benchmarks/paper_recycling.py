@@ -24,7 +24,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.policies import make_plan
-from nnscaler.planning.recycling import runs_of
+from nnscaler.planning.recycled_layers import runs_of
 from nnscaler.scheduling.timeline import PassCosts, simulate
 from nnscaler.transform.plan import DP, PP, TP, Plan, RecomputeStep, Step
 

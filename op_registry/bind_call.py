@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from op_registry.annotation.mismatch import Mismatch, misfit
-from op_registry.annotation.rules import parse_checked
 from op_registry.annotation.sizes import BoundAnnotation, bind
 from op_registry.annotation.syntax import Annotation, Opaque, Operand
+from op_registry.annotation.well_formed import parse_checked
 from op_registry.call import AxisShard, Call, TensorArgument, iterate_tensors
 from op_registry.errors import AnnotationError
 from op_registry.expression import Expression, local_size

@@ -20,8 +20,8 @@ from op_registry.annotation.parser import parse
 from op_registry.annotation.syntax import Annotation
 from op_registry.errors import NnscalerError
 from op_registry.registry import Registry, default_registry, same_place
-from op_registry.schema import SchemaError, infer_schema
 from op_registry.spec import AnnotationFunction, OperatorSpec, SchemaParameter, SourceLocation
+from op_registry.torch_schema import SchemaError, infer_schema
 
 if TYPE_CHECKING:
     import torch

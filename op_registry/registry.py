@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from threading import RLock
 from typing import Any
 
-from op_registry.annotation.rules import parse_checked
+from op_registry.annotation.well_formed import parse_checked
 from op_registry.errors import AnnotationError, NnscalerError
 from op_registry.spec import OperatorSpec
 

@@ -15,7 +15,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 from op_registry.registry import default_registry
-from op_registry.schema import is_factory, schema_of
+from op_registry.torch_schema import is_factory, schema_of
 
 from nnscaler.manifest import OperatorFile
 

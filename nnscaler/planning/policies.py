@@ -18,7 +18,7 @@ from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layer
 from nnscaler.planning.constraints.kinds import SharedEnds
 from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.experts import batch_axes, expert_steps
-from nnscaler.planning.recycling import partition_runs, runs_of
+from nnscaler.planning.recycled_layers import partition_runs, runs_of
 from nnscaler.planning.specification import OWNED
 from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from op_registry.call import DType
 from op_registry.registry import default_registry, facts_of
-from op_registry.schema import is_factory, schema_of
+from op_registry.torch_schema import is_factory, schema_of
 
 from nnscaler.ir.graph import Graph, Operation, map_slots
 from nnscaler.runtime import ops

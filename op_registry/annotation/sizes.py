@@ -12,7 +12,6 @@ from functools import lru_cache
 from math import prod
 
 from op_registry.annotation.mismatch import Mismatch, misfit
-from op_registry.annotation.rules import check, parse_checked, tied_identifiers
 from op_registry.annotation.syntax import (
     Annotation,
     Concat,
@@ -26,6 +25,7 @@ from op_registry.annotation.syntax import (
     Reduction,
     print_annotation,
 )
+from op_registry.annotation.well_formed import check, parse_checked, tied_identifiers
 
 Shape = tuple[int, ...]
 

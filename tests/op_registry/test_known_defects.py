@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from op_registry.annotation.rules import parse_checked
 from op_registry.annotation.sizes import BoundOperand, bind
 from op_registry.annotation.splits import splittable
+from op_registry.annotation.well_formed import parse_checked
 from op_registry.bind_call import bind_call
 from op_registry.call import AxisShard
 from op_registry.errors import AnnotationError

@@ -7,7 +7,7 @@ from typing import Any
 
 from op_registry.call import DType
 from op_registry.registry import facts_of
-from op_registry.schema import has_default_dtype
+from op_registry.torch_schema import has_default_dtype
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
 from nnscaler.tracing.passes.dataflow import needing_grad

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_registry.call import DType
 from op_registry.registry import facts_of
-from op_registry.schema import may_draw
+from op_registry.torch_schema import may_draw
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation

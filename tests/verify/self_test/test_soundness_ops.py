@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from op_registry.annotation.rules import parse_checked
+from op_registry.annotation.well_formed import parse_checked
 from op_registry.registry import default_registry
 
 from nnscaler.cli.main import main

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from op_registry.annotation.rules import parse_checked, tied_identifiers
 from op_registry.annotation.sizes import BoundAnnotation
 from op_registry.annotation.syntax import Annotation, Concat, Dim, Group, Identifier, Integer, Opaque, Operand
+from op_registry.annotation.well_formed import parse_checked, tied_identifiers
 from op_registry.call import DType, TensorArgument
 from op_registry.samples import Sample, replace_tensors
 from op_registry.samples.sample import Tensor as SampleTensor

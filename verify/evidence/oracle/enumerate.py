@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from op_registry.annotation.rules import parse_checked
 from op_registry.annotation.syntax import UNSPLIT
+from op_registry.annotation.well_formed import parse_checked
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 
-from op_registry.annotation.rules import parse_checked
 from op_registry.annotation.syntax import Annotation, Operand
+from op_registry.annotation.well_formed import parse_checked
 
 from verify.evidence.cases import Inputs
 from verify.evidence.inputs.draw_calls import Style, choose_sizes, identifiers_of

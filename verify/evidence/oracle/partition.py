@@ -28,8 +28,8 @@ from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of
 from verify.evidence.options import Safeguards
 from verify.evidence.oracle.random_calls import random_arguments
 from verify.evidence.oracle.tolerance import Bound
-from verify.evidence.oracle.variants import Variant, variants_of
 from verify.evidence.oracle.whole import WholeRun, as_leaves, gradients_of
+from verify.evidence.oracle.wrong_variants import Variant, variants_of
 from verify.results.tolerance import TensorDifference, difference, largest
 
 AXES = ("shards", "groups")

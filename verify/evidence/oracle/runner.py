@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from op_registry.annotation.rules import parse_checked
+from op_registry.annotation.well_formed import parse_checked
 from op_registry.bind_call import bind_call, linear_sets, size_arguments
 from op_registry.call import Call
 from op_registry.registry import default_registry

@@ -30,8 +30,8 @@ from verify.operators.audit.central_differences import (
     with_gradients,
 )
 from verify.operators.audit.handwritten import Deviation, Handwritten, deviation, handwritten, plain
-from verify.operators.audit.own_forward import Blame, find_wrong
 from verify.operators.audit.watched import Probed, one_line, shapes_of, tensor_names
+from verify.operators.audit.wrong_backward import Blame, find_wrong
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -15,8 +15,8 @@ from torch._library.custom_ops import OPDEFS
 
 from op_registry.annotation.parser import parse
 from op_registry.call import Call, DType, TensorArgument
-from op_registry.schema import SchemaError, infer_schema
 from op_registry.spec import AnnotationFunction, OperatorSpec
+from op_registry.torch_schema import SchemaError, infer_schema
 
 from nnscaler.errors import AnnotationError, NnscalerError
 from verify.evidence.inputs.concrete_call import function_of

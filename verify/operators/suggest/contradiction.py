@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.rules import with_marks
 from op_registry.annotation.syntax import Identifier, Operand
+from op_registry.annotation.well_formed import with_marks
 
 from nnscaler.errors import AnnotationError, NnscalerError
 from nnscaler.ir.placement import Split

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.rules import map_identifiers
 from op_registry.annotation.syntax import Annotation, Identifier, Opaque, Operand, print_annotation
+from op_registry.annotation.well_formed import map_identifiers
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError, NnscalerError

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.rules import map_identifiers, tied_identifiers, with_marks
 from op_registry.annotation.syntax import (
     Annotation,
     Dim,
@@ -23,6 +22,7 @@ from op_registry.annotation.syntax import (
     print_dim,
     print_operand,
 )
+from op_registry.annotation.well_formed import map_identifiers, tied_identifiers, with_marks
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError

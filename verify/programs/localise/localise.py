@@ -18,8 +18,8 @@ from verify.programs.localise.culprit import SHOWN, Culprit, Key, RoleLine, decl
 from verify.programs.localise.first_divergent import first_difference
 from verify.programs.localise.forced_run import TaughtRun, prepare_run
 from verify.programs.localise.judge import Wrong, judge, operation_of
-from verify.programs.localise.numeric import explain
 from verify.programs.localise.parameters import Finals, changed, frozen, wrongly_accumulated, wrongly_summed
+from verify.programs.localise.repair_pieces import explain
 from verify.programs.localise.rewrites import Replay, Rewrite, rewrites
 from verify.programs.localise.stage_boundaries import wrong_ends
 from verify.programs.localise.statements import Statement, shown

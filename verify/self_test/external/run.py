@@ -18,12 +18,19 @@ from verify.external.verify import verify_program
 from verify.results.line import StyledLine, plain
 from verify.results.report import Report
 from verify.results.verdict import Verdict
-from verify.self_test.external import hand_rows, known_bugs, pipeline_rows, replicated_rows, sharded_rows, tensor_rows
+from verify.self_test.external import (
+    known_bugs,
+    right_by_hand,
+    right_pipelines,
+    right_replicated,
+    right_sharded,
+    right_tensor_parallel,
+)
 from verify.self_test.external.edits import ExternalMutant
 from verify.self_test.external.mutants import by_hand, data, meetings, plans, sharded, stages
 from verify.self_test.runner import Progress, closing_line, run_rows, run_rows_apart
 
-_TABLES = (tensor_rows, sharded_rows, replicated_rows, pipeline_rows, hand_rows)
+_TABLES = (right_tensor_parallel, right_sharded, right_replicated, right_pipelines, right_by_hand)
 PROGRAMS: Mapping[str, ExternalProgram] = {name: p for table in _TABLES for name, p in table.PROGRAMS.items()}
 assert len(PROGRAMS) == sum(len(table.PROGRAMS) for table in _TABLES), "two programs have one name"
 

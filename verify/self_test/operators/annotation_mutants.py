@@ -29,7 +29,6 @@ from functools import lru_cache
 from itertools import combinations
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.rules import map_identifiers
 from op_registry.annotation.syntax import (
     Annotation,
     Concat,
@@ -41,6 +40,7 @@ from op_registry.annotation.syntax import (
     Operand,
     print_annotation,
 )
+from op_registry.annotation.well_formed import map_identifiers
 
 from nnscaler.errors import AnnotationError
 

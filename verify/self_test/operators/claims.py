@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from op_registry.annotation.rules import parse_checked
+from op_registry.annotation.well_formed import parse_checked
 from op_registry.bind_call import bind_call, size_arguments
 from op_registry.call import Call
 from op_registry.registry import output_only

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from op_registry.annotation.rules import parse_checked, tied_identifiers
 from op_registry.annotation.syntax import Annotation
+from op_registry.annotation.well_formed import parse_checked, tied_identifiers
 from op_registry.builtin import SPECS
 from op_registry.spec import OperatorSpec
 

@@ -15,9 +15,9 @@ import torch
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from verify.external.ranks.agreement import disagreement_of
 from verify.external.ranks.answers import CollectiveShare, answer
+from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of, load_state, save_state
 from verify.external.ranks.places import is_program, place_in_stack, place_of_call, place_of_error
 from verify.external.ranks.processes.call_log import CallReader, CallWriter, Entry
-from verify.external.ranks.rank_state import VARIABLES, environment_of, load_state, save_state
 from verify.external.ranks.records import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
 from verify.external.ranks.threads.simulator import kept_memory

@@ -32,11 +32,11 @@ from nnscaler.runtime.autograd_engine import start_autograd
 from nnscaler.runtime.communication.process_group import local_environment
 from nnscaler.runtime.jobs.job import StatusWriter, create_status_file
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
+from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of
 from verify.external.ranks.places import place_of_error, traceback_of
 from verify.external.ranks.processes.call_log import CallWriter
 from verify.external.ranks.processes.gloo_group import GlooGroup, ReportedStore, Reporter
 from verify.external.ranks.processes.gloo_watch import ProcessWatch, RankAnswer
-from verify.external.ranks.rank_state import VARIABLES, environment_of
 from verify.external.ranks.records import RankRun
 from verify.external.ranks.torch_private import FileStore, our_groups, preload, unwaited_collectives
 

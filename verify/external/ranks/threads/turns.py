@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from verify.external.ranks.rank_state import RankState, load_state, save_state
+from verify.external.ranks.globals_of_ranks import RankState, load_state, save_state
 from verify.external.ranks.records import RanksFailed
 
 Ready = Callable[[], bool]

@@ -21,7 +21,7 @@ import torch
 from op_registry.call import DType
 from op_registry.expression import Expression
 from op_registry.registry import default_registry
-from op_registry.schema import schema_of
+from op_registry.torch_schema import schema_of
 
 from nnscaler.runtime import ops
 from nnscaler.runtime.communication import comm

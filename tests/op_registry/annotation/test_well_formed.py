@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from op_registry import AnnotationError, check, parse
-from op_registry.annotation.rules import parse_checked, tied_identifiers
+from op_registry.annotation.well_formed import parse_checked, tied_identifiers
 
 REFUSED = {
     "m k+, k n -> m n": (

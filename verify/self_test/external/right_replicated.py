@@ -23,8 +23,8 @@ from verify.self_test.external.models import (
     sgd_momentum,
     supervised,
 )
+from verify.self_test.external.right_tensor_parallel import SMALL, program
 from verify.self_test.external.sharded_data import checkpoint_layers
-from verify.self_test.external.tensor_rows import SMALL, program
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.001}
 

@@ -26,7 +26,7 @@ from verify.self_test.external.models import (
     sgd_momentum,
     vectors,
 )
-from verify.self_test.external.tensor_rows import SMALL, program
+from verify.self_test.external.right_tensor_parallel import SMALL, program
 
 LAYERS = ("layers.*",)
 BLOCKS = ("blocks.*",)

@@ -11,7 +11,7 @@ from verify.self_test.external import by_hand as hand
 from verify.self_test.external import data_parallel as dp
 from verify.self_test.external import divided_sequences as ds
 from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, Twice, adamw, supervised
-from verify.self_test.external.tensor_rows import SMALL, program
+from verify.self_test.external.right_tensor_parallel import SMALL, program
 
 
 def _split() -> Iterator[ExternalProgram]:
