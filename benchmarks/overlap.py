@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.runtime.communication import peer_memory
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
-from nnscaler.runtime.communication.exchanges import Arrival, OneRoundCollective
+from nnscaler.runtime.communication.exchanges import Arrival, OneRound
 from nnscaler.runtime.communication.gloo import GlooCommunicator
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
@@ -120,7 +120,7 @@ class SlowCommunicator(GlooCommunicator):
         if threading.get_ident() == self._main:
             self.waited.append((start, time.monotonic(), f"{call.kind} {call.context}".strip()))
 
-    def _post(self, exchanges: Sequence[OneRoundCollective]) -> None:
+    def _post(self, exchanges: Sequence[OneRound]) -> None:
         super()._post(exchanges)
         for exchange in exchanges:
             exchange.arrivals.append(self._carries(exchange.outgoing, exchange.incoming, exchange.call))

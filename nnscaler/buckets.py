@@ -11,9 +11,15 @@ from collections.abc import Callable, Sequence
 BUCKET_BYTES = 25 * 2**20
 LEAST_BYTES = 2**20
 AHEAD_BYTES = 16 * 2**20  # of parameters that are gathered before they are read, and of their gradients on the way back
+AHEAD = 1 / 8  # of all that a pass gathers: more is not there at a time before it is read
 BATCHES = 16  # of so many bytes of these gradients, one is begun together
 SHARED_BYTES = 2**16  # up to which a tensor shares a message with others that are begun together
 EDGE, INNER = 1 / 8, 3 / 8  # of all gradients over one group: the first bucket and the last, and those between them
+
+
+def gathered_ahead(total: int) -> int:
+    """Return the bytes of parameters that are gathered before they are read, by those that a pass gathers in all."""
+    return min(AHEAD_BYTES, max(LEAST_BYTES, int(AHEAD * total)))
 
 
 def gathered_together(weights: Sequence[int]) -> list[list[int]]:

@@ -21,6 +21,7 @@ from nnscaler.communication.communicated_graph import (
     runs_again,
     writes,
 )
+from nnscaler.communication.gathered_parameters import gathered_again
 from nnscaler.halves import halves_of
 from nnscaler.ir.graph import Graph
 
@@ -32,7 +33,8 @@ class StatementHalves:
     """The part of a statement's backward that W runs; I runs the rest.
 
     gradients  0, 1, or BOTH where it gives gradients to both sides
-    again      the same of what is computed again: it comes back in the first half that reads a value of its group
+    again      the same of what is computed, or gathered, again: in the first half that reads a value of its group, or
+               the parameter
     """
 
     gradients: float
@@ -68,12 +70,16 @@ def statement_halves(graph: Graph, program: StageProgram) -> tuple[StatementHalv
             shares.append(BOTH if any(map(halves.waits, (n for n in below[i] if n not in halves.trunk))) else 0.0)
         else:
             shares.append(1.0 if i not in below or halves.waits(i) else 0.0)
+    gathered = gathered_again(graph, program)
     regions = [again_in(graph, statements, i) for i in range(len(statements))] if _recomputes(program) else []
     first = {region for i, region in enumerate(regions) if i in below and shares[i] < 1}
-    return tuple(
-        StatementHalves(share if i in below else 0.0, 1.0 if regions and regions[i] not in first else 0.0)
-        for i, share in enumerate(shares)
-    )
+
+    def again(i: int) -> float:
+        if i in gathered:
+            return float(all(again(j) if regions and regions[j] else shares[j] == 1.0 for j in gathered[i]))
+        return 1.0 if regions and regions[i] not in first else 0.0
+
+    return tuple(StatementHalves(share if i in below else 0.0, again(i)) for i, share in enumerate(shares))
 
 
 def _recomputes(program: StageProgram) -> bool:

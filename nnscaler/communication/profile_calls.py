@@ -27,6 +27,7 @@ from nnscaler.communication.communicated_graph import (
     times_of,
     writes,
 )
+from nnscaler.communication.gathered_parameters import gathered_again
 from nnscaler.communication.regions import BlockMessage, in_micro_batch, transfer
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.layout import SLICE, DeviceMesh, Layout, Partial, is_uneven, local_shape
@@ -159,6 +160,7 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
             yield from _sites("prepare", i, _conversion(graph, program, statement, "forward", "prepare", causes[i], 1))
     live = differentiated(graph, program)
     again = repeated_in_backward(graph, program.forward) if program.gradient else frozenset()
+    gathered = gathered_again(graph, program)
     halves = statement_halves(graph, program)
     causes = _causes(program.forward)
     for i, statement in enumerate(program.forward):
@@ -176,8 +178,9 @@ def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> It
                 half = "W" if halves[i].gradients else "I"
                 back = _conversion(graph, program, statement, "backward", half, cause, times)
                 yield from _sites("backward", i, back)
-            if i in again:
+            if i in again or i in gathered:
                 half = "W" if halves[i].again else "I"
+                times *= (i in again) + (i in gathered)
                 repeated = _conversion(graph, program, statement, "recompute", half, cause, times)
                 yield from _sites("recompute", i, repeated)
     for i, message in enumerate(program.sends):

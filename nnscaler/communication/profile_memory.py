@@ -18,7 +18,8 @@ Memory, of one rank (of the one with the largest shards), in bytes, at the momen
 Under ZeRO-2 a backward ends with whole gradients, when the activations of its micro-batch are gone: where these are the
 smaller ones, that is the moment when most is held, and the total is of it.
 
-Not counted: scratch memory of operators, fragmentation, buffers of communication.
+Not counted: scratch memory of operators, fragmentation, buffers of communication, and parameters that ZeRO-3 gathers
+where they are read: of a whole, one is there at a time, and what is gathered ahead of it.
 
 Work of a forward pass: floating point operations of matmul-like operators and elements written, of one rank.
 """
@@ -49,6 +50,7 @@ from nnscaler.communication.communicated_graph import (
     times_of,
     writes,
 )
+from nnscaler.communication.gathered_parameters import let_go
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.layout import SLICE, Layout, Prefix, is_owned, local_shape
@@ -133,7 +135,7 @@ def _held(
 def kept_bytes(graph: Graph, program: StageProgram, index: int = 0) -> int:
     """Return the bytes that one micro-batch, or its slice of this index, keeps on a rank from its forward to its
     backward. Rows that it keeps for later slices are among them, until then."""
-    stored = {s.variable for s in program.stored}
+    stored = {*(s.variable for s in program.stored), *let_go(graph, program)}
     base: dict[str, Version] = {}
     inside: dict[str, str] = {}  # variable -> the recomputed group that makes it
     several: dict[str, int] = {}  # variable -> how many pieces make one
@@ -168,10 +170,12 @@ def kept_for_weights(graph: Graph, program: StageProgram) -> int:
     """Return the bytes that one micro-batch keeps on a rank from the first half of its backward to the second one."""
     if not any(message.needs_grad for message in program.receives):
         return kept_bytes(graph, program)  # the first half does nothing
-    stored = {s.variable for s in program.stored}
+    halves = statement_halves(graph, program)
+    stored = {s.variable for s in program.stored}  # and parameters that W is the first to read
+    stored.update(variable for variable, gather in let_go(graph, program).items() if halves[gather].again)
     base: dict[str, Version] = {}
     kept: dict[str, int] = {}
-    for statement, half in zip(program.forward, statement_halves(graph, program), strict=True):
+    for statement, half in zip(program.forward, halves, strict=True):
         if not isinstance(statement, Compute):
             continue
         made, times = [v for v in statement.outputs if v is not None], times_of(statement, program.stage)

@@ -21,6 +21,7 @@ from nnscaler.communication.communicated_graph import (
     again_in,
     repeated_in_backward,
 )
+from nnscaler.communication.gathered_parameters import gathered_again
 from nnscaler.communication.profile import call_sites
 from nnscaler.communication.profile_calls import CallSite, Part
 from nnscaler.events import RECEIVED, SENT, Ranks
@@ -168,7 +169,7 @@ def _half(line: Callable[[float], Piece], seconds: float, share: float, kind: Ki
 
 def _again_before(communicated: CommunicatedGraph, program: StageProgram) -> Mapping[int, Sequence[int]]:
     """Return by statement those that are computed again before its gradient is: all of its group, at the last
-    operation of it that runs before no conversion which is not made again."""
+    operation of it that runs before no conversion which is not made again; and parameters that it reads."""
     graph, statements = communicated.partitioned.graph, program.forward
     repeated = repeated_in_backward(graph, statements)
     found: dict[int, Sequence[int]] = {}
@@ -182,4 +183,8 @@ def _again_before(communicated: CommunicatedGraph, program: StageProgram) -> Map
         end = min(left, default=run[-1] + 1)
         at = max((i for i in run if last <= i < end and isinstance(statements[i], Compute)), default=last)
         found[at] = run
+    computed = {i for run in found.values() for i in run}
+    for gather, readers in gathered_again(graph, program).items():
+        if gather not in computed:
+            found[max(readers)] = [*found.get(max(readers), ()), gather]
     return found

@@ -8,7 +8,7 @@ from itertools import compress
 from math import ceil, prod
 from typing import cast
 
-from nnscaler.buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES
+from nnscaler.buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
 from nnscaler.communication.backward_halves import StatementHalves, statement_halves
 from nnscaler.communication.communicated_graph import (
     Compute,
@@ -20,6 +20,7 @@ from nnscaler.communication.communicated_graph import (
     runs_again,
     times_of,
 )
+from nnscaler.communication.gathered_parameters import gathered_again, gathers_parameter
 from nnscaler.ir.conversion import ConversionRow
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
@@ -38,7 +39,7 @@ class StagePrices:
     prepare   by statement, once a step
     forward   by statement
     backward  by statement
-    again     by statement, what of it is computed again in backward
+    again     by statement, what of it is computed, or gathered, again in backward
     halves    by statement, what of both is for W
     arriving  by message that the stage receives
     back      by message that it sends: the gradient that comes back
@@ -96,7 +97,9 @@ def stage_prices(
     stage = program.stage
     pairs, again = [], []
     repeated = repeated_in_backward(graph, program.forward)
-    begun = {i: s for i, s in enumerate(program.forward) if isinstance(s, Convert) and _begun_before(program, s)}
+    gathered = gathered_again(graph, program)
+    converts = {i: s for i, s in enumerate(program.forward) if isinstance(s, Convert)}
+    begun = {i: s for i, s in converts.items() if gathers_parameter(graph, program, s)}
     shared = _in_shared_messages(graph, stage, begun, cost) if cost.overheads.hidden else {}  # measured over gloo
     for i, statement in enumerate(program.forward):
         times = times_of(statement, stage)
@@ -105,17 +108,17 @@ def stage_prices(
         if isinstance(statement, Compute):
             again.append((ahead + cost.overheads.again) * times if runs_again(statement) else 0.0)
         else:
-            again.append(ahead * times if i in repeated else 0.0)
+            again.append(ahead * times * ((i in repeated) + (i in gathered)))
     divided = taken(around, stage.mesh.ranks, "scatter", stage.index)
     computed = [isinstance(statement, Compute) for statement in program.forward]
     backwards = [b + a for (_, b), a in zip(pairs, again, strict=True)]
-    gathered, scattered = [pairs[i][0] for i in begun], [backwards[i] for i in begun]
+    ahead_of, behind_of = [pairs[i][0] for i in begun], [backwards[i] for i in begun]
     under = [sum(compress(values, computed)) for values in ([f for f, _ in pairs], backwards)]
-    last = last_of(around, "scatter", stage.index) or sum(scattered[:1])
+    last = last_of(around, "scatter", stage.index) or sum(behind_of[:1])
     exposed = cost.overheads.exposed
     hidden = (
-        sum(gathered) - exposed(sum(gathered), sum(gathered[:1]), under[0]),
-        sum(scattered) + divided - exposed(sum(scattered) + divided, last, under[1]),
+        sum(ahead_of) - exposed(sum(ahead_of), sum(ahead_of[:1]), under[0]),
+        sum(behind_of) + divided - exposed(sum(behind_of) + divided, last, under[1]),
     )
     return StagePrices(
         tuple(_statement(graph, stage, statement, signatures, cost)[0] for statement in program.prepare),
@@ -131,13 +134,6 @@ def stage_prices(
     )
 
 
-def _begun_before(program: StageProgram, statement: Convert) -> bool:
-    """Return whether a statement gathers a parameter, which the runtime begins while what is before it runs."""
-    if statement.move.row.backward != "reduce_scatter":
-        return False
-    return any(statement.source.variable == stored.variable for stored in program.stored)
-
-
 def _in_shared_messages(
     graph: Graph, stage: Stage, begun: Mapping[int, Convert], cost: CostModel
 ) -> dict[int, tuple[float, float]]:
@@ -145,7 +141,7 @@ def _in_shared_messages(
     takes its share of one call for each batch, where that is less than a call of its own."""
     sizes = {i: _moved_bytes(graph, stage, statement) for i, statement in begun.items()}
     every = sum(sizes.values())
-    batches = ceil(every / AHEAD_BYTES), ceil(every / (AHEAD_BYTES // BATCHES))
+    batches = ceil(every / gathered_ahead(every)), ceil(every / (AHEAD_BYTES // BATCHES))
     small: dict[tuple[int, ConversionRow], list[int]] = {}
     for i, statement in begun.items():
         if sizes[i] <= SHARED_BYTES * place_of(stage, stage.names[statement.move.axis]).size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -342,6 +342,14 @@ def place_in_time(stage: Stage | type[Stage], number: int) -> dict[str, int]:
 def is_trained(stage: Stage | type[Stage]) -> bool:
     """Return whether a gradient comes to the stage: of the loss, or of what it sends."""
     return stage.loss is not None or any(send.needs_grad for send in stage.sends)
+
+
+def may_gather(stage: Stage) -> bool:
+    """Return whether the text of a stage may gather parameters where it reads them."""
+    codes = [type(stage).forward.__code__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return any(name in ("all_gather", "all_gather_replicated") for code in codes for name in code.co_names)
 
 
 def recompute(function: Callable[..., Any], *tensors: Any) -> Any:

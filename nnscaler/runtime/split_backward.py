@@ -30,6 +30,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from nnscaler.halves import Halves, halves_of
+from nnscaler.runtime.communication.parameter_reads import ParameterReads
+from nnscaler.runtime.saved_values import GONE, SavedValues
 
 Root = tuple[Tensor, Tensor]  # an output and its gradient
 Edge = tuple[GradientEdge, Tensor]
@@ -63,11 +65,12 @@ class SplitBackward:
     """The backward of one micro-batch through one stage, whose forward ran inside of `recording()`.
 
     `received`: the leaves that I computes the gradients of; `parameters`: all others. Both get them in `.grad`.
+    `reads`: gathers parameters again that forward has gathered; what I gathers, and W reads too, stays until then.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], reads: ParameterReads | None = None) -> None:
         self._parameters = parameters
-        self._saved = _SavedValues()
+        self._saved = SavedValues(reads, once=True)
         self._later: list[_Group] = []
 
     @contextmanager
@@ -154,43 +157,9 @@ def _waiting(below: dict[Node, tuple[Node, ...]], halves: Halves[Node], edges: S
     return groups
 
 
-# Values that forward saves for backward.
+# Regions that are computed again.
 
-_GONE = "backward reads a saved value again that it had done with"
-
-
-class _SavedValues:
-    """The saved values of one micro-batch. Each goes when backward reads it, unless `keep` is set: it is read again."""
-
-    def __init__(self) -> None:
-        self.keep = False
-
-    def hooks(self) -> saved_tensors_hooks:
-        """Return what forward runs inside of."""
-        return saved_tensors_hooks(_Saved, self._take)
-
-    def _take(self, saved: _Saved) -> Tensor:
-        value = saved.value
-        if value is None:
-            raise RuntimeError(_GONE)
-        if value._version != saved.version:  # autograd's own check is not made of values that hooks save
-            raise RuntimeError(f"a tensor of shape {list(value.shape)} that backward needs was modified in place")
-        if not self.keep:
-            saved.value = None
-        return value
-
-
-class _Saved:
-    """A value, and the number of changes in place at the time."""
-
-    __slots__ = ("value", "version")
-
-    def __init__(self, value: Tensor) -> None:
-        self.value: Tensor | None = value.detach()
-        self.version = value._version
-
-
-_recording: ContextVar[_SavedValues | None] = ContextVar("recording", default=None)
+_recording: ContextVar[SavedValues | None] = ContextVar("recording", default=None)
 
 
 def recompute_in_halves(function: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any] | None:
@@ -216,9 +185,10 @@ class _Region:
     That one computes a region again in each run of autograd, of which W makes several.
     """
 
-    def __init__(self, function: Callable[..., Any], tensors: Sequence[Any], saved: _SavedValues) -> None:
+    def __init__(self, function: Callable[..., Any], tensors: Sequence[Any], saved: SavedValues) -> None:
         self._function: Callable[..., Any] | None = function  # until it is computed again
-        self._tensors, self._saved = tensors, saved
+        self._tensors = [(saved.save(t), t.requires_grad) if isinstance(t, Tensor) else (t, None) for t in tensors]
+        self._saved = saved
         self._packed: list[tuple[torch.Size, torch.dtype]] = []
         self._values: dict[int, Tensor] = {}
         kinds = sorted({t.device.type for t in tensors if isinstance(t, Tensor)})  # entered in this order: "cpu" first
@@ -250,8 +220,9 @@ class _Region:
 
         function, self._function = self._function, None
         if function is None:
-            raise RuntimeError(_GONE)
-        own = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in self._tensors]
+            raise RuntimeError(GONE)
+        take = self._saved.take
+        own = [t if needs is None else take(t).detach().requires_grad_(needs) for t, needs in self._tensors]
         token = _recording.set(self._saved)
         try:
             with ExitStack() as stack:
@@ -266,4 +237,4 @@ class _Region:
             _recording.reset(token)
         if [(value.shape, value.dtype) for value in values] != self._packed:
             raise RuntimeError("a recomputed region computes other tensors than in forward")
-        self._values, self._tensors = dict(enumerate(values)), ()
+        self._values, self._tensors = dict(enumerate(values)), []

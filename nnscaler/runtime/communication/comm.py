@@ -174,7 +174,15 @@ def keep_first(x: Tensor, axis: AxisGroup) -> Tensor:
 def all_gather(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
     """Sharded -> Invariant: all_gather / slice."""
     cut = Cut(dim, outer, sections, sizes)
+    if isinstance(x, torch.nn.Parameter) and not x.requires_grad:
+        return cast(Tensor, apart(_read_frozen, x, axis, cut))
     return _convert(x, axis, _gather(cut), _slice(cut))
+
+
+def _read_frozen(x: torch.nn.Parameter, axis: AxisGroup, cut: Cut) -> Tensor:
+    if axis.reads is None or not axis.reads.knows(x):
+        return _gather(cut)(x.detach(), axis)
+    return axis.reads.whole(Read(x, axis.ranks, axis.index, cut, program_place()))
 
 
 def all_gather_replicated(
@@ -186,10 +194,13 @@ def all_gather_replicated(
 
 
 def _read_or_gather(x: Tensor, axis: AxisGroup, cut: Cut) -> Tensor:
-    if axis.reads is None or not axis.reads.knows(x):
+    if axis.reads is None or not isinstance(x, torch.nn.Parameter):
         return cast(Tensor, Conversion.apply(x, axis, _gather(cut), _sum_scatter(cut)))
-    read = Read(cast(torch.nn.Parameter, x), axis.ranks, axis.index, cut, program_place())
-    return cast(Tensor, _ParameterRead.apply(x, axis.reads, read))
+    read = Read(x, axis.ranks, axis.index, cut, program_place())
+    if axis.reads.knows(x):
+        return cast(Tensor, _ParameterRead.apply(x, axis.reads, read))
+    whole = cast(Tensor, Conversion.apply(x, axis, _gather(cut), _sum_scatter(cut)))  # a version of a stream
+    return axis.reads.remember(whole, read)
 
 
 def place(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:

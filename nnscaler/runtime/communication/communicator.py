@@ -1,7 +1,6 @@
 """Communication of a rank program with other ranks: the protocol, the record of each call, and the common checks.
 
-Two implementations: `simulator` (a thread per rank) and `distributed` (torch.distributed). Rank programs cannot tell
-them apart. Semantics, for both:
+Implementations: `simulator` (a thread per rank), `gloo` and `nccl`. Rank programs cannot tell them apart:
 
 * `ranks` is the group in axis order; every rank of the group makes the same calls on it in the same order. Results of
   collectives with several tensors are in the order of `ranks`, and sums are equal bitwise on all ranks of the group.
@@ -63,6 +62,7 @@ class CommunicationCall:
     place: str | None = None  # file:line of the rank program
     context: str = ""  # the instruction that runs, "F0.1"
     begun: bool = False  # it is waited for later: it meets those that are begun, in their order
+    lasting: bool = False  # what it is given is not written before `settle`
 
     def arriving(self, rank: int) -> list[tuple[int, ...]]:
         """Return the shapes that each rank of the group gives to `rank` in an all_gather, reduce_scatter or
@@ -93,7 +93,7 @@ class CommunicationCall:
 
 class Pending:
     """A communication that was begun. Memory that it writes is neither read nor written before `wait`, and memory that
-    it reads is not written.
+    it reads is not written; of a lasting call not before `settle`.
 
     call  as it was recorded
     """
@@ -139,7 +139,8 @@ class Communicator(Protocol):
     ) -> Pending: ...
     def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending: ...
     def start_recv(self, into: Tensor, source: int, key: Key) -> Pending: ...
-    def together(self) -> AbstractContextManager[None]: ...
+    def together(self, lasting: bool = False) -> AbstractContextManager[None]: ...
+    def settle(self) -> None: ...
     def finish(self) -> None: ...
     def at(self, place: str | None) -> AbstractContextManager[None]: ...
 
@@ -183,6 +184,7 @@ class CommunicatorBase:
         self.current: CommunicationCall | None = None
         self.listener: Callable[[CommunicationCall], None] | None = None
         self._place: str | None = None
+        self._lasting = False
         self._begun: dict[int, Pending] = {}
 
     @contextmanager
@@ -248,9 +250,8 @@ class CommunicatorBase:
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
         """Return the `tensor` of rank `source`; on the other ranks it gives the shape and dtype."""
-        call = self._record(
-            CommunicationCall("broadcast", tuple(ranks), _shapes([tensor]), tensor.dtype, source=source)
-        )
+        made = CommunicationCall("broadcast", tuple(ranks), _shapes([tensor]), tensor.dtype, source=source)
+        call = self._record(made)
         if source not in call.ranks:
             raise CommunicationError(f"rank {self.rank}: {call}: the source is not in the group")
         value = tensor.detach()
@@ -263,10 +264,8 @@ class CommunicatorBase:
 
     def send(self, tensor: Tensor, destination: int, key: Key) -> None:
         """Hand the message over and return; `key` names it for the receiver."""
-        call = self._record(
-            CommunicationCall("send", (self.rank, destination), _shapes([tensor]), tensor.dtype, key=key)
-        )
-        self._send(tensor.detach().contiguous(), call)
+        made = CommunicationCall("send", (self.rank, destination), _shapes([tensor]), tensor.dtype, key=key)
+        self._send(tensor.detach().contiguous(), self._record(made))
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor:
         call = self._record(CommunicationCall("recv", (source, self.rank), (tuple(shape),), dtype, key=key))
@@ -304,10 +303,14 @@ class CommunicatorBase:
         return self._start(self._record(made), [], [into])
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, lasting: bool = False) -> Iterator[None]:
         """What is begun inside may leave at the end, in messages that it shares. Every rank of a group begins the same
-        of it inside, and waits for nothing of it there."""
-        yield
+        of it inside, and waits for nothing of it there. `lasting`: what it is given is not written before `settle`."""
+        before, self._lasting = self._lasting, lasting
+        try:
+            yield
+        finally:
+            self._lasting = before
 
     def _start(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Pending:
         if call.kind != "recv" and len(call.ranks) == 1:
@@ -315,21 +318,24 @@ class CommunicatorBase:
             return Pending(call, lambda: None, self._begun)
         return Pending(call, self._begin(call, given, into), self._begun)
 
-    def finish(self) -> None:
-        """Wait until the messages sent from here no longer need their memory. The executor calls it after a step.
+    def settle(self) -> None:
+        """Wait until what lasting calls were given may be written."""
 
-        Raises UnderWayError where something that was begun was not waited for.
-        """
+    def finish(self) -> None:
+        """Wait until the messages sent from here no longer need their memory, after a step. Raises UnderWayError where
+        something that was begun was not waited for."""
         if self._begun:
             first = next(iter(self._begun.values())).call
             self._begun.clear()
             raise UnderWayError(f"rank {self.rank}: {first}: it was begun, and nothing waited for it")
+        self.settle()
 
     # -- for implementations --------------------------------------------------------------------------------------
 
     def _record(self, made: CommunicationCall) -> CommunicationCall:
         """Note the call with its place and context, and return it. Raises CommunicationError for a wrong group."""
-        call = replace(made, place=self._place or program_place(), context=self.context)
+        lasting = made.begun and self._lasting
+        call = replace(made, place=self._place or program_place(), context=self.context, lasting=lasting)
         self.current = call
         if self.listener is not None:
             self.listener(call)
@@ -360,12 +366,10 @@ class CommunicatorBase:
         if call.kind == "recv":
             return lambda: _copy([self._recv(call)], into)
         if call.kind == "all_gather":
-            found = self._all_gather(given[0], call)
+            _copy(self._all_gather(given[0], call), into)
         else:
-            found = [
-                self._all_reduce(given[0], call) if call.kind == "all_reduce" else self._reduce_scatter(given, call)
-            ]
-        _copy(found, into)
+            reduces = call.kind == "all_reduce"
+            _copy([self._all_reduce(given[0], call) if reduces else self._reduce_scatter(given, call)], into)
         return lambda: None
 
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:

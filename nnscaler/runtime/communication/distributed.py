@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, CommunicatorBase
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, CommunicatorBase, Key
 
 
 class Reporter(Protocol):
@@ -74,3 +74,27 @@ def neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:
     """Return the ranks before and after this one on the ring of a group."""
     here = ranks.index(rank)
     return ranks[here - 1], ranks[(here + 1) % len(ranks)]
+
+
+def forward_of(key: Key) -> Key | None:
+    """Return the key of the message whose gradient has `key`; None if `key` is not a gradient's.
+
+    A gradient comes back only after its message has arrived.
+    """
+    return _turned(key, "B", "F")
+
+
+def gradient_of(key: Key) -> Key | None:
+    """Return the key of the gradient of the message that has `key`; None if `key` is a gradient's.
+
+    In a stream, where batches far apart have the same keys, a message comes only after the gradient that was sent back
+    for the last one of its key has arrived.
+    """
+    return _turned(key, "F", "B")
+
+
+def _turned(key: Key, way: str, other: str) -> Key | None:
+    for place in (len(key) - 1, len(key) - 2):  # a number may follow the direction
+        if place >= 0 and key[place] == way:
+            return (*key[:place], other, *key[place + 1 :])
+    return None

@@ -7,6 +7,7 @@ share a message to each rank, into which what is small is copied.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from nnscaler.buckets import SHARED_BYTES
 from nnscaler.runtime.communication.communicator import CommunicationCall
+from nnscaler.runtime.communication.peer_memory import OfferedTensors
 
 _ALIGNED = 16  # bytes: places in a message, for tensors of any dtype
 
@@ -34,6 +36,30 @@ def wait_for(works: Sequence[Awaited | None]) -> None:
 
 
 Post = Callable[[Tensor, int, str], Awaited | None]  # memory, the other rank, and what both must agree on
+# what comes and what goes, the other rank, and what both must agree on; None where memory is not read
+Read = Callable[[Sequence[Tensor], Sequence[Tensor], int, str], tuple[Awaited | None, Awaited | None] | None]
+
+
+class Outbox:
+    """Messages of lasting calls, for which nothing waits before `settle`, with the memory that they read."""
+
+    def __init__(self) -> None:
+        self._leaving: deque[tuple[Awaited, object]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._leaving)
+
+    def add(self, work: Awaited, memory: object) -> None:
+        """Take a message, and let go of those that are known to have been read."""
+        while self._leaving and isinstance(first := self._leaving[0][0], OfferedTensors) and first.is_read():
+            self._leaving.popleft()
+        self._leaving.append((work, memory))
+
+    def settle(self) -> None:
+        """Wait until all have been read."""
+        while self._leaving:
+            self._leaving[0][0].wait()
+            self._leaving.popleft()
 
 
 class Arrival:
@@ -41,9 +67,9 @@ class Arrival:
 
     def __init__(self) -> None:
         self._works: list[Awaited] = []
-        self._kept: list[Tensor] = []  # memory that they read
+        self._kept: list[object] = []  # memory that they read
 
-    def add(self, work: Awaited | None, memory: Tensor) -> None:
+    def add(self, work: Awaited | None, memory: object) -> None:
         if work is not None:
             self._works.append(work)
             self._kept.append(memory)
@@ -56,7 +82,7 @@ class Arrival:
 
 
 @dataclass(eq=False)
-class OneRoundCollective:
+class OneRound:
     """A collective of one round: each rank sends to every other one, and receives from it.
 
     outgoing  what each other rank is sent
@@ -77,7 +103,7 @@ class OneRoundCollective:
         self.finish(self.incoming)
 
 
-def gathering(call: CommunicationCall, own: Tensor, into: Sequence[Tensor], rank: int) -> OneRoundCollective:
+def gathering(call: CommunicationCall, own: Tensor, into: Sequence[Tensor], rank: int) -> OneRound:
     """Return the gather of tensors into places, which may be views."""
     places = dict(zip(call.ranks, into, strict=True))
     places.pop(rank).copy_(own)
@@ -89,10 +115,10 @@ def gathering(call: CommunicationCall, own: Tensor, into: Sequence[Tensor], rank
             if arrived[other] is not place:
                 place.copy_(arrived[other])
 
-    return OneRoundCollective(call, outgoing, incoming, finish)
+    return OneRound(call, outgoing, incoming, finish)
 
 
-def summing(call: CommunicationCall, pieces: Sequence[Tensor], into: Tensor, rank: int) -> OneRoundCollective:
+def summing(call: CommunicationCall, pieces: Sequence[Tensor], into: Tensor, rank: int) -> OneRound:
     """Return the sum of this rank's pieces, in the order of the group."""
     outgoing = dict(zip(call.ranks, pieces, strict=True))
     own = outgoing.pop(rank)
@@ -104,23 +130,45 @@ def summing(call: CommunicationCall, pieces: Sequence[Tensor], into: Tensor, ran
         for part in rest:
             into.add_(part)
 
-    return OneRoundCollective(call, outgoing, incoming, finish)
+    return OneRound(call, outgoing, incoming, finish)
 
 
 def post(
-    exchanges: Sequence[OneRoundCollective], agreement: Callable[[CommunicationCall], str], send: Post, recv: Post
+    exchanges: Sequence[OneRound],
+    agreement: Callable[[CommunicationCall], str],
+    send: Post,
+    recv: Post,
+    read: Read,
+    outbox: Outbox,
 ) -> None:
-    """Send and receive. What has one group shares messages: every rank of a group posts the same of it at once."""
-    groups: dict[tuple[int, ...], list[OneRoundCollective]] = {}
+    """Send and receive. What has one group shares messages: every rank of a group posts the same of it at once.
+
+    From memory that is read, all of it is read at once. What goes of lasting calls is the `outbox`'s.
+    """
+    groups: dict[tuple[int, ...], list[OneRound]] = {}
     for exchange in exchanges:
         groups.setdefault(exchange.call.ranks, []).append(exchange)
     for together in groups.values():
         texts = [agreement(exchange.call) for exchange in together]
+        shared = texts[0] if len(texts) == 1 else f"together {texts}"
+        lasting = all(exchange.call.lasting for exchange in together)
         arrival, own = Arrival(), [Arrival() for _ in together]  # of what is shared, and of the rest
         for exchange, rest in zip(together, own, strict=True):
             exchange.arrivals = [arrival, rest]
+        far: list[int] = []
+        for peer in together[0].outgoing:
+            coming, going = ([getattr(e, side)[peer] for e in together] for side in ("incoming", "outgoing"))
+            begun = read(coming, going, peer, shared)
+            if begun is None:
+                far.append(peer)
+                continue
+            arrival.add(begun[0], coming)
+            if lasting and begun[1] is not None:
+                outbox.add(begun[1], going)
+            else:
+                arrival.add(begun[1], going)
         for make, side in ((recv, "incoming"), (send, "outgoing")):
-            for peer in together[0].outgoing:
+            for peer in far:
                 tensors = [getattr(exchange, side) for exchange in together]
                 small = [i for i, t in enumerate(tensors) if len(texts) > 1 and t[peer].nbytes <= SHARED_BYTES]
                 if small:
@@ -130,7 +178,7 @@ def post(
                             together[i].incoming[peer] = place
                         else:
                             place.copy_(tensors[i][peer])
-                    arrival.add(make(memory, peer, f"together {texts}"), memory)
+                    arrival.add(make(memory, peer, shared), memory)
                 for i in (i for i in range(len(texts)) if i not in small):
                     own[i].add(make(tensors[i][peer], peer, texts[i]), tensors[i][peer])
 

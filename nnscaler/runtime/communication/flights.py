@@ -46,10 +46,12 @@ class Flights:
         self._rank = rank
         self._random = None if timings is None else random.Random(f"{timings} {rank}")
         self._flying: list[_Flight] = []
+        self._lasting: list[tuple[CommunicationCall, tuple[Tensor, ...], list[int]]] = []  # with versions
         self._watch = None if timings is None else _TensorWatch(self)
 
     def watching(self) -> AbstractContextManager[object]:
         self._flying.clear()
+        self._lasting.clear()
         return nullcontext() if self._watch is None else self._watch
 
     def outside(self, function: Callable[[], object]) -> None:
@@ -70,6 +72,9 @@ class Flights:
             self.check(tensor, "is given to", call, writes=False)
         flight = _Flight(call, given, into, give, result, tuple(given))
         self._flying.append(flight)
+        # pieces of gradients belong to nobody else, and would be held for the check alone
+        if call.lasting and (call.kind == "all_gather" or self._random is not None):
+            self._lasting.append((call, flight.read, [tensor._version for tensor in given]))
         if self._random is None or self._random.random() < 0.3:
             self.outside(lambda: self._read(flight))
         return flight
@@ -97,6 +102,14 @@ class Flights:
 
         self.outside(arrive)
         self._flying.remove(flight)
+
+    def settle(self) -> None:
+        """Let what `lasting` calls were given be written. Raises UnderWayError where it was."""
+        lasting, self._lasting = self._lasting, []
+        for call, given, versions in lasting:
+            if [tensor._version for tensor in given] != versions:
+                message = "what it was given was written before it was settled"
+                raise UnderWayError(f"rank {self._rank}: {call}: {message}")
 
     def check(self, tensor: Tensor, how: str, by: object, *, writes: bool) -> None:
         """Raise UnderWayError where a tensor lies in memory that is under way."""

@@ -30,10 +30,12 @@ from nnscaler.runtime.communication.distributed import (
     Reporter,
     TorchCommunicator,
     add_in_order,
+    forward_of,
+    gradient_of,
     neighbours,
     reduce_in_order,
 )
-from nnscaler.runtime.communication.exchanges import Awaited, OneRoundCollective, gathering, post, summing, wait_for
+from nnscaler.runtime.communication.exchanges import Awaited, OneRound, Outbox, gathering, post, summing, wait_for
 from nnscaler.runtime.communication.lanes import Lane
 from nnscaler.runtime.communication.peer_memory import PeerMemory
 
@@ -75,7 +77,8 @@ class GlooCommunicator(TorchCommunicator):
         self._own: dict[tuple[Key, str], deque[Tensor]] = {}  # messages of this rank to itself
         self._lanes: dict[tuple[int, ...], Lane] = {}  # by group, of what is begun
         self._scratch: dict[tuple[int, ...], Tensor] = {}  # by lane, for what arrives and is added up
-        self._gathered: list[OneRoundCollective] | None = None  # what is begun together
+        self._gathered: list[OneRound] | None = None  # what is begun together
+        self._outbox = Outbox()
 
     def _new_group(self, members: tuple[int, ...], backend: str) -> ProcessGroup:
         """Make a group of torch's, on every rank of the job and in one order: it is named after how many there were."""
@@ -112,8 +115,8 @@ class GlooCommunicator(TorchCommunicator):
             work = self._start_recv(content, source, _agreement(call))
             if work is not None:
                 work.wait()
-        self._settle(source, _forward_of(call.key))
-        self._settle(source, _gradient_of(call.key))
+        self._settle(source, forward_of(call.key))
+        self._settle(source, gradient_of(call.key))
         return content.to(self.device)
 
     def _settle(self, destination: int, key: Key | None) -> None:
@@ -121,6 +124,11 @@ class GlooCommunicator(TorchCommunicator):
         waiting = None if key is None else self._sent.get((destination, key))
         if waiting:
             waiting.popleft()[1].wait()
+
+    def settle(self) -> None:
+        if self._outbox:
+            with self._inside("waits until what it gave to others is read"):
+                self._outbox.settle()
 
     def finish(self) -> None:
         super().finish()
@@ -170,22 +178,23 @@ class GlooCommunicator(TorchCommunicator):
         return self._lanes[group]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        if self._gathered is not None:
-            yield
-            return
-        gathered = self._gathered = []
-        try:
-            yield
-        finally:
-            self._gathered = None
+    def together(self, lasting: bool = False) -> Iterator[None]:
+        with super().together(lasting):
+            if self._gathered is not None:
+                yield
+                return
+            gathered = self._gathered = []
+            try:
+                yield
+            finally:
+                self._gathered = None
         if gathered:
             self._post(gathered)
 
-    def _post(self, exchanges: Sequence[OneRoundCollective]) -> None:
+    def _post(self, exchanges: Sequence[OneRound]) -> None:
         """Send and receive what rounds are made of."""
         with self._inside(exchanges[0].call):
-            post(exchanges, _agreement, self._start_send, self._start_recv)
+            post(exchanges, _agreement, self._start_send, self._start_recv, self._start_reading, self._outbox)
             for exchange in exchanges:
                 if self._peers.reads_any(exchange.call.ranks):  # a thread waits, for waiting is what reads
                     works = list(exchange.arrivals)
@@ -203,8 +212,8 @@ class GlooCommunicator(TorchCommunicator):
             with self._inside(call):
                 if work is not None:
                     work.wait()
-            self._settle(source, _forward_of(call.key))
-            self._settle(source, _gradient_of(call.key))
+            self._settle(source, forward_of(call.key))
+            self._settle(source, gradient_of(call.key))
             if content is not into:
                 into.copy_(content)
 
@@ -329,7 +338,7 @@ class GlooCommunicator(TorchCommunicator):
             return None
         tag = self._tag(agreement, rank)
         if self._peers.reads(rank):
-            return self._peers.send(tensor, rank, tag)
+            return self._peers.send([tensor], rank, tag)
         return self._world.send([_bytes(tensor)], rank, tag)
 
     def _start_recv(self, tensor: Tensor, rank: int, agreement: str) -> Awaited | None:
@@ -337,8 +346,20 @@ class GlooCommunicator(TorchCommunicator):
             return None
         tag = self._tag(agreement, rank)
         if self._peers.reads(rank):
-            return self._peers.recv(tensor, rank, tag)
+            return self._peers.recv([tensor], rank, tag)
         return self._world.recv([_bytes(tensor)], rank, tag)
+
+    def _start_reading(
+        self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor], rank: int, agreement: str
+    ) -> tuple[Awaited | None, Awaited | None] | None:
+        """Begin to read what is not empty of `incoming` from a rank, and to let it read `outgoing`; None where they
+        do not read each other's memory."""
+        if not self._peers.reads(rank):
+            return None
+        tag = self._tag(agreement, rank)
+        into, given = ([t for t in tensors if t.numel()] for tensors in (incoming, outgoing))
+        arriving = self._peers.recv(into, rank, tag) if into else None
+        return arriving, self._peers.send(given, rank, tag) if given else None
 
     def _tag(self, agreement: str, peer: int) -> int:
         """Hash what both sides agree on to 31 bits. Raises CommunicationError when two messages with a rank share a
@@ -358,30 +379,6 @@ def _agreement(call: CommunicationCall) -> str:
     kind = "message" if call.kind in ("send", "recv") else call.kind
     agreed = (kind, call.ranks, call.shapes, str(call.dtype), call.reduction, call.source, call.key)
     return repr((*agreed, "begun") if call.begun else agreed)
-
-
-def _forward_of(key: Key) -> Key | None:
-    """Return the key of the message whose gradient has `key`; None if `key` is not a gradient's.
-
-    A gradient comes back only after its message has arrived.
-    """
-    return _turned(key, "B", "F")
-
-
-def _gradient_of(key: Key) -> Key | None:
-    """Return the key of the gradient of the message that has `key`; None if `key` is a gradient's.
-
-    In a stream, where batches far apart have the same keys, a message comes only after the gradient that was sent back
-    for the last one of its key has arrived.
-    """
-    return _turned(key, "F", "B")
-
-
-def _turned(key: Key, way: str, other: str) -> Key | None:
-    for place in (len(key) - 1, len(key) - 2):  # a number may follow the direction
-        if place >= 0 and key[place] == way:
-            return (*key[:place], other, *key[place + 1 :])
-    return None
 
 
 def _host(tensor: Tensor) -> Tensor:

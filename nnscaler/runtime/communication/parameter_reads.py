@@ -1,5 +1,8 @@
 """Parameters that lie in shards and are gathered where the text reads them (ZeRO-3): begun before, waited for there.
 
+A whole is there as long as the text reads it. Backward, which reads it too, gathers it once more: what autograd saves
+of it is a `WholeView`. In a region that is computed again it is gathered with the rest of it, and no third time.
+
 The text reads the same parameters in the same order in each pass. The first pass of a kind finds this order; from then
 on the gathers of what comes next are under way while the present one is used. A gradient is summed and scattered while
 backward goes on, and added to `.grad` at its end. So all ranks that run a text begin the same calls in the same order.
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from nnscaler import buckets
@@ -57,18 +61,46 @@ class _GradientInFlight:
     """A gradient that is under way, or waits for others to begin with it.
 
     part      of its sum that is this rank's
-    gradient  of the whole, until it has begun
+    gradient  of the whole
     """
 
     read: Read
     part: Tensor
-    gradient: Tensor | None
+    gradient: Tensor
     nbytes: int
     pending: Pending | None = None
 
     @property
     def parameter(self) -> Parameter:
         return self.read.parameter
+
+
+@dataclass(eq=False, slots=True)
+class _Gathered:
+    """A parameter that a forward has gathered.
+
+    read    where
+    dtype   of the whole
+    begun   whether its gathers are begun before they are waited for
+    views   that autograd has saved of it, and not read back
+    whole   while backward reads it
+    """
+
+    read: Read
+    dtype: torch.dtype
+    begun: bool
+    views: int = 0
+    whole: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WholeView:
+    """What autograd saves of a parameter that was gathered: where in its memory a value lies."""
+
+    gathered: _Gathered
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(eq=False)
@@ -79,11 +111,16 @@ class ParameterReads:
     _known: set[Parameter] = field(default_factory=set)
     _orders: dict[Pass, list[Read]] = field(default_factory=dict)
     _order: list[Read] | None = None  # of the pass that runs, if it is known
+    _ahead_bytes: dict[Pass, int] = field(default_factory=dict)  # that may be under way in a pass of known order
+    _most_ahead: int = 0  # of the pass that runs
     _seen: list[Read] = field(default_factory=list)
     _begun: int = 0  # reads of the order that were begun
     _ahead: deque[_GatherInFlight] = field(default_factory=deque)
     _going_back: deque[_GradientInFlight] = field(default_factory=deque)
     _totals: dict[Parameter, Tensor] = field(default_factory=dict)
+    # by the address of a storage, of the pass that runs; the reference keeps the address from being used again
+    _wholes: dict[int, tuple[StorageWeakRef, _Gathered]] = field(default_factory=dict)
+    _quiet: set[Pass] = field(default_factory=set)  # which gather nothing
 
     def know(self, parameters: Iterable[Parameter]) -> None:
         """Take part in the reads of these parameters from now on."""
@@ -92,16 +129,30 @@ class ParameterReads:
     def knows(self, tensor: Tensor) -> bool:
         return tensor in self._known if isinstance(tensor, Parameter) else False
 
+    def gathers(self, which: Pass) -> bool:
+        """Return whether a pass may gather parameters: all do for which none was ever run."""
+        return which not in self._quiet
+
     @contextmanager
     def passing(self, which: Pass) -> Iterator[None]:
         """Run a pass of the text inside, forward or backward."""
         self._order, self._seen, self._begun = self._orders.get(which), [], 0
+        self._most_ahead = self._ahead_bytes.get(which, 0)
         self._ahead.clear()
         self._going_back.clear()
         self._totals.clear()
+        self._wholes.clear()
         self._go_ahead()
         yield
         self._forget()
+        self.communicator.settle()
+        if not self._wholes:
+            self._quiet.add(which)
+        self._wholes.clear()
+        if self._order is None:
+            self._ahead_bytes[which] = buckets.gathered_ahead(
+                sum(r.parameter.nbytes * len(r.ranks) for r in self._seen)
+            )
         self._orders[which] = self._seen
         self._order = None
 
@@ -114,7 +165,44 @@ class ParameterReads:
         found = self._ahead.popleft() if self._order is not None else self._begin(read)
         self._go_ahead()
         found.pending.wait()
-        return found.made()
+        return self.remember(found.made(), read, begun=True)
+
+    def remember(self, whole: Tensor, read: Read, begun: bool = False) -> Tensor:
+        """Let go of a whole of several dims after the pass that runs: what is saved of it is gathered again. Return
+        it."""
+        if whole.dim() < 2:  # what is saved is not worth a call
+            return whole
+        storage = whole.untyped_storage()
+        self._wholes[storage._cdata] = StorageWeakRef(storage), _Gathered(read, whole.dtype, begun)
+        return whole
+
+    def view_of_whole(self, value: Tensor) -> WholeView | None:
+        """Return how a value that autograd saves lies in a whole; None where it lies in none."""
+        if not self._wholes or value.layout != torch.strided:
+            return None
+        _, gathered = self._wholes.get(value.untyped_storage()._cdata, (None, None))
+        if gathered is None or gathered.dtype != value.dtype:
+            return None
+        gathered.views += 1
+        return WholeView(gathered, value.shape, value.stride(), int(value.storage_offset()))
+
+    def gather_again(self, view: WholeView, keep: bool = False) -> Tensor:
+        """Return a value of a whole, which stays until backward has read all that was saved of it. `keep`: it reads
+        this value again."""
+        gathered = view.gathered
+        if gathered.whole is None:
+            gathered.whole = self.whole(gathered.read) if gathered.begun else self._at_once(gathered.read)
+        whole = gathered.whole
+        if not keep:
+            gathered.views -= 1
+            if gathered.views <= 0:
+                gathered.whole = None
+        return whole.as_strided(view.shape, view.stride, view.offset)
+
+    def _at_once(self, read: Read) -> Tensor:
+        gathered = self._begin(read)
+        gathered.pending.wait()
+        return gathered.made()
 
     def give(self, read: Read, gradient: Tensor) -> None:
         """Begin to sum the gradient of a whole over the ranks that read it, with small ones that come after it.
@@ -154,12 +242,12 @@ class ParameterReads:
 
     def _begin_back(self) -> None:
         """Begin to sum the gradients that wait."""
-        with self.communicator.together():
+        with self.communicator.together(lasting=True):
             for back in self._going_back:
-                if back.gradient is not None:
-                    read, given, back.gradient = back.read, back.gradient, None
+                if back.pending is None:
+                    read = back.read
                     with self.communicator.at(read.place):
-                        pieces = read.cut.pieces(given, len(read.ranks))
+                        pieces = read.cut.pieces(back.gradient, len(read.ranks))
                         back.pending = self.communicator.start_reduce_scatter(pieces, back.part, read.ranks)
 
     def _go_ahead(self) -> None:
@@ -167,10 +255,10 @@ class ParameterReads:
         if self._order is None:
             return
         flying = sum(whole.nbytes for whole in self._ahead)
-        if self._ahead and flying > buckets.AHEAD_BYTES // 2:
+        if self._ahead and flying > self._most_ahead // 2:
             return
-        with self.communicator.together():
-            while self._begun < len(self._order) and (not self._ahead or flying < buckets.AHEAD_BYTES):
+        with self.communicator.together(lasting=True):
+            while self._begun < len(self._order) and (not self._ahead or flying < self._most_ahead):
                 self._ahead.append(self._begin(self._order[self._begun]))
                 self._begun += 1
                 flying += self._ahead[-1].nbytes
@@ -190,6 +278,6 @@ class ParameterReads:
         else:
             parts = [own.new_empty(shape) for shape in shapes]
             made = lambda: cut.join(parts)  # noqa: E731
-        with self.communicator.at(read.place):
+        with self.communicator.at(read.place), self.communicator.together(lasting=True):
             pending = self.communicator.start_all_gather(own, parts, read.ranks, shapes if cut.sizes else None)
         return _GatherInFlight(read, pending, made, sum(part.nbytes for part in parts))

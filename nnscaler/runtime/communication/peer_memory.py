@@ -22,7 +22,7 @@ import secrets
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -37,7 +37,10 @@ _RING, _SLOT = 16, 24  # bytes of a ring before its slots, and of a slot
 _FULL, _TAKEN = 1, 0
 _CHUNK = 1 << 17  # bytes that are read and added at a time
 _SMALL = 1 << 16  # bytes that are read without letting another thread run
+_SPANS = 1024  # that one call copies: the system's IOV_MAX
 _LOOK = 0.2  # seconds of sleep between two looks whether the other rank is still there
+
+Place = tuple[int, int]  # address and bytes
 
 _FUTEX, _WAIT, _WAKE, _EVERYONE = 202, 0, 1, 2**31 - 1  # of x86-64
 _CALLS = ctypes.CDLL(None, use_errno=True)  # another thread of Python runs meanwhile
@@ -79,7 +82,13 @@ class PeerMemory:
         for other, place in enumerate(places):
             process, file, address, wanted = place.tolist()
             seen = torch.zeros_like(mark)
-            if other == rank or not possible or file < 0 or _copied(process, address, seen) or int(seen) != wanted:
+            if (
+                other == rank
+                or not possible
+                or file < 0
+                or _copied(process, [address], [_place(seen)])
+                or int(seen) != wanted
+            ):
                 continue
             with suppress(OSError):  # another process of that number, which the mark tells, or no permission
                 self._peers[other] = _Peer(other, process, inbox, file, (rank, other))
@@ -102,13 +111,13 @@ class PeerMemory:
         """Say so of all of these ranks but this one."""
         return self._peers.keys() >= {*ranks} - {self._rank}
 
-    def send(self, content: Tensor, rank: int, tag: int) -> OfferedTensor:
-        """Let a rank read a contiguous tensor, which is neither written nor freed before it has."""
-        return OfferedTensor(self._peers[rank], content, tag)
+    def send(self, contents: Sequence[Tensor], rank: int, tag: int) -> OfferedTensors:
+        """Let a rank read contiguous tensors, which are neither written nor freed before it has."""
+        return OfferedTensors(self._peers[rank], contents, tag)
 
-    def recv(self, into: Tensor, rank: int, tag: int) -> ReadTensor:
-        """Read what a rank sends with this tag into a contiguous tensor, when that is waited for."""
-        return ReadTensor(self._peers[rank], into, tag)
+    def recv(self, into: Sequence[Tensor], rank: int, tag: int) -> ReadTensors:
+        """Read what a rank sends with this tag into contiguous tensors of the same sizes, when that is waited for."""
+        return ReadTensors(self._peers[rank], into, tag)
 
     def add_up(self, pieces: Mapping[int, Tensor], tag: Callable[[int], int]) -> None:
         """Sum, in place, what each rank has in the place of this rank's piece; every rank of the group calls it.
@@ -118,7 +127,7 @@ class PeerMemory:
         """
         own = pieces[self._rank]
         peers = {rank: self._peers[rank] for rank in pieces if rank != self._rank}
-        offers = [self.send(pieces[rank], rank, tag(rank)) for rank in peers]
+        offers = [self.send([pieces[rank]], rank, tag(rank)) for rank in peers]
         others = {rank: (peer, *peer.arrival(tag(rank))) for rank, peer in peers.items()}
         count = _CHUNK // own.element_size()
         read = {rank: own.new_empty(min(count, own.numel())) for rank in others}
@@ -126,7 +135,7 @@ class PeerMemory:
             chunk = own[start : start + count]
             parts = {rank: chunk if rank == self._rank else read[rank][: len(chunk)] for rank in pieces}
             for rank, (peer, _, address) in others.items():
-                peer.copy(address + start * own.element_size(), parts[rank])
+                peer.copy([address + start * own.element_size()], [_place(parts[rank])])
             add_in_order(list(parts.values()), chunk)
         for peer, number, _ in others.values():
             peer.release(number)
@@ -134,28 +143,39 @@ class PeerMemory:
             offer.wait()
 
 
-class OfferedTensor:
-    """A tensor that another rank reads."""
+class OfferedTensors:
+    """Tensors that another rank reads: the message is the address of a single one, or of the addresses of several."""
 
-    def __init__(self, peer: _Peer, content: Tensor, tag: int) -> None:
-        self._peer, self._content = peer, content
-        self._number = peer.offer(content.data_ptr(), tag)
+    def __init__(self, peer: _Peer, contents: Sequence[Tensor], tag: int) -> None:
+        addresses = [content.data_ptr() for content in contents]
+        table = (ctypes.c_int64 * len(addresses))(*addresses)
+        self._peer, self._kept = peer, (contents, table)
+        self._number = peer.offer(addresses[0] if len(addresses) == 1 else ctypes.addressof(table), tag)
+
+    def is_read(self) -> bool:
+        return self._peer.has_read(self._number)
 
     def wait(self) -> None:
-        """Return when it has been read. Raises RuntimeError where the other rank has ended."""
+        """Return when they have been read. Raises RuntimeError where the other rank has ended."""
         self._peer.wait_until_read(self._number)
 
 
-class ReadTensor:
-    """A tensor that this rank is going to read."""
+class ReadTensors:
+    """Tensors that this rank is going to read."""
 
-    def __init__(self, peer: _Peer, into: Tensor, tag: int) -> None:
+    def __init__(self, peer: _Peer, into: Sequence[Tensor], tag: int) -> None:
         self._peer, self._into, self._tag = peer, into, tag
 
     def wait(self) -> None:
-        """Wait until it may be read, and read it. Raises RuntimeError where the other rank has ended."""
+        """Wait until they may be read, and read them. Raises RuntimeError where the other rank has ended."""
         number, address = self._peer.arrival(self._tag)
-        self._peer.copy(address, self._into)
+        here = [_place(tensor) for tensor in self._into]
+        addresses = [address]
+        if len(here) > 1:
+            table = (ctypes.c_int64 * len(here))()
+            self._peer.copy([address], [(ctypes.addressof(table), ctypes.sizeof(table))])
+            addresses = list(table)
+        self._peer.copy(addresses, here)
         self._peer.release(number)
 
 
@@ -230,6 +250,10 @@ class _Peer:
             self._sent += 1
             return number
 
+    def has_read(self, number: int) -> bool:
+        """Return whether the other rank has read a message."""
+        return self._leaving.is_read(number)
+
     def wait_until_read(self, number: int) -> None:
         if number >= 0:
             self._wait_for(self._leaving.state_address(number), _FULL, lambda: self._leaving.is_read(number))
@@ -242,9 +266,9 @@ class _Peer:
             found, seen = self._found(tag)
         return found
 
-    def copy(self, address: int, into: Tensor) -> None:
-        """Copy memory of the other rank into a contiguous tensor."""
-        reason = _copied(self._process, address, into)
+    def copy(self, addresses: Sequence[int], into: Sequence[Place]) -> None:
+        """Copy memory of the other rank."""
+        reason = _copied(self._process, addresses, into)
         if reason is not None:
             raise RuntimeError(f"connection closed by peer: the memory of rank {self._rank} is gone ({reason})")
 
@@ -293,6 +317,10 @@ class _Time(ctypes.Structure):
 _PAUSE = _Time(int(_LOOK), int(_LOOK % 1 * 1e9))
 
 
+def _place(tensor: Tensor) -> Place:
+    return tensor.data_ptr(), tensor.nbytes
+
+
 def _slept(address: int, value: int) -> bool:
     """Sleep while the word at an address has a value; return False where it had it for all of `_LOOK`."""
     result = _CALLS.syscall(_FUTEX, address, _WAIT, value & 0xFFFFFFFF, ctypes.byref(_PAUSE), None, 0)
@@ -303,17 +331,28 @@ def _wake(address: int) -> None:
     _SHORT_CALLS.syscall(_FUTEX, address, _WAKE, _EVERYONE, None, None, 0)
 
 
-def _copied(process: int, address: int, into: Tensor) -> str | None:
-    """Copy memory of a process into a contiguous tensor; return why that is impossible, if it is."""
-    size, done = into.nbytes, 0
-    calls = _SHORT_CALLS if size <= _SMALL else _CALLS
-    while done < size:  # one call copies less than two GiB
-        here = _Span(into.data_ptr() + done, size - done)
-        there = _Span(address + done, size - done)
-        count = calls.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if count <= 0:
-            return os.strerror(ctypes.get_errno())
-        done += count
+def _copied(process: int, addresses: Sequence[int], into: Sequence[Place]) -> str | None:
+    """Copy memory of a process, from these addresses to these places; return why that is impossible, if it is."""
+    for first in range(0, len(into), _SPANS):
+        places = into[first : first + _SPANS]
+        pairs = zip(addresses[first : first + _SPANS], places, strict=True)
+        here = (_Span * len(places))(*(_Span(*place) for place in places))
+        there = (_Span * len(places))(*(_Span(address, length) for address, (_, length) in pairs))
+        size, start = sum(length for _, length in places), 0
+        calls = _SHORT_CALLS if size <= _SMALL else _CALLS
+        while size:  # one call copies less than two GiB
+            spans = [ctypes.byref(side, start * ctypes.sizeof(_Span)) for side in (here, there)]
+            left = len(places) - start
+            count = calls.process_vm_readv(process, spans[0], left, spans[1], left, 0)
+            if count <= 0:
+                return os.strerror(ctypes.get_errno())
+            size -= count
+            while size and count:
+                taken = min(count, here[start].length)
+                for side in (here, there):
+                    side[start].address += taken
+                    side[start].length -= taken
+                start, count = start + (not here[start].length), count - taken
     return None
 
 

@@ -190,8 +190,11 @@ class RecordingCommunicator:
     def start_recv(self, into: Tensor, source: int, key: Key) -> Pending:
         return self._started(lambda: self._made.start_recv(into, source, key))
 
-    def together(self) -> AbstractContextManager[None]:
-        return self._made.together()
+    def together(self, lasting: bool = False) -> AbstractContextManager[None]:
+        return self._made.together(lasting)
+
+    def settle(self) -> None:
+        self._made.settle()
 
     def finish(self) -> None:
         self._made.finish()

@@ -349,6 +349,9 @@ class SimulatedCommunicator(CommunicatorBase):
         )
         return lambda: self._flights.land(flight)
 
+    def settle(self) -> None:
+        self._flights.settle()
+
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         return self._exchange.meet(self.rank, call, [tensor])[0]
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
-from nnscaler.runtime.role import Stage, number_of, place_of
+from nnscaler.runtime.role import Stage, may_gather, number_of, place_of
+from nnscaler.runtime.saved_values import SavedValues
 from nnscaler.runtime.split_backward import SplitBackward
 from nnscaler.runtime.training.gradients.accumulate import Gradients
 from nnscaler.runtime.training.messages import Mail
@@ -53,9 +54,12 @@ class BackwardPasses:
 
     def recording(self, stage: Stage, forward: Instruction) -> AbstractContextManager[None]:
         """Return what the forward of a micro-batch runs inside of."""
-        if forward not in self._in_halves or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return nullcontext()
-        split = SplitBackward([getattr(stage, name) for name in stage.parameters])
+        reads = self._reads if may_gather(stage) and self._reads.gathers((stage.index, "F")) else None
+        if forward not in self._in_halves:
+            return nullcontext() if reads is None else SavedValues(reads).hooks()
+        split = SplitBackward([getattr(stage, name) for name in stage.parameters], reads)
         self._split[forward] = split
         return split.recording()
 

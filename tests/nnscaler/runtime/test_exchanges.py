@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from nnscaler.runtime.communication.exchanges import SHARED_BYTES, OneRoundCollective, gathering, post, summing
+from nnscaler.runtime.communication.exchanges import SHARED_BYTES, OneRound, Outbox, gathering, post, summing
 from nnscaler.runtime.training.gradients.buckets import SumBucket
 
 Box = tuple[int, int, str]  # source, destination, agreement
@@ -23,12 +23,14 @@ class Line:
         self.sent: dict[Box, deque[Tensor]] = {}
         self.count = 0
 
-    def post(self, rank: int, exchanges: list[OneRoundCollective]) -> None:
+    def post(self, rank: int, exchanges: list[OneRound]) -> None:
         post(
             exchanges,
             lambda call: f"{call.kind} {call.shapes} {call.dtype}",
             lambda memory, peer, agreement: self._send(memory, (rank, peer, agreement)),
             lambda memory, peer, agreement: Received(self, memory, (peer, rank, agreement)),
+            lambda *_: None,
+            Outbox(),
         )
 
     def _send(self, memory: Tensor, box: Box) -> None:

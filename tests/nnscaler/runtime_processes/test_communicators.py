@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
-from nnscaler.runtime.communication.gloo import GlooCommunicator, _agreement, _forward_of
+from nnscaler.runtime.communication.distributed import forward_of
+from nnscaler.runtime.communication.gloo import GlooCommunicator, _agreement
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
@@ -114,6 +115,6 @@ def test_two_messages_with_a_rank_have_no_tag_in_common(monkeypatch: pytest.Monk
 
 
 def test_a_gradient_says_that_its_message_arrived() -> None:
-    assert _forward_of(("B", 0, 1, 2, "B")) == ("B", 0, 1, 2, "F")
-    assert _forward_of(("h", 0, 1, 2, "B", 4)) == ("h", 0, 1, 2, "F", 4)
-    assert _forward_of(("B", 0, 1, 2, "F")) is None
+    assert forward_of(("B", 0, 1, 2, "B")) == ("B", 0, 1, 2, "F")
+    assert forward_of(("h", 0, 1, 2, "B", 4)) == ("h", 0, 1, 2, "F", 4)
+    assert forward_of(("B", 0, 1, 2, "F")) is None
