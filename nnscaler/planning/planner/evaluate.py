@@ -270,22 +270,24 @@ def item_numbers(
     once                seconds once per step
     resting             bytes at rest
     kept, outside       bytes that one micro-batch keeps in its layer, and outside of layers
+    gathered            bytes of parameters that are whole while a layer runs again
     handed              bytes that one micro-batch hands on
     sent                bytes of one micro-batch that a cut after the item has to send: what it hands on; in a model
                         without numbered layers, where what skips some items is usual, all that is read after it
     arriving            bytes of gradients that are whole when a backward ends
     """
     count = len(subject.layers) + 2
-    names = ("forward", "backward", "weights", "once", "resting", "kept", "outside", "handed", "arriving")
+    names = ("forward", "backward", "weights", "once", "resting", "kept", "outside", "gathered", "handed", "arriving")
     total = {name: np.zeros(count) for name in names}
     items = subject.items_of(tables)
     for columns, group, choice, item in zip(tables.columns, tables.groups, choices, items, strict=True):
         total["forward"][item] += columns.forward[choice]
-        total["backward"][item] += columns.backward[choice] + (columns.forward[choice] if group in again else 0.0)
+        total["backward"][item] += columns.backward[choice] + (columns.again[choice] if group in again else 0.0)
         total["weights"][item] += columns.weights[choice]
         total["once"][item] += once_at(columns, weights, choice)
         total["resting"][item] += columns.resting[choice]
         total["kept" if group >= 0 else "outside"][item] += columns.kept[choice]
+        total["gathered"][item] += columns.gathered[choice]
         total["handed"][item] += columns.handed[choice]
         total["arriving"][item] += columns.arriving[choice]
     for first, second, table in tables.edges:
@@ -316,7 +318,7 @@ def _stage(
     held = sum(float(handed[item] if item in computed else kept[item]) for item in range(start, end))
     if not number and 1 in computed:
         held += float(handed[0])
-    once_more = max((float(kept[item]) for item in computed), default=0.0)
+    once_more = max((float(kept[item] + numbers["gathered"][item]) for item in computed), default=0.0)
     forward, backward, weights, once, resting, arriving = (
         float(numbers[n][start:end].sum()) for n in ("forward", "backward", "weights", "once", "resting", "arriving")
     )

@@ -139,16 +139,18 @@ def way_of(
     layered: Layered, piece: ChainSegment, made: Mapping[int, int], hubs: Mapping[int, int], ends: Ends, again: bool
 ) -> Way:
     """Return the way that makes these choices between these states, with its seconds and bytes from the tables."""
-    seconds = last = resting = outside = kept = handed = given = 0.0
+    seconds = last = resting = outside = kept = handed = given = gathered = 0.0
     tables = layered.chain.tables
     known = {**hubs, **dict(zip(piece.before, _apart(layered.chain.sizes, piece.before, ends[0]), strict=True)), **made}
     for node, choice in made.items():
         columns, inside = tables.columns[node], node in piece.inside
-        seconds += float(columns.forward[choice] * (1 + (again and inside)) + columns.backward[choice])
+        seconds += float(columns.forward[choice] + columns.backward[choice])
+        seconds += float(columns.again[choice]) if again and inside else 0.0
         last += once_at(columns, layered.weights, choice)
         resting += float(columns.resting[choice])
         if inside:
             kept += float(columns.kept[choice])
+            gathered += float(columns.gathered[choice])
             handed += float(columns.handed[choice])
         else:
             outside += float(columns.kept[choice])
@@ -156,5 +158,5 @@ def way_of(
     for i in piece.edges:
         first, second, table = tables.edges[i]
         seconds += float(table[known[first], known[second]])
-    held = outside + (handed + given if again else kept)
-    return Way(dict(made), again, seconds + layered.share * last, resting, held, kept if again else 0.0, last)
+    held, once = (outside + handed + given, kept + gathered) if again else (outside + kept, 0.0)
+    return Way(dict(made), again, seconds + layered.share * last, resting, held, once, last)

@@ -20,7 +20,7 @@ from nnscaler.planning.planner.bounds.rough import Least, Rough
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.layers import ParametersByLayer, Repeated, halves_of_items, items_of_operations
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
-from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, kept_by
+from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, kept_by, read_back
 from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.sharding.problem_config import Setting, given_axes
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
@@ -329,7 +329,8 @@ class PlanningCache:
 
     @cached_property
     def parameters_by_layer(self) -> ParametersByLayer:
-        return ParametersByLayer(self.graph, self.groups, self.items, len(self.layers), self.elsewhere)
+        back = read_back(self.graph, self.signatures)
+        return ParametersByLayer(self.graph, self.groups, self.items, len(self.layers), self.elsewhere, back)
 
     @cached_property
     def trained(self) -> tuple[LogicalTensor, ...]:
@@ -368,7 +369,7 @@ class PlanningCache:
         ]
         self._least[tp] = Least(
             self.fastest(tp, 1),
-            sum(often * float(c.forward.min()) for c, inside, often in nodes if inside),
+            sum(often * float(c.again.min()) for c, inside, often in nodes if inside),
             sum(often * float(c.resting.min()) for c, _, often in nodes),
             sum(often * float(c.kept.min()) for c, inside, often in nodes if inside),
             sum(often * float(c.handed.min()) for c, inside, often in nodes if inside),

@@ -58,7 +58,7 @@ def halves_of_items(graph: Graph, items: Mapping[str, int]) -> dict[str, float]:
     return found
 
 
-Counted = tuple[tuple[LogicalTensor, int], ...]  # parameters, each with how many are like it
+Counted = tuple[tuple[LogicalTensor, bool, int], ...]  # parameters, whether backward reads them, and how many are alike
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class ParametersByLayer:
     items       by operation, its item (see `items_of_operations`)
     layers      how many layers the model has
     elsewhere   operations that other ranks run
+    read_back   parameters that backward reads
     """
 
     graph: Graph
@@ -75,6 +76,7 @@ class ParametersByLayer:
     items: Mapping[str, int]
     layers: int
     elsewhere: Collection[str]
+    read_back: Collection[str]
     _gathered: dict[tuple[int, int | None], Counted] = field(default_factory=dict)
     _uncut: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
@@ -86,14 +88,15 @@ class ParametersByLayer:
         """
         key = (dp, layer)
         if key not in self._gathered:
-            found: dict[tuple[object, ...], tuple[LogicalTensor, int]] = {}
+            found: dict[tuple[object, ...], tuple[LogicalTensor, bool, int]] = {}
             for tensor in self.graph.with_role("parameter"):
                 uses = [op.name for op, _ in self.graph.consumers[tensor.name] if op.name not in self.elsewhere]
                 readers = {self.groups.get(name, -1) for name in uses}
                 if readers and _surely_cut(tensor, dp) and (layer is None or readers == {layer}):
-                    like = (tensor.shape, tensor.dtype, tensor.needs_grad)
-                    first, count = found.get(like, (tensor, 0))
-                    found[like] = first, count + 1
+                    back = tensor.name in self.read_back
+                    like = (tensor.shape, tensor.dtype, tensor.needs_grad, back)
+                    first, _, count = found.get(like, (tensor, back, 0))
+                    found[like] = first, back, count + 1
             self._gathered[key] = tuple(found.values())
         return self._gathered[key]
 

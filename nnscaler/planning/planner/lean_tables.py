@@ -39,15 +39,16 @@ def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
         if id(columns) not in made:
             # [strategies, 2 * forms]: seconds with the activations kept, and with the layer recomputed
             whole = [seconds_of(columns, form) for form in forms]
-            again = [once + form[1] * columns.forward for once, form in zip(whole, forms, strict=True)]
+            again = [once + form[1] * columns.again for once, form in zip(whole, forms, strict=True)]
             costs = np.stack([*whole, *again], axis=1)
-            # [strategies, kinds]: seconds of a step, bytes at rest, kept, handed on, arriving, summed over each axis
+            # [strategies, kinds]: seconds of a step, bytes at rest, kept, handed on, arriving, whole, summed over axes
             needs = [
                 columns.once,
                 columns.resting,
                 columns.kept,
                 columns.handed,
                 columns.arriving,
+                columns.gathered,
                 *(columns.summed[a] for a in sorted(columns.summed)),
             ]
             made[id(columns)] = Criteria(costs, np.stack(needs, axis=1), often)
@@ -93,6 +94,8 @@ def _columns(own: Columns, left: NDArray[np.intp]) -> Columns:
         own.arriving[left],
         {axis: column[left] for axis, column in own.summed.items()},
         own.weights[left],
+        own.again[left],
+        own.gathered[left],
     )
 
 

@@ -191,7 +191,7 @@ def operation_seconds(subject: PlanningCache, found: Evaluated) -> Mapping[str, 
     choices, tables = found.choices, found.tables
     for i, name in enumerate(names):
         columns = tables.columns[i]
-        again = columns.forward[choices[i]] if tables.groups[i] in found.again else 0.0
+        again = columns.again[choices[i]] if tables.groups[i] in found.again else 0.0
         total[name] += float(columns.forward[choices[i]] + columns.backward[choices[i]] + again)
     for first, second, table in tables.edges:
         reader = names[second] if second < len(names) else names[first]

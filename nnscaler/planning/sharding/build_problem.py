@@ -80,7 +80,7 @@ def pose(
 
 def seconds_of(columns: Columns, weights: Weights, in_layer: bool) -> Column:
     """Return the weighted seconds of a node's strategies: [strategies]."""
-    again = columns.forward if weights.recompute and in_layer else 0.0
+    again = columns.again if weights.recompute and in_layer else 0.0
     if weights.passes is None:
         return weights.each * (columns.forward + columns.backward + again) + weights.once * once_of(columns, weights)
     f, i, w = weights.passes

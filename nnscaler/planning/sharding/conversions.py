@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from nnscaler.ir.conversion import ROWS, ConversionStep, find_path, move_cost
 from nnscaler.ir.graph import LogicalTensor, element_bytes
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, State, explain_illegal, full_along, local_shape
-from nnscaler.planning.cost.model import Collective, CostModel
+from nnscaler.ir.rotations import Circulates, Direction, rotations
+from nnscaler.planning.cost.model import Collective, CostModel, Shape
 from nnscaler.planning.sharding.problem_config import Setting
 
 Table = NDArray[np.float64]
@@ -48,6 +49,20 @@ class Conversions:
         if source == target:
             return 0.0
         return self._by_path(tensor, source, target, tensor.shape)
+
+    def rotated(
+        self, around: Circulates, operands: Sequence[LogicalTensor], shapes: Sequence[Shape], way: Direction
+    ) -> float:
+        """Return the seconds in which operands go around an axis inside of an operation, hidden behind nothing.
+
+        `shapes`: of the shards.
+        """
+        setting, total = self._setting, 0.0
+        for turn in rotations(around, operands, setting.sizes, way):
+            place = setting.places[setting.axes[turn.axis][0]]
+            size = prod(shapes[turn.slot]) * element_bytes(turn.dtype)
+            total += turn.times * self._cost.collective("send", size, place)
+        return total
 
     def _make(self, tensor: LogicalTensor, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Table:
         free = len(self._setting.searched)

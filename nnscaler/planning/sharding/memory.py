@@ -103,6 +103,15 @@ class Kept:
     ratio: float
 
 
+def read_back(graph: Graph, signatures: Mapping[str, Signature]) -> frozenset[str]:
+    """Return the parameters that the backward of some operation reads."""
+    found: set[str] = set()
+    for op in graph.operations:
+        grads = [graph.tensors[name].needs_grad for name in op.inputs]
+        found.update(op.inputs[slot] for slot in kept_slots(op.operator, signatures[op.name].linear, grads))
+    return frozenset(name for name in found if graph.tensors[name].role == "parameter")
+
+
 def kept_by(graph: Graph, signatures: Mapping[str, Signature]) -> dict[str, tuple[Kept, ...]]:
     """Return, by operation, the slots that are kept for it and for no earlier one.
 

@@ -117,10 +117,18 @@ class ParameterPlacement:
             if move.each == each
         )
 
-    def least_seconds(self, cost: CostModel, ranks: AxisPlace, tensor: LogicalTensor, tp: int) -> float:
+    def let_go(self, tensor: LogicalTensor) -> bool:
+        """Return whether a micro-batch lets go of a parameter that it has gathered, and gathers it again in backward:
+        not of one with a single dim."""
+        return self.forward is not None and len(tensor.shape) > 1
+
+    def least_seconds(
+        self, cost: CostModel, ranks: AxisPlace, tensor: LogicalTensor, tp: int, read_back: bool
+    ) -> float:
         """Return the least seconds of a micro-batch in which a parameter is gathered and its gradient is scattered,
-        whichever of its dims tp splits."""
-        kinds = [kind for kind in (self.forward, self.backward if tensor.needs_grad else None) if kind is not None]
+        whichever of its dims tp splits. `read_back`: backward reads it."""
+        again = self.forward if read_back and self.let_go(tensor) else None
+        kinds = [k for k in (self.forward, again, self.backward if tensor.needs_grad else None) if k is not None]
         whole, each = tensor.elements, element_bytes(tensor.dtype)
         sizes = {whole, *(whole // size * -(-size // tp) for size in tensor.shape if size)}
         return min(sum(cost.collective(kind, elements * each, ranks) for kind in kinds) for elements in sizes)
@@ -209,7 +217,9 @@ class PlacedParameter:
     backward   seconds of a micro-batch to sum and scatter its gradient
     once       seconds of a step in which it and its gradient go between where they rest and where they are read
     resting    bytes at rest, with its gradient and optimizer states
-    gathered   bytes that a micro-batch holds in addition while the parameter is whole
+    again      seconds of a micro-batch to gather it once more, where backward reads it
+    kept       bytes that a micro-batch keeps of it for backward, where that reads it
+    gathered   bytes of the whole, which are there while it is read
     arriving   bytes of its whole gradient when a backward ends, where that rests in shards
     summed     by axis, bytes of its gradient that are added up over it at the end of a step
     """
@@ -218,6 +228,8 @@ class PlacedParameter:
     backward: float
     once: float
     resting: float
+    again: float
+    kept: float
     gathered: float
     arriving: float
     summed: Mapping[str, float]
@@ -268,6 +280,8 @@ def placed(
         backward,
         once,
         float(placement.memory(tensor, elements, shard, optimizer).total),
+        forward if placement.let_go(tensor) else 0.0,
+        0.0 if placement.forward is None or placement.let_go(tensor) else float(size),
         0.0 if placement.forward is None else float(size),
         float(placement.arriving(tensor, elements)),
         {name: summed for name in over if name not in (DP, EP) or found is None},

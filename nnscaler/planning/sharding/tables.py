@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Sharded
-from nnscaler.ir.rotations import Circulates, Direction, as_computed, circulation, rotations
+from nnscaler.ir.rotations import as_computed, circulation
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.cost.model import CostModel, Shape
+from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, parameter_memory
@@ -48,6 +48,8 @@ class Columns:
     arriving   bytes of gradients that are whole when a backward ends, and then rest in shards
     summed     by axis, bytes of gradients that are added up over it once per step
     weights    seconds of `backward` that its second half, W, takes
+    again      seconds of one micro-batch beside these where its layer is recomputed
+    gathered   bytes of parameters that are whole while its layer is recomputed
     """
 
     forward: Column
@@ -59,6 +61,8 @@ class Columns:
     arriving: Column
     summed: Mapping[str, Column]
     weights: Column
+    again: Column
+    gathered: Column
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +185,7 @@ class TableBuilder:
         key = ("free", id(columns))
         if key not in self._columns:
             nothing = np.zeros(len(columns.forward))
-            self._columns[key] = Columns(*(nothing,) * 7, {}, nothing)
+            self._columns[key] = Columns(*(nothing,) * 7, {}, *(nothing,) * 3)
         return self._columns[key]
 
     def _group_of(self, tensor: LogicalTensor) -> int:
@@ -220,10 +224,11 @@ class TableBuilder:
         summed: dict[str, Column] = {}
         for name, _ in self.setting.axes[:-1]:
             summed[name] = np.array([sum(one.get(name, 0.0) for one in found) for found in sums])
-        forward, backward, once, resting, kept, handed, arriving = np.array(numbers, dtype=np.float64).T.copy()
+        forward, backward, once, resting, kept, handed, arriving, twice, gathered = np.array(numbers).T.copy()
         summed = {name: column for name, column in summed.items() if column.any()}
         weights = self.halves.get(op.name, 0.0) * backward
-        return Columns(forward, backward, once, resting, kept, handed, arriving, summed, weights)
+        again = forward - twice  # seconds in which backward gathers parameters in any case
+        return Columns(forward, backward, once, resting, kept, handed, arriving, summed, weights, again, gathered)
 
     def _row(
         self,
@@ -233,8 +238,7 @@ class TableBuilder:
         outputs: Sequence[LogicalTensor | None],
         leaving: tuple[bool, ...],
     ) -> tuple[tuple[float, ...], list[Mapping[str, float]]]:
-        """Return the figures of `Columns` for one strategy, and the bytes summed of each parameter that is read here
-        alone."""
+        """Return the figures of `Columns` for one strategy, and the bytes summed of parameters that are read here alone."""
         setting = self.setting
         shapes_in = [setting.local(n, t.shape) for (t, _), n in zip(inputs, strategy.needs, strict=True)]
         shapes_out = [
@@ -244,14 +248,15 @@ class TableBuilder:
         dtype = computes_in(t.dtype for t in (*(t for t, _ in inputs), *made))
         signature = self.signatures[op.name]
         around = circulation(signature, (*strategy.choices, *setting.made[op.name]))
+        operands = [tensor for tensor, _ in inputs]
         every = zip(inputs, as_computed(around, strategy.needs), strict=True)
         computed = [setting.local(n, t.shape) for (t, _), n in every]
         forward, backward = self.cost.compute(signature, computed, shapes_out, dtype)
-        forward += self._rotated(around, inputs, shapes_in, "forward")
-        backward += self._rotated(around, inputs, shapes_in, "backward")
+        forward += self.conversions.rotated(around, operands, shapes_in, "forward")
+        backward += self.conversions.rotated(around, operands, shapes_in, "backward")
         if not any(t.needs_grad for t in made):
             backward = 0.0
-        once = resting = gathered = arriving = 0.0
+        once = resting = kept = gathered = arriving = twice = 0.0
         read_back = self._kept_slots(op) if self.rests.placement.forward is not None else ()
         sums: list[Mapping[str, float]] = []
         for slot, ((tensor, alone), need) in enumerate(zip(inputs, strategy.needs, strict=True)):
@@ -262,31 +267,20 @@ class TableBuilder:
                 sums.append(found.summed)
                 once, resting, arriving = once + found.once, resting + found.resting, arriving + found.arriving
                 forward, backward = forward + found.forward, backward + found.backward
-                gathered += found.gathered if slot in read_back else 0.0
+                if slot in read_back:
+                    kept, gathered, twice = kept + found.kept, gathered + found.gathered, twice + found.again
             elif tensor.role in ("buffer", "constant", "input"):
                 fed = tuple(s if isinstance(s, Sharded) and tensor.role == "input" else INVARIANT for s in need)
                 forward += self.conversions.seconds(tensor, fed, need)
                 resting += self._rests(tensor, fed) if tensor.role != "input" and alone else 0.0
-        kept = gathered + sum(
-            prod(shapes_in[k.slot]) * k.ratio * element_bytes(inputs[k.slot][0].dtype) for k in self.kept[op.name]
-        )
+        for k in self.kept[op.name]:
+            kept += prod(shapes_in[k.slot]) * k.ratio * element_bytes(operands[k.slot].dtype)
         handed = sum(
             prod(shape) * element_bytes(t.dtype)
             for t, shape, leaves_layer in zip(outputs, shapes_out, leaving, strict=True)
             if t is not None and shape is not None and leaves_layer
         )
-        return (forward, backward, once, resting, kept, handed, arriving), sums
-
-    def _rotated(
-        self, around: Circulates, inputs: Sequence[tuple[LogicalTensor, bool]], shapes: Sequence[Shape], way: Direction
-    ) -> float:
-        """Return the seconds in which operands go around an axis inside of the operation, hidden behind nothing."""
-        setting, total = self.setting, 0.0
-        for turn in rotations(around, [t for t, _ in inputs], setting.sizes, way):
-            place = setting.places[setting.axes[turn.axis][0]]
-            size = prod(shapes[turn.slot]) * element_bytes(turn.dtype)
-            total += turn.times * self.cost.collective("send", size, place)
-        return total
+        return (forward, backward + twice, once, resting, kept, handed, arriving, twice, gathered), sums
 
     def _kept_slots(self, op: Operation) -> tuple[int, ...]:
         """Return the inputs that backward reads."""
@@ -299,23 +293,30 @@ class TableBuilder:
         leaves = own is not None and any(
             self.groups.get(user.name, -1) != own for user, _ in self.graph.consumers[tensor.name]
         )
-        key = (tensor.role, tensor.shape, tensor.dtype, tensor.needs_grad, id(layouts), leaves)
+        readers = self.graph.consumers[tensor.name] if tensor.role == "parameter" else ()
+        read_back = any(slot in self._kept_slots(op) for op, slot in readers)
+        key = (tensor.role, tensor.shape, tensor.dtype, tensor.needs_grad, id(layouts), leaves, read_back)
         if key not in self._columns:
             summed: dict[str, Column] = {}
             handed = np.zeros(len(layouts))
-            forward, backward, once, resting, kept, arriving = np.zeros((6, len(layouts)))
+            forward, backward, once, resting, kept, arriving, twice, gathered = np.zeros((8, len(layouts)))
             if leaves:
                 each = element_bytes(tensor.dtype)
                 handed = np.array([float(prod(self.setting.local(x, tensor.shape)) * each) for x in layouts])
             if tensor.role == "parameter":
                 found = [self._placed(tensor, leaf) for leaf in layouts]
-                forward, backward, once, resting, kept, arriving = np.array(
-                    [(p.forward, p.backward, p.once, p.resting, p.gathered, p.arriving) for p in found]
+                forward, backward, once, resting, arriving = np.array(
+                    [(p.forward, p.backward, p.once, p.resting, p.arriving) for p in found]
                 ).T.copy()
+                if read_back:
+                    kept, twice, gathered = np.array([(p.kept, p.again, p.gathered) for p in found]).T.copy()
+                    backward += twice
                 names = {name for one in found for name in one.summed}
                 summed = {name: np.array([one.summed.get(name, 0.0) for one in found]) for name in sorted(names)}
             # only a parameter's gradient takes time here: it goes to where it rests
-            self._columns[key] = Columns(forward, backward, once, resting, kept, handed, arriving, summed, backward)
+            self._columns[key] = Columns(
+                forward, backward, once, resting, kept, handed, arriving, summed, backward, forward - twice, gathered
+            )
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:

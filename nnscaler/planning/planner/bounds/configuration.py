@@ -152,8 +152,8 @@ def gathering(subject: PlanningCache, c: Configuration, layer: int | None = None
     key = c.parameters, c.places[DP], c.tp, layer
     if key not in subject.gathering:
         of_each = (
-            (c.parameters.least_seconds(subject.cost, key[1], t, c.tp), n)
-            for t, n in subject.parameters_by_layer.gathered(c.dp, layer)
+            (c.parameters.least_seconds(subject.cost, key[1], t, c.tp, back), n)
+            for t, back, n in subject.parameters_by_layer.gathered(c.dp, layer)
         )
         subject.gathering[key] = sum(seconds * count for seconds, count in of_each)
     return subject.gathering[key]

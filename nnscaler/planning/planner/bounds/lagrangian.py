@@ -186,7 +186,7 @@ def at_prices(
             # recomputed, which I waits for
             rests = columns.resting[:, None] * prices.resting
             kept = once[:, None] + columns.kept[:, None] * prices.kept + rests
-            more = form[1] * columns.forward
+            more = form[1] * columns.again
             again = (once + more)[:, None] + columns.handed[:, None] * prices.kept + rests
             if inside:
                 kept, again = kept + np.inf if recompute else kept, again + np.inf if recompute is False else again

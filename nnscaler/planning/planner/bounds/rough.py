@@ -105,7 +105,7 @@ class Rough:
         columns = self.chain.tables.columns
         ends, piece = (floors.head, floors.tail), self.chain.layer
         again = [
-            sum(float(columns[node].forward.min()) for node in part.inside)
+            sum(float(columns[node].again.min()) for node in part.inside)
             for part in (self.chain.head, piece, self.chain.tail)
         ]
 
