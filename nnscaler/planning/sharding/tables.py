@@ -238,7 +238,7 @@ class TableBuilder:
         outputs: Sequence[LogicalTensor | None],
         leaving: tuple[bool, ...],
     ) -> tuple[tuple[float, ...], list[Mapping[str, float]]]:
-        """Return the figures of `Columns` for one strategy, and the bytes summed of parameters that are read here alone."""
+        """Return the figures of `Columns` for one strategy, and the bytes summed of parameters read here alone."""
         setting = self.setting
         shapes_in = [setting.local(n, t.shape) for (t, _), n in zip(inputs, strategy.needs, strict=True)]
         shapes_out = [

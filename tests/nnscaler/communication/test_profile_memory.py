@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -45,10 +47,38 @@ class Held:
     activations: int
 
 
+class KeptValues:
+    """Counts the bytes of storages that autograd keeps, without those of stored tensors. `peak`: the most so far."""
+
+    def __init__(self, stored: Collection[int]) -> None:
+        self._stored = stored
+        self._live: Counter[int] = Counter()
+        self._sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def one(self, tensor: Tensor) -> KeptValue:
+        key = tensor.untyped_storage().data_ptr()
+        self._live[key] += 1
+        self._sizes[key] = tensor.untyped_storage().nbytes()
+        held = sum(self._sizes[k] for k, n in self._live.items() if n and k not in self._stored)
+        self.peak = max(self.peak, held)
+        return KeptValue(tensor, lambda: self._live.subtract([key]))
+
+
+class KeptValue:
+    """A value, until autograd lets go of it."""
+
+    def __init__(self, tensor: Tensor, let_go: Callable[[], None]) -> None:
+        self.tensor, self._let_go = tensor, let_go
+
+    def __del__(self) -> None:
+        self._let_go()
+
+
 def held(program: Program, folder: Path) -> dict[int, Held]:
     path = program.save(folder / "program")
     roles = {r: load_role(path / role.file) for role in program.manifest.roles for r in role.ranks}
-    counting: dict[int, type] = {}  # by what gathers the parameters of a rank
+    counting: dict[int, KeptValues] = {}  # by what gathers the parameters of a rank
 
     def run(communicator: Communicator) -> Held:
         executor = RankExecutor(
@@ -58,22 +88,7 @@ def held(program: Program, folder: Path) -> dict[int, Held]:
         stored += [getattr(s, n) for s in executor.stages.values() for n in s.constants]
         stored += [getattr(s, n) for s in executor.stages.values() for n in (*s.parameters, *s.frozen)]
         parts = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored if t is not None}
-        live: dict[int, int] = {}
-        peak = [0]
-
-        class Kept:
-            """Counts one reference to a storage, until autograd lets go of it."""
-
-            def __init__(self, tensor: Tensor) -> None:
-                self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
-                live[self.key] = live.get(self.key, 0) + 1
-                sizes[self.key] = tensor.untyped_storage().nbytes()
-                peak[0] = max(peak[0], sum(sizes[k] for k, n in live.items() if n and k not in parts))
-
-            def __del__(self) -> None:
-                live[self.key] -= 1
-
-        sizes: dict[int, int] = {}
+        kept = counting[id(executor._reads)] = KeptValues(parts)
         gradients = executor._gradients
         collect, added = gradients.collect, [(0, 0)]
 
@@ -84,15 +99,14 @@ def held(program: Program, folder: Path) -> dict[int, Held]:
 
         def in_gradients() -> int:
             own = [leaf.grad for leaf in gradients._wanted if leaf.grad is not None]
-            kept = [*own, *gradients._apart.values(), *gradients._divided.values()]
-            kept += [bucket.place(i) for leaf, (bucket, i) in gradients._place.items() if leaf in gradients._added]
+            there = [*own, *gradients._apart.values(), *gradients._divided.values()]
+            there += [bucket.place(i) for leaf, (bucket, i) in gradients._place.items() if leaf in gradients._added]
             for bucket, _ in (*gradients._passing, *gradients._division_buckets):
-                kept += bucket._pieces
-            return sum({t.data_ptr(): t.nbytes for t in kept if t.numel()}.values())
+                there += bucket._pieces
+            return sum({t.data_ptr(): t.nbytes for t in there if t.numel()}.values())
 
         gradients.collect = collected  # type: ignore[method-assign]
-        counting[id(executor._reads)] = Kept
-        with saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        with saved_tensors_hooks(kept.one, lambda one: one.tensor):
             executor.step(program.inputs)
         optimizer = torch.optim.AdamW(dict.fromkeys(executor.parameters.values()))
         optimizer.step()
@@ -102,7 +116,7 @@ def held(program: Program, folder: Path) -> dict[int, Held]:
             max(between for between, _ in added),
             max(arrived for _, arrived in added),
             sum(t.nbytes for t in states),
-            peak[0],
+            kept.peak,
         )
 
     # where parameters are gathered again, other hooks are inside of those above: they see what is not
@@ -110,7 +124,7 @@ def held(program: Program, folder: Path) -> dict[int, Held]:
 
     def saved(self: SavedValues, value: Tensor) -> Any:
         found = save(self, value)
-        return found if isinstance(found, WholeView) else counting[id(self.reads)](value)
+        return found if isinstance(found, WholeView) else counting[id(self.reads)].one(value)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedValues, "save", saved)
