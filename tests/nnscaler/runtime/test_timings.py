@@ -51,6 +51,15 @@ def begin_twice(c: SimulatedCommunicator) -> None:
         pending.wait()
 
 
+def write_before_settled(c: SimulatedCommunicator) -> None:
+    shard, parts = torch.ones(4), list(torch.zeros(8).split(4))
+    with c.together(lasting=True):
+        pending = c.start_all_gather(shard, parts, (0, 1))
+    pending.wait()
+    shard.add_(1)
+    c.settle()
+
+
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
@@ -58,6 +67,7 @@ def begin_twice(c: SimulatedCommunicator) -> None:
         (read_early, "is read by aten.sum.default before the call was waited for"),
         (read_what_arrives, "is read by aten.add.Tensor before the call was waited for"),
         (begin_twice, "is given to all_reduce"),
+        (write_before_settled, "what it was given was written before it was settled"),
     ],
 )
 def test_memory_under_way_is_not_used(mistake: object, said: str) -> None:
@@ -70,6 +80,21 @@ def test_memory_under_way_is_not_used(mistake: object, said: str) -> None:
 def test_what_is_written_too_early_is_found_without_random_timings() -> None:
     with pytest.raises(CommunicationError, match="was written after it began, and before it was waited for"):
         Simulator(2).run(write_early)
+
+
+def test_what_lasts_may_be_written_when_it_is_settled() -> None:
+    def run(c: SimulatedCommunicator) -> list[float]:
+        shard, parts = torch.ones(2), list(torch.zeros(4).split(2))
+        for _ in range(2):
+            with c.together(lasting=True):
+                pending = c.start_all_gather(shard, parts, (0, 1))
+            pending.wait()
+            c.settle()
+            shard.add_(1 + c.rank)
+        return [float(part[0]) for part in parts]
+
+    for seed in (None, *range(10)):
+        assert Simulator(2, timings=seed).run(run) == [[2.0, 3.0]] * 2
 
 
 def test_what_nothing_waits_for() -> None:

@@ -114,6 +114,34 @@ def begun(communicator: Communicator) -> list[Tensor]:
     return results + arriving
 
 
+def together(communicator: Communicator) -> list[Tensor]:
+    """Gathers and sums that are begun together and last until they are settled, of sizes that are unequal, or none."""
+    world, rank = communicator.world_size, communicator.rank
+    generator, results = torch.Generator().manual_seed(rank), []
+    for ranks in (tuple(range(world)), tuple(range(world))[::-1]) * 3:
+        here = ranks.index(rank)
+        given, waiting = [], []
+        for size in (0, 5, 40000, 1, 7, 20001):
+            with communicator.together(lasting=True):
+                for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                    shapes = [(size + i * bool(size), 2) for i in range(world)]
+                    own = torch.randn(shapes[here], generator=generator).to(dtype)
+                    wholes = [torch.empty(shape, dtype=dtype) for shape in shapes]
+                    pieces = [torch.randn(size, generator=generator).to(dtype) for _ in ranks]
+                    part = torch.empty(size, dtype=dtype)
+                    waiting.append(communicator.start_all_gather(own, wholes, ranks, shapes))
+                    waiting.append(communicator.start_reduce_scatter(pieces, part, ranks))
+                    given += [own, *pieces]
+                    results += [*wholes, part]
+        for pending in waiting[::-1]:
+            pending.wait()
+        communicator.settle()
+        for tensor in given:
+            tensor.fill_(torch.nan)
+    communicator.finish()
+    return results
+
+
 TWO_AXES = ((0, 1), (0, 2), (1, 3), (2, 3))  # groups of a mesh of 2 x 2: (0, 2) is rank 0's second, and rank 2's first
 
 
@@ -143,7 +171,7 @@ def unequal(communicator: Communicator) -> list[Tensor]:
 
 
 def system_lets_read(communicator: Communicator) -> bool:
-    """Whether the system's own call reads a word of every rank's memory here: what ours does is not asked."""
+    """Return whether the system's own call reads a word of every rank's memory: what ours does is not asked."""
     everyone, mark = range(communicator.world_size), torch.tensor([4321])
     places = communicator.all_gather(torch.tensor([os.getpid(), mark.data_ptr()]), everyone)
     read = getattr(ctypes.CDLL(None), "process_vm_readv", None)
@@ -162,7 +190,7 @@ def over(communicator: Communicator, function: str, links: str) -> list[Tensor] 
         return None
     if links == "sockets":
         peer_memory.is_possible = lambda: False
-    peer_memory._SLOTS = 8
+    peer_memory._SLOTS, peer_memory._SPANS = 8, 3
     groups = [g for g in TWO_AXES if max(g) < communicator.world_size]
     inner = GlooCommunicator(communicator.rank, communicator.world_size, torch.device("cpu"), groups=groups)
     assert inner._peers.reads_any(range(communicator.world_size)) == (links == "memory")

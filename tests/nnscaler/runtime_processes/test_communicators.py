@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from nnscaler.runtime.communication import peer_memory
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.communication.distributed import forward_of
 from nnscaler.runtime.communication.gloo import GlooCommunicator, _agreement
@@ -25,6 +28,34 @@ def test_gloo_gives_the_bits_of_the_simulator(server: ForkServer, rank_functions
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("most", [1, 40, 4000, 100_000])
+def test_a_call_that_copies_less_than_it_is_asked_to(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system does from two GiB on."""
+
+    class Calls:
+        @staticmethod
+        def process_vm_readv(_: int, into: Any, count: int, source: Any, *__: int) -> int:
+            here, there = (ctypes.cast(spans, ctypes.POINTER(peer_memory._Span)) for spans in (into, source))
+            done = 0
+            for i in range(count):
+                assert here[i].length == there[i].length
+                size = min(here[i].length, most - done)
+                ctypes.memmove(here[i].address, there[i].address, size)
+                done += size
+                if size < here[i].length:
+                    break
+            return done
+
+    monkeypatch.setattr(peer_memory, "_CALLS", Calls)
+    monkeypatch.setattr(peer_memory, "_SHORT_CALLS", Calls)
+    monkeypatch.setattr(peer_memory, "_SPANS", 2)
+    sizes = (3, 250, 1, 999, 40) if most > 1 else (3, 5, 1)
+    given, found = [torch.randn(n) for n in sizes], [torch.zeros(n) for n in sizes]
+    places = [(t.data_ptr(), t.nbytes) for t in found]
+    assert peer_memory._copied(0, [t.data_ptr() for t in given], places) is None
+    assert all(torch.equal(a, b) for a, b in zip(given, found, strict=True))
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_what_is_begun_gives_the_bits_of_the_simulator(server: ForkServer, rank_functions: str, world: int) -> None:
     function = load_user_module(rank_functions).begun
@@ -37,12 +68,19 @@ def test_what_is_begun_gives_the_bits_of_the_simulator(server: ForkServer, rank_
 
 @pytest.mark.parametrize(
     ("function", "world", "links"),
-    [("every_call", 3, "sockets"), ("begun", 4, "sockets"), ("on_two_axes", 4, "sockets"), ("many", 3, "memory")],
+    [
+        ("every_call", 3, "sockets"),
+        ("begun", 4, "sockets"),
+        ("on_two_axes", 4, "sockets"),
+        ("together", 3, "sockets"),
+        ("together", 3, "memory"),
+        ("many", 3, "memory"),
+    ],
 )
 def test_tensors_are_the_same_over_sockets_and_out_of_memory(
     server: ForkServer, rank_functions: str, function: str, world: int, links: str
 ) -> None:
-    """With few slots each serves many messages."""
+    """With few slots each serves many messages, and one call reads a few of the tensors of one."""
     expected = Simulator(world).run(getattr(load_user_module(rank_functions), function))
     job = JobSpecification(f"{rank_functions}:over", world, {"function": function, "links": links})
     for found, wanted in zip(launch(job, timeout=60, server=server).results(), expected, strict=True):
