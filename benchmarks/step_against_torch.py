@@ -85,7 +85,9 @@ ROWS = {
     "dp": Row("dp=N", "DistributedDataParallel", peers.ddp),
     "zero1": Row("dp=N,zero=1", "DDP and ZeroRedundancyOptimizer", peers.zero_redundancy, time=None, memory=None),
     "zero3": Row("dp=N,zero=3", "fully_shard", peers.sharded),
-    "zero3-kept": Row("dp=N,zero=3", "fully_shard, not resharded after forward", partial(peers.sharded, keep=True)),
+    "zero2": Row(
+        "dp=N,zero=2", "fully_shard, not resharded after forward", partial(peers.sharded, keep=True), (2, 4), None, None
+    ),
     "tp": Row("tp=N", "parallelize_module", peers.tensor_parallel, time=0.95),
     "pp": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b"),
     "zb-h1": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1"),
