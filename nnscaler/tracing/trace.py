@@ -23,7 +23,7 @@ from nnscaler.tracing.export.custom_gradients import (
     refuse_stored_hooks,
 )
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, result_notes
-from nnscaler.tracing.mixed_precision import mixed, with_masters
+from nnscaler.tracing.fsdp_precision import mixed, with_masters
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.precision import device_of
 from nnscaler.tracing.repeated_layers.expand import Stitched, export_graph

@@ -24,8 +24,7 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
-from verify.programs.checks import resume, run_checks, timed
-from verify.programs.checks import trials as trial_check
+from verify.programs.checks import resume, run_checks, scale_and_labels, timed
 from verify.programs.checks.context import LOCALISED, CheckOutcome, Comparison
 from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
@@ -261,7 +260,7 @@ def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -
 
 def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[CheckOutcome]:
     checks: list[Callable[[], CheckOutcome]] = [
-        partial(trial_check.check, comparison, trial) for trial in beside.trials
+        partial(scale_and_labels.check, comparison, trial) for trial in beside.trials
     ]
     if beside.forward_only and comparison.reference.losses:
         checks.append(lambda: check_forward_only(comparison))

@@ -13,8 +13,8 @@ from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.planner.interlaced_ends import ends_of
 from nnscaler.planning.planner.layered_graph import EndsEstimate, PlanningCache
-from nnscaler.planning.planner.shared_ends import ends_of
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.sharding.tables import Tables, when_backward_ends
 from nnscaler.planning.solver.pareto_frontier import bound_at, hull

@@ -14,8 +14,8 @@ from nnscaler.planning.context_parallel import LONG
 from nnscaler.planning.experts import batch_axes, expert_steps
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
+from nnscaler.planning.planner.interlaced_ends import ends_of
 from nnscaler.planning.planner.layered_graph import PlanningCache
-from nnscaler.planning.planner.shared_ends import ends_of
 from nnscaler.planning.policies import assign_steps, steps_of
 from nnscaler.scheduling.registry import planned_schedules, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
