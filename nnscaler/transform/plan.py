@@ -121,7 +121,7 @@ class RestStep:
     parameters   each named by itself, by a module that has it, or by a glob
     axis         of the mesh
     zero         3: between their uses, gathered where forward and backward read them; 1 and 2: between steps, gathered
-                 before the first forward. Gradients are divided where they arise (3), after each backward (2) or the last
+                 before the first forward. Gradients are divided where they arise (3), after each backward (2), or last
     owned        of 1 and 2: each parameter rests whole on one of the ranks, its owner, and is divided over none; an
                  update that needs the whole of a matrix, as Muon's does, runs on its owner
     """
