@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -333,27 +334,36 @@ def _wake(address: int) -> None:
 
 def _copied(process: int, addresses: Sequence[int], into: Sequence[Place]) -> str | None:
     """Copy memory of a process, from these addresses to these places; return why that is impossible, if it is."""
-    for first in range(0, len(into), _SPANS):
-        places = into[first : first + _SPANS]
-        pairs = zip(addresses[first : first + _SPANS], places, strict=True)
-        here = (_Span * len(places))(*(_Span(*place) for place in places))
-        there = (_Span * len(places))(*(_Span(address, length) for address, (_, length) in pairs))
-        size, start = sum(length for _, length in places), 0
+    while into:
+        if len(into) == 1:  # of most calls; arrays take as long as the call
+            size = into[0][1]
+            here, there, count = _Span(*into[0]), _Span(addresses[0], size), 1
+        else:
+            places, count = into[:_SPANS], min(len(into), _SPANS)
+            spans: Any = _Span * count
+            size = sum(size for _, size in places)
+            here, there = spans(*places), spans(*((a, n) for a, (_, n) in zip(addresses, places, strict=False)))
         calls = _SHORT_CALLS if size <= _SMALL else _CALLS
-        while size:  # one call copies less than two GiB
-            spans = [ctypes.byref(side, start * ctypes.sizeof(_Span)) for side in (here, there)]
-            left = len(places) - start
-            count = calls.process_vm_readv(process, spans[0], left, spans[1], left, 0)
-            if count <= 0:
-                return os.strerror(ctypes.get_errno())
-            size -= count
-            while size and count:
-                taken = min(count, here[start].length)
-                for side in (here, there):
-                    side[start].address += taken
-                    side[start].length -= taken
-                start, count = start + (not here[start].length), count - taken
+        done = calls.process_vm_readv(process, ctypes.byref(here), count, ctypes.byref(there), count, 0)
+        if done <= 0:
+            return os.strerror(ctypes.get_errno())
+        if done == size and count == len(into):
+            return None
+        addresses, into = _left(addresses, into, done)
     return None
+
+
+def _left(addresses: Sequence[int], into: Sequence[Place], done: int) -> tuple[Sequence[int], Sequence[Place]]:
+    """Return what is left to copy after so many bytes: one call copies less than two GiB."""
+    start = 0
+    while start < len(into) and done >= into[start][1]:
+        done -= into[start][1]
+        start += 1
+    addresses, places = list(addresses[start:]), list(into[start:])
+    if done:
+        addresses[0] += done
+        places[0] = places[0][0] + done, places[0][1] - done
+    return addresses, places
 
 
 def _ring_bytes() -> int:

@@ -44,6 +44,7 @@ class BackwardPasses:
         self._communicator, self._mail, self._gradients = communicator, mail, gradients
         self._in_halves = {i.of("F") for i in schedule if i.kind == "W"}
         self._last = frozenset(last)
+        self._may_gather: dict[int, bool] = {}  # by stage
         self._split: dict[Instruction, SplitBackward] = {}  # by forward, until W
         self._in_flight: dict[Instruction, _InFlight] = {}  # by forward, until B or I
 
@@ -56,7 +57,10 @@ class BackwardPasses:
         """Return what the forward of a micro-batch runs inside of."""
         if not torch.is_grad_enabled():
             return nullcontext()
-        reads = self._reads if may_gather(stage) and self._reads.gathers((stage.index, "F")) else None
+        if stage.index not in self._may_gather:
+            self._may_gather[stage.index] = may_gather(stage)
+        gathers = self._may_gather[stage.index] and self._reads.gathers((stage.index, "F"))
+        reads = self._reads if gathers else None
         if forward not in self._in_halves:
             return nullcontext() if reads is None else SavedValues(reads).hooks()
         split = SplitBackward([getattr(stage, name) for name in stage.parameters], reads)
