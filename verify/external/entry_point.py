@@ -95,7 +95,7 @@ def _verify_file(request: ExternalRequest, context: RunContext) -> Report:
 
 
 def _verify(program: ExternalProgram, request: ExternalRequest, context: RunContext) -> Report:
-    from verify.external.levels import verify_levels
+    from verify.external.verify_on_levels import verify_levels
 
     return verify_levels(program, request, context.say)
 

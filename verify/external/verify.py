@@ -16,7 +16,6 @@ from verify.external.comparison.differences import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import rounded
 from verify.external.observe import RankRecord
-from verify.external.profile import communication_profile, memory, notes_of
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.attention import register_attention
 from verify.external.ranks.policies import register_policies
@@ -28,6 +27,7 @@ from verify.external.reference import (
     run_reference,
 )
 from verify.external.saving.check import check_saving
+from verify.external.step_profile import communication_profile, memory, notes_of
 from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment

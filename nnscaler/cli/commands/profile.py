@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     console: Console = options.console
     check_temporary()
     check_targets(options.model, options.loss_fn)
-    from nnscaler.performance.measure_model import measure_model
+    from nnscaler.performance.measure_operators import measure_model
     from nnscaler.performance.time_steps import Workplace
     from nnscaler.runtime.jobs.launcher import ForkServer
 

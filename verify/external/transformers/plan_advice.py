@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
-from verify.external.levels import verify_levels
 from verify.external.request import ExternalRequest
 from verify.external.transformers.library import model_of, program_of
 from verify.external.transformers.plan import PlanRepair, WrongParameter, plan_lints, plan_repairs
 from verify.external.verify import Progress
+from verify.external.verify_on_levels import verify_levels
 from verify.results.finding import Finding
 from verify.results.report import Report
 from verify.results.verdict import Verdict

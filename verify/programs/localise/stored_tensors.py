@@ -10,10 +10,10 @@ from torch import Tensor
 from nnscaler.runtime.layout import Sharded, State
 from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.shards import shard
+from verify.programs.localise.candidate_repairs import Replay
 from verify.programs.localise.culprit import Culprit, Key, RoleLine
 from verify.programs.localise.judge import Wrong
 from verify.programs.localise.repair_pieces import CLOSE, cuts
-from verify.programs.localise.rewrites import Replay
 from verify.results.tolerance import difference
 
 _GROUPS = ("parameters", "frozen", "buffers", "constants")

@@ -11,7 +11,7 @@ from nnscaler.ir.derive import input_layouts, output_layouts
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import local_shape
 from nnscaler.ir.signature import signatures
-from nnscaler.performance.measure_model import time_call
+from nnscaler.performance.measure_operators import time_call
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.measure import measure
 from nnscaler.planning.cost.shards import meshes, shard_calls, signature_text
