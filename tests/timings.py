@@ -25,6 +25,7 @@ PLANS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "dp=2,zero=1": (2, {"micro_batches": 2}),
     "dp=2,zero=2": (2, {"micro_batches": 3}),
     "dp=2,zero=3": (2, {"micro_batches": 2}),
+    "dp=3,zero=3": (3, {}),  # shards of unequal sizes
     "dp=2,shard=2,zero=3": (4, {}),
     "pp=2": (2, {"micro_batches": 4}),
     "dp=2,pp=2,zero=1": (4, {"micro_batches": 3}),

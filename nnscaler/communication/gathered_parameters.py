@@ -2,7 +2,8 @@
 again in backward.
 
 The runtime lets go of a whole after the last statement that reads it, and gathers it once more for what backward reads
-of it (`runtime.communication.parameter_reads`). Of one dim it is kept: what is saved is not worth a call.
+of it (`runtime.communication.parameter_reads`). Of one dim it is kept: what is saved is not worth a call. All are kept
+where ranks have unequal parts of a batch, for which autograd need not save the same (`runtime.role.may_gather_again`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Sharded
+from nnscaler.ir.layout import Sharded, is_uneven
 
 _SAME_MEMORY = ("replicate", "invariant")  # rows whose result is a view
 
@@ -38,7 +39,10 @@ def gathers_parameter(graph: Graph, program: StageProgram, statement: Convert) -
 
 def let_go(graph: Graph, program: StageProgram) -> Mapping[str, int]:
     """Return, by variable that shows a gathered parameter which is not kept for backward, what gathers it."""
+    given = [feed.version.layout for feed in program.feeds] + [m.target.layout for m in program.receives]
     found: dict[str, int] = {}
+    if any(map(is_uneven, given)):
+        return found
     for i, statement in enumerate(program.forward):
         made = [v.variable for v in writes(statement)]
         if isinstance(statement, Convert) and gathers_parameter(graph, program, statement):

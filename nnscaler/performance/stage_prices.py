@@ -150,7 +150,7 @@ def _in_shared_messages(
     for (axis, row), members in small.items():
         place, total, count = place_of(stage, stage.names[axis]), sum(sizes[i] for i in members), len(members)
         ahead, behind = (
-            calls * cost.collective(cast(Collective, kind), total / calls, place) / count
+            0.0 if kind is None else calls * cost.collective(cast(Collective, kind), total / calls, place) / count
             for kind, calls in zip((row.forward, row.backward), (min(n, count) for n in batches), strict=True)
         )
         for i in members:

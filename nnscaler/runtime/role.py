@@ -344,8 +344,17 @@ def is_trained(stage: Stage | type[Stage]) -> bool:
     return stage.loss is not None or any(send.needs_grad for send in stage.sends)
 
 
-def may_gather(stage: Stage) -> bool:
-    """Return whether the text of a stage may gather parameters where it reads them."""
+def may_gather_again(stage: Stage) -> bool:
+    """Return whether backward gathers parameters again that the text of a stage gathers where it reads them.
+
+    It does for what autograd saves, which must be the same on all ranks. It need not be where their parts of a batch
+    have unequal sizes (a product may copy a parameter, or not), or where each rank compiles by itself.
+    """
+    states = [state for source in stage.inputs.values() for state in source.states.values()]
+    sizes = [size for receive in stage.receives.values() for size in receive.shape]
+    unequal = any(getattr(state, "sizes", ()) for state in states) or not all(isinstance(n, int) for n in sizes)
+    if unequal or "forward" in vars(stage):
+        return False
     codes = [type(stage).forward.__code__]
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

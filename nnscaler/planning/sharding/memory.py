@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from op_registry.registry import facts_of
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.gradient_flow import kept_slots
+from nnscaler.ir.gradient_flow import kept_slots, records
 from nnscaler.ir.graph import HALF, Graph, element_bytes, gradient_dtype
 from nnscaler.ir.signature import Signature
 
@@ -107,7 +107,7 @@ def read_back(graph: Graph, signatures: Mapping[str, Signature]) -> frozenset[st
     """Return the parameters that the backward of some operation reads."""
     found: set[str] = set()
     for op in graph.operations:
-        grads = [graph.tensors[name].needs_grad for name in op.inputs]
+        grads = [records(graph, op) and graph.tensors[name].needs_grad for name in op.inputs]
         found.update(op.inputs[slot] for slot in kept_slots(op.operator, signatures[op.name].linear, grads))
     return frozenset(name for name in found if graph.tensors[name].role == "parameter")
 

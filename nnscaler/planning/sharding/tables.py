@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.ir.gradient_flow import kept_slots
+from nnscaler.ir.gradient_flow import kept_slots, records
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Sharded
 from nnscaler.ir.rotations import as_computed, circulation
@@ -206,8 +206,8 @@ class TableBuilder:
             and self.groups.get(graph.consumers[name][0][0].name, -1) != own
             for name in op.outputs
         )
-        half = self.halves.get(op.name, 0.0)
-        key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name], leaving, half)
+        known = id(strategies), id(self.signatures[op.name]), self.kept[op.name], records(self.graph, op)
+        key = (*known, about, leaving, self.halves.get(op.name, 0.0))
         if key not in self._columns:
             self._columns[key] = self._make_columns(op, strategies, inputs, leaving)
         return self._columns[key]
@@ -284,7 +284,7 @@ class TableBuilder:
 
     def _kept_slots(self, op: Operation) -> tuple[int, ...]:
         """Return the inputs that backward reads."""
-        grads = [self.graph.tensors[name].needs_grad for name in op.inputs]
+        grads = [records(self.graph, op) and self.graph.tensors[name].needs_grad for name in op.inputs]
         return tuple(kept_slots(op.operator, self.signatures[op.name].linear, grads))
 
     def _of_tensor(self, tensor: LogicalTensor, layouts: tuple[Layout, ...]) -> Columns:

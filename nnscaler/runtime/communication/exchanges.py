@@ -156,6 +156,7 @@ def post(
         for exchange, rest in zip(together, own, strict=True):
             exchange.arrivals = [arrival, rest]
         far: list[int] = []
+        leaving: list[tuple[Awaited | None, list[Tensor]]] = []
         for peer in together[0].outgoing:
             coming, going = ([getattr(e, side)[peer] for e in together] for side in ("incoming", "outgoing"))
             begun = read(coming, going, peer, shared)
@@ -166,7 +167,9 @@ def post(
             if lasting and begun[1] is not None:
                 outbox.add(begun[1], going)
             else:
-                arrival.add(begun[1], going)
+                leaving.append((begun[1], going))
+        for work, memory in leaving:  # after all that arrives: what leaves may be read while that is waited for
+            arrival.add(work, memory)
         for make, side in ((recv, "incoming"), (send, "outgoing")):
             for peer in far:
                 tensors = [getattr(exchange, side) for exchange in together]

@@ -114,6 +114,7 @@ class ParameterReads:
     _ahead_bytes: dict[Pass, int] = field(default_factory=dict)  # that may be under way in a pass of known order
     _most_ahead: int = 0  # of the pass that runs
     _seen: list[Read] = field(default_factory=list)
+    _seen_bytes: int = 0  # of their wholes: the same on all ranks, which shards need not be
     _begun: int = 0  # reads of the order that were begun
     _ahead: deque[_GatherInFlight] = field(default_factory=deque)
     _going_back: deque[_GradientInFlight] = field(default_factory=deque)
@@ -136,7 +137,7 @@ class ParameterReads:
     @contextmanager
     def passing(self, which: Pass) -> Iterator[None]:
         """Run a pass of the text inside, forward or backward."""
-        self._order, self._seen, self._begun = self._orders.get(which), [], 0
+        self._order, self._seen, self._seen_bytes, self._begun = self._orders.get(which), [], 0, 0
         self._most_ahead = self._ahead_bytes.get(which, 0)
         self._ahead.clear()
         self._going_back.clear()
@@ -150,9 +151,7 @@ class ParameterReads:
             self._quiet.add(which)
         self._wholes.clear()
         if self._order is None:
-            self._ahead_bytes[which] = buckets.gathered_ahead(
-                sum(r.parameter.nbytes * len(r.ranks) for r in self._seen)
-            )
+            self._ahead_bytes[which] = buckets.gathered_ahead(self._seen_bytes)
         self._orders[which] = self._seen
         self._order = None
 
@@ -163,6 +162,7 @@ class ParameterReads:
             self._forget()  # this pass reads in another order than the one before
             self._order = None
         found = self._ahead.popleft() if self._order is not None else self._begin(read)
+        self._seen_bytes += found.nbytes
         self._go_ahead()
         found.pending.wait()
         return self.remember(found.made(), read, begun=True)
@@ -178,7 +178,7 @@ class ParameterReads:
 
     def view_of_whole(self, value: Tensor) -> WholeView | None:
         """Return how a value that autograd saves lies in a whole; None where it lies in none."""
-        if not self._wholes or value.layout != torch.strided:
+        if not self._wholes or value.layout != torch.strided or value.is_conj() or value.is_neg():
             return None
         _, gathered = self._wholes.get(value.untyped_storage()._cdata, (None, None))
         if gathered is None or gathered.dtype != value.dtype:

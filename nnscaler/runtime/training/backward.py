@@ -12,7 +12,7 @@ from torch import Tensor
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
-from nnscaler.runtime.role import Stage, may_gather, number_of, place_of
+from nnscaler.runtime.role import Stage, may_gather_again, number_of, place_of
 from nnscaler.runtime.saved_values import SavedValues
 from nnscaler.runtime.split_backward import SplitBackward
 from nnscaler.runtime.training.gradients.accumulate import Gradients
@@ -58,7 +58,7 @@ class BackwardPasses:
         if not torch.is_grad_enabled():
             return nullcontext()
         if stage.index not in self._may_gather:
-            self._may_gather[stage.index] = may_gather(stage)
+            self._may_gather[stage.index] = may_gather_again(stage)
         gathers = self._may_gather[stage.index] and self._reads.gathers((stage.index, "F"))
         reads = self._reads if gathers else None
         if forward not in self._in_halves:

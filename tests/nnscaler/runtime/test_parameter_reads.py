@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nnscaler import buckets
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
 from nnscaler.runtime import Simulator
@@ -25,6 +27,7 @@ from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing import trace
 from tests.calls import check
+from tests.timings import program_of, trained
 
 
 class Adapted(nn.Module):
@@ -61,6 +64,13 @@ def test_frozen_parameters_are_gathered_again_too(options: dict[str, Any], tmp_p
     # needs a gradient too, of the words
     passes = ranks * options.get("micro_batches", 1)
     assert gathered["F0"] == 19 * passes and gathered["B0"] == 12 * passes
+
+
+def test_ranks_with_unequal_parts_of_a_batch_gather_once(tmp_path: Path) -> None:
+    """What autograd saves may depend on sizes, and all ranks gather the same."""
+    torch.manual_seed(0)
+    made = check(trace(Adapted(), {"ids": IDS[:11]}), "dp=2,zero=3", 2, tmp_path)
+    assert {phase for _, kind, _, _, _, phase in made if kind == "all_gather"} == {"F0"}
 
 
 def test_what_is_whole_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +152,25 @@ def test_what_the_second_half_of_a_backward_does_not_read_is_let_go_of(
     assert after[False] == [0, 0] and min(after[True]) == 4
 
 
+def test_ranks_with_unequal_shards_gather_as_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin their calls in one order, which follows from what is under way: from wholes, and not from shards."""
+    monkeypatch.setattr(buckets, "LEAST_BYTES", 1)
+    program = program_of("dp=3,zero=3")
+    reads: set[ParameterReads] = set()
+    as_it_is = ParameterReads.know
+
+    def know(self: ParameterReads, parameters: Iterable[nn.Parameter]) -> None:
+        reads.add(self)
+        as_it_is(self, parameters)
+
+    monkeypatch.setattr(ParameterReads, "know", know)
+    trained(program, None)
+    shards = {sum(p.nbytes for p in each._known) for each in reads}
+    found = [each._ahead_bytes for each in reads]
+    assert len(shards) > 1 and len(found) == 3, "shards of different sizes"
+    assert found[0] == found[1] == found[2] and all(found[0].values())
+
+
 class _ReadTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -203,6 +232,15 @@ def test_what_lies_where_a_whole_lay_is_kept() -> None:
             assert reads.view_of_whole(torch.zeros(3).to_sparse()) is None
             places.difference_update(other.data_ptr() for other in others)
     assert len(places) < 50, "no address was used again, so nothing is shown"
+
+
+def test_conjugates_are_kept() -> None:
+    """A bit of theirs is no part of the memory."""
+    reads, weight = OneRank().reads(), nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    with reads.passing((0, "F")):
+        whole = reads.whole(read_of(weight))
+        assert reads.view_of_whole(whole.mH) is None is reads.view_of_whole(whole.conj().imag)
+        assert reads.view_of_whole(whole.mT) is not None
 
 
 def test_small_ones_and_other_views_are_kept() -> None:
