@@ -168,8 +168,8 @@ def post(
                 outbox.add(begun[1], going)
             else:
                 leaving.append((begun[1], going))
-        for work, memory in leaving:  # after all that arrives: what leaves may be read while that is waited for
-            arrival.add(work, memory)
+        for work, given in leaving:  # after all that arrives: what leaves may be read while that is waited for
+            arrival.add(work, given)
         for make, side in ((recv, "incoming"), (send, "outgoing")):
             for peer in far:
                 tensors = [getattr(exchange, side) for exchange in together]
