@@ -29,24 +29,29 @@ from nnscaler.ir.layout import Sharded, is_uneven
 _SAME_MEMORY = ("replicate", "invariant")  # rows whose result is a view
 
 
-def gathers_parameter(graph: Graph, program: StageProgram, statement: Convert) -> bool:
-    """Return whether a conversion makes a parameter whole before it is read."""
-    tensor = graph.tensors[statement.source.tensor]
-    stored = any(statement.source.variable == s.variable for s in program.stored)
-    function = "all_gather_replicated" if tensor.needs_grad else "all_gather"
-    return stored and tensor.role == "parameter" and statement.move.row.function == function
+def parameter_gathers(graph: Graph, program: StageProgram) -> Mapping[int, Convert]:
+    """Return the conversions of `forward` that make a parameter whole before it is read, by position."""
+    parameters = {s.variable for s in program.stored if graph.tensors[s.tensor].role == "parameter"}
+    found: dict[int, Convert] = {}
+    for i, statement in enumerate(program.forward):
+        if isinstance(statement, Convert) and statement.source.variable in parameters:
+            trained = graph.tensors[statement.source.tensor].needs_grad
+            if statement.move.row.function == ("all_gather_replicated" if trained else "all_gather"):
+                found[i] = statement
+    return found
 
 
 def let_go(graph: Graph, program: StageProgram) -> Mapping[str, int]:
     """Return, by variable that shows a gathered parameter which is not kept for backward, what gathers it."""
     given = [feed.version.layout for feed in program.feeds] + [m.target.layout for m in program.receives]
+    gathers = parameter_gathers(graph, program)
     found: dict[str, int] = {}
-    if any(map(is_uneven, given)):
+    if not gathers or any(map(is_uneven, given)):
         return found
     for i, statement in enumerate(program.forward):
         made = [v.variable for v in writes(statement)]
-        if isinstance(statement, Convert) and gathers_parameter(graph, program, statement):
-            if len(graph.tensors[statement.source.tensor].shape) > 1:
+        if i in gathers:
+            if len(graph.tensors[gathers[i].source.tensor].shape) > 1:
                 found.update(dict.fromkeys(made, i))
         elif isinstance(statement, Convert):
             if statement.source.variable in found and _is_view(graph, program, statement):

@@ -20,7 +20,7 @@ from nnscaler.communication.communicated_graph import (
     runs_again,
     times_of,
 )
-from nnscaler.communication.gathered_parameters import gathered_again, gathers_parameter
+from nnscaler.communication.gathered_parameters import gathered_again, parameter_gathers
 from nnscaler.ir.conversion import ConversionRow
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
@@ -98,8 +98,7 @@ def stage_prices(
     pairs, again = [], []
     repeated = repeated_in_backward(graph, program.forward)
     gathered = gathered_again(graph, program)
-    converts = {i: s for i, s in enumerate(program.forward) if isinstance(s, Convert)}
-    begun = {i: s for i, s in converts.items() if gathers_parameter(graph, program, s)}
+    begun = parameter_gathers(graph, program)
     shared = _in_shared_messages(graph, stage, begun, cost) if cost.overheads.hidden else {}  # measured over gloo
     for i, statement in enumerate(program.forward):
         times = times_of(statement, stage)

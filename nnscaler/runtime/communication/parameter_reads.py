@@ -95,7 +95,7 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class WholeView:
-    """What autograd saves of a parameter that was gathered: where in its memory a value lies."""
+    """A value that autograd saves of a parameter that was gathered: where in its memory it lies."""
 
     gathered: _Gathered
     shape: torch.Size
@@ -139,8 +139,7 @@ class ParameterReads:
         """Run a pass of the text inside, forward or backward."""
         self._order, self._seen, self._seen_bytes, self._begun = self._orders.get(which), [], 0, 0
         self._most_ahead = self._ahead_bytes.get(which, 0)
-        self._ahead.clear()
-        self._going_back.clear()
+        self._forget()  # of a pass that failed
         self._totals.clear()
         self._wholes.clear()
         self._go_ahead()
@@ -264,9 +263,13 @@ class ParameterReads:
                 flying += self._ahead[-1].nbytes
 
     def _forget(self) -> None:
-        """Wait for what was begun and is not read."""
+        """Wait for what was begun and is not read, or not added."""
         while self._ahead:
             self._ahead.popleft().pending.wait()
+        while self._going_back:
+            pending = self._going_back.popleft().pending
+            if pending is not None:
+                pending.wait()
 
     def _begin(self, read: Read) -> _GatherInFlight:
         own, cut, count = read.parameter.detach(), read.cut, len(read.ranks)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nnscaler import buckets
+from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
 from nnscaler.runtime import Simulator
-from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
+from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
 from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read
 from nnscaler.runtime.cut import Cut
 from nnscaler.runtime.program.load_python import letting_go, load_role
@@ -48,6 +49,20 @@ class Adapted(nn.Module):
         return self.norm(x).square().mean()
 
 
+def run_step(program: Program, folder: Path) -> None:
+    """Run a step on all ranks of the simulator, with values let go of as where ranks are processes."""
+    path = program.save(folder / "program")
+    roles = {
+        r: load_role(path / role.file, transform=letting_go) for role in program.manifest.roles for r in role.ranks
+    }
+
+    def step(communicator: Communicator) -> None:
+        rank = communicator.rank
+        RankExecutor(roles[rank], rank, communicator, program.state, ExecutorSettings()).step(program.inputs)
+
+    Simulator(program.manifest.ranks).run(step)
+
+
 IDS = torch.arange(24).reshape(12, 2) % 6
 
 
@@ -67,7 +82,7 @@ def test_frozen_parameters_are_gathered_again_too(options: dict[str, Any], tmp_p
 
 
 def test_ranks_with_unequal_parts_of_a_batch_gather_once(tmp_path: Path) -> None:
-    """What autograd saves may depend on sizes, and all ranks gather the same."""
+    """Autograd may save other values for other sizes, and all ranks are to gather the same."""
     torch.manual_seed(0)
     made = check(trace(Adapted(), {"ids": IDS[:11]}), "dp=2,zero=3", 2, tmp_path)
     assert {phase for _, kind, _, _, _, phase in made if kind == "all_gather"} == {"F0"}
@@ -78,10 +93,6 @@ def test_what_is_whole_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     traced = trace(Adapted(8), {"ids": IDS})
     program = compile_traced(traced, WantedPlan(2, "dp=2,zero=3", micro_batches=3), model={"name": "model"})
-    path = program.save(tmp_path / "program")
-    roles = {
-        r: load_role(path / role.file, transform=letting_go) for role in program.manifest.roles for r in role.ranks
-    }
     wholes: dict[ParameterReads, list[StorageWeakRef]] = {}
     at_begin: list[int] = []
     in_all: list[int] = []
@@ -104,11 +115,7 @@ def test_what_is_whole_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ParameterReads, "whole", whole)
     monkeypatch.setattr(BackwardPasses, "run", run)
 
-    def step(communicator: Communicator) -> None:
-        rank = communicator.rank
-        RankExecutor(roles[rank], rank, communicator, program.state, ExecutorSettings()).step(program.inputs)
-
-    Simulator(2).run(step)
+    run_step(program, tmp_path)
     assert at_begin == [0] * 6
     assert max(in_all) <= 3, "of 25: a layer has three"
 
@@ -120,10 +127,6 @@ def test_what_the_second_half_of_a_backward_does_not_read_is_let_go_of(
     torch.manual_seed(0)
     wanted = WantedPlan(4, "dp=2,pp=2,zero=3", schedule="zb-h1", micro_batches=3)
     program = compile_traced(trace(Adapted(), {"ids": IDS}), wanted, model={"name": "model"})
-    path = program.save(tmp_path / "program")
-    roles = {
-        r: load_role(path / role.file, transform=letting_go) for role in program.manifest.roles for r in role.ranks
-    }
     wholes: dict[ParameterReads, list[tuple[bool, StorageWeakRef]]] = {}
     after: dict[bool, list[int]] = {False: [], True: []}
 
@@ -144,12 +147,42 @@ def test_what_the_second_half_of_a_backward_does_not_read_is_let_go_of(
     monkeypatch.setattr(ParameterReads, "whole", whole)
     monkeypatch.setattr(BackwardPasses, "run", run)
 
-    def step(communicator: Communicator) -> None:
-        rank = communicator.rank
-        RankExecutor(roles[rank], rank, communicator, program.state, ExecutorSettings()).step(program.inputs)
-
-    Simulator(4).run(step)
+    run_step(program, tmp_path)
     assert after[False] == [0, 0] and min(after[True]) == 4
+
+
+@pytest.mark.parametrize(("fails", "at"), [("whole", 60), ("give", 25)])
+def test_a_step_after_one_that_failed(fails: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the failed one had begun is waited for, and is not added to the gradients of the next."""
+    torch.manual_seed(0)
+    program = compile_traced(trace(Adapted(), {"ids": IDS}), WantedPlan(2, "dp=2,zero=3"), model={"name": "model"})
+    path = program.save(tmp_path / "program")
+    role = load_role(path / program.manifest.roles[0].file)
+    as_it_is, calls = getattr(ParameterReads, fails), Counter[ParameterReads]()
+
+    def failing(self: ParameterReads, *given: Any) -> Any:
+        calls[self] += 1
+        if calls[self] == at:  # in a later step, whose gathers are begun before
+            raise RuntimeError("planted")
+        return as_it_is(self, *given)
+
+    def steps(communicator: Communicator) -> dict[str, Tensor]:
+        rank = communicator.rank
+        executor = RankExecutor(role, rank, communicator, program.state, ExecutorSettings())
+        for _ in range(5):
+            executor.zero_grad()
+            try:
+                executor.step(program.inputs)
+            except ProgramError as error:
+                assert "planted" in str(error)
+        return {name: p.grad for (_, name), p in executor.parameters.items() if p.grad is not None}
+
+    monkeypatch.setattr(buckets, "LEAST_BYTES", 512)
+    right = Simulator(2).run(steps)
+    monkeypatch.setattr(ParameterReads, fails, failing)
+    for found, wanted in zip(Simulator(2).run(steps), right, strict=True):
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert min(calls.values()) > at
 
 
 def test_ranks_with_unequal_shards_gather_as_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
