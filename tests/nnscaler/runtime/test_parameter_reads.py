@@ -16,6 +16,12 @@ from nnscaler import buckets
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
+from nnscaler.ir.signature import signatures
+from nnscaler.performance.predict import replay
+from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.cost.model import Overheads
+from nnscaler.planning.policies import make_plan
 from nnscaler.runtime import Simulator
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
 from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read
@@ -79,6 +85,26 @@ def test_frozen_parameters_are_gathered_again_too(options: dict[str, Any], tmp_p
     # needs a gradient too, of the words
     passes = ranks * options.get("micro_batches", 1)
     assert gathered["F0"] == 19 * passes and gathered["B0"] == 12 * passes
+
+
+class HidingCost(AnalyticCost):
+    """A cost of ranks that begin collectives early: small parameters share messages there."""
+
+    @property
+    def overheads(self) -> Overheads:
+        return Overheads(hidden=(0.5, 0.5))
+
+
+def test_what_is_gathered_again_takes_its_time() -> None:
+    """Also of small frozen parameters, which share messages with the trained ones and have no way back."""
+    torch.manual_seed(0)
+    graph = trace(Adapted(), {"ids": IDS}).graph
+    known = dict(signatures(graph))
+    plan = make_plan(graph, known, {"dp": 2, "zero": 3})
+    found = replay(graph, known, plan, HidingCost(load_cluster("a100x8").scaled(2)))
+    (price,) = found.prediction.prices
+    again = [seconds for seconds in price.again if seconds]
+    assert len(again) == 12 and all(0 < seconds < price.ahead for seconds in again)
 
 
 def test_ranks_with_unequal_parts_of_a_batch_gather_once(tmp_path: Path) -> None:
