@@ -28,9 +28,9 @@ from nnscaler.runtime.communication.communicator import CommunicatorBase
 from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.training.saving.checkpoint import SAVING, RunRecord, begin, model_shards, publish, run_objects
 from nnscaler.runtime.training.saving.dcp import Folder, whole, write_part
-from nnscaler.runtime.training.saving.stored import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 from nnscaler.training.saving.checkpoints import Checkpoints
 
 WIDTH = 1024

@@ -52,7 +52,7 @@ def check(name: str, plan: str, depth: str = "quick", seed: int = 0) -> Told:
     import torch
 
     from nnscaler.errors import NnscalerError
-    from nnscaler.planning.specification import parse_spec
+    from nnscaler.planning.parse_axes import parse_spec
     from tests.zoo.architectures import ARCHITECTURES
     from tests.zoo.build import build, quiet
     from verify.programs.entry_point import verify_request

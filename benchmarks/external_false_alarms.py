@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
-from verify.external.case import ExternalSettings
+from verify.external.differential_run import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 from verify.self_test.external.run import PROGRAMS, TIMEOUT, ExternalAnswer
-from verify.self_test.runner import run_rows_apart
+from verify.self_test.run_rows import run_rows_apart
 
 
 @dataclass(frozen=True, slots=True)

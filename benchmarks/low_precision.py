@@ -33,7 +33,7 @@ from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from verify.programs.checks.context import Comparison
-from verify.programs.checks.logical import by_rank, holdings_of, put_together
+from verify.programs.checks.logical_tensors import by_rank, holdings_of, put_together
 from verify.programs.execution.rank_program import RankResult, role_file
 from verify.programs.low_precision.measure import measured
 from verify.programs.low_precision.noise import draw, targets_of

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nnscaler
-from nnscaler.runtime.communication import peer_memory
+from nnscaler.runtime.communication import cross_memory_attach
+from nnscaler.runtime.communication.async_collectives import Arrival, OneRound
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
-from nnscaler.runtime.communication.exchanges import Arrival, OneRound
 from nnscaler.runtime.communication.gloo import GlooCommunicator
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
@@ -148,7 +148,7 @@ class Traced:
 
 def traced_steps(communicator: Communicator, program: str, speed: float) -> list[tuple[Any, ...]]:
     """Run steps over slow links; return the fields of `Traced` of each. A job's function."""
-    peer_memory.is_possible = lambda: False  # as between two hosts
+    cross_memory_attach.is_possible = lambda: False  # as between two hosts
     slow = SlowCommunicator(communicator.rank, communicator.world_size, speed)
     directory = read_program(program)
     settings = ExecutorSettings(shapes=directory.manifest.shapes)

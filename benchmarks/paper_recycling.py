@@ -23,8 +23,8 @@ from paper_simulated import MEMORY, Costs, Parts, Priced, Simulated, measure, pa
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.planning.policies import make_plan
-from nnscaler.planning.recycled_layers import runs_of
+from nnscaler.planning.plan_from_axes import make_plan
+from nnscaler.planning.recycling_pipelines import runs_of
 from nnscaler.scheduling.timeline import PassCosts, simulate
 from nnscaler.transform.plan import DP, PP, TP, Plan, RecomputeStep, Step
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from nnscaler.communication.communicated_graph import Compute, StageProgram, again_in, kept_inputs
-from nnscaler.communication.profile_memory import stage_memory
+from nnscaler.communication.stage_memory import stage_memory
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import local_shape
 from nnscaler.ir.signature import Signature

@@ -28,8 +28,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.constraints import megatron
 from nnscaler.planning.coshard import coshard_steps
-from nnscaler.planning.policies import make_plan
-from nnscaler.planning.ready import constrained_tensor_parallel
+from nnscaler.planning.named_policies import constrained_tensor_parallel
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.balance import balanced_cuts
 from nnscaler.transform.partition_stages import random_operators, repeated_operations, with_repeated
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, ChunkStep, Plan, RecomputeStep, Step

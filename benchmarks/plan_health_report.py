@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verify.external.transformers.target import versions
+from verify.external.transformers.build_program import versions
 
 RAISES = "from_pretrained raises"  # of a row that is confirmed in another way
 STATUSES = ("equal", "wrong", "crashes", "undecided", "timed out", "not built", "no plan")

@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from nnscaler.planning.solver.eliminate import eliminate
-from nnscaler.planning.solver.fold import solve_folded
+from nnscaler.planning.solver.fold_equal_layers import solve_folded
 from nnscaler.planning.solver.highs import columns_of, optimise
 from nnscaler.planning.solver.pareto_frontier import hull
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table

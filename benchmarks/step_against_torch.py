@@ -42,9 +42,9 @@ from torch import Tensor
 from torch_peers import GPT, SIZES, Size, Step
 
 import nnscaler
-from nnscaler.runtime.communication import peer_memory
+from nnscaler.runtime.communication import cross_memory_attach
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.communication.process_group import ProcessPlace
+from nnscaler.runtime.communication.rendezvous import ProcessPlace
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
 from nnscaler.training.compile_once import pack_program, unpack_program
@@ -195,7 +195,7 @@ def measured_memory(
     place, chosen = _place(communicator, device)
     everyone = tuple(range(place.world_size))
     if side == "sockets":
-        side, peer_memory.is_possible = "ours", lambda: False
+        side, cross_memory_attach.is_possible = "ours", lambda: False
     # what is imported when it is first needed
     our_side(ROWS[row], SIZES["tiny"], place, chosen, programs.get("tiny"))()
     their_side(ROWS[row], SIZES["tiny"], place, chosen)()

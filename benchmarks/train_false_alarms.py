@@ -31,7 +31,7 @@ from verify.programs.training.run import make_training, run_ranks
 from verify.programs.training.trained import Trained
 from verify.self_test.programs import models, tiny_models
 from verify.self_test.programs.corpus import SmallModel
-from verify.self_test.runner import run_rows_apart
+from verify.self_test.run_rows import run_rows_apart
 from verify.self_test.training.bases import Small, sample
 
 MODELS = {

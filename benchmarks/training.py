@@ -26,8 +26,8 @@ from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import EngineSettings
-from nnscaler.training.sizes import folder_of
+from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.recompilation import folder_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GPT = import_user_file(ROOT / "examples" / "gpt.py")

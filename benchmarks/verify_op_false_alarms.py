@@ -25,7 +25,7 @@ from op_registry.spec import OperatorSpec
 
 from verify.evidence.cases import SplitCase
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.enumerate import Unusable, enumerate_cases
+from verify.evidence.oracle.enumerate_cases import Unusable, enumerate_cases
 from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaised
 
 DTYPES = ("float64", "float32", "bfloat16")

@@ -31,7 +31,7 @@ from op_registry.spec import OperatorSpec
 
 from verify.evidence.inputs.concrete_call import function_of
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.enumerate import Unusable, enumerate_cases
+from verify.evidence.oracle.enumerate_cases import Unusable, enumerate_cases
 from verify.operators.run.opinfo import entries
 
 MEDIAN_MS, P95_MS, RATIO = 0.5, 3.0, 20.0

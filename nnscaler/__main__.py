@@ -2,7 +2,7 @@
 
 import sys
 
-from nnscaler.cli.entry import run_process
+from nnscaler.cli.console_script import run_process
 
 if __name__ == "__main__":
     sys.exit(run_process())

@@ -14,25 +14,25 @@ import torch
 from op_registry.registry import default_registry
 
 from nnscaler.codegen.generate import generate, manifest
-from nnscaler.codegen.operators import operator_origins
+from nnscaler.codegen.operator_names import operator_origins
 from nnscaler.codegen.program import Origin, Program
+from nnscaler.communication.check_pipedream import check_stream
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import step_communication
 from nnscaler.communication.profile_calls import ranks_text
-from nnscaler.communication.profile_memory import stage_memory, stage_work
-from nnscaler.communication.searched_order import with_orders
-from nnscaler.communication.streams import check_stream
+from nnscaler.communication.searched_schedule import with_orders
+from nnscaler.communication.stage_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
-from nnscaler.planning.policies import make_plan
-from nnscaler.planning.ready import make_ready, parse_ready
+from nnscaler.planning.named_policies import make_ready, parse_ready
+from nnscaler.planning.parse_axes import parse_slices, parse_spec
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.sharding.memory import bytes_of_optimizer
-from nnscaler.planning.specification import parse_slices, parse_spec
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of, with_schedule

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import parse_precision
 from nnscaler.planning.auto import AutoPlan, cluster_of, parse_auto
-from nnscaler.planning.ready import parse_ready
-from nnscaler.planning.specification import parse_axes, parse_spec, ranks_in
+from nnscaler.planning.named_policies import parse_ready
+from nnscaler.planning.parse_axes import parse_axes, parse_spec, ranks_in
 from nnscaler.scheduling.given import GivenOrder, kind_of_function, kind_of_orders
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of
 from nnscaler.scheduling.schedule import ScheduleKind

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from nnscaler.cli.in_tests import Gate
+    from nnscaler.cli.pytest_checks import Gate
 
 MARKER = "nnscaler_plan"
 _OPTION = "--nnscaler-gate"
@@ -142,11 +142,12 @@ def _tool(kind: Callable[[str], BaseException] = pytest.fail.Exception) -> Any:
 
     Raises `kind` where `verify` is somebody else's.
     """
-    from nnscaler.cli.guard import wrong_package
+    from nnscaler.cli.shadowed_packages import wrong_package
 
     problem = wrong_package()
     if problem is not None:
         raise kind(f"nnscaler cannot verify anything in this process: {problem}")
-    from nnscaler.cli import in_tests
 
-    return in_tests
+    from nnscaler.cli import pytest_checks
+
+    return pytest_checks

@@ -6,12 +6,12 @@ Importing this package is light: torch is imported by `register_op` when it is u
 from op_registry.annotation.parser import parse
 from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand, Factor, bind
 from op_registry.annotation.splits import Shard, shard_of, splittable
-from op_registry.annotation.syntax import Annotation, print_annotation
+from op_registry.annotation.syntax_tree import Annotation, print_annotation
 from op_registry.annotation.well_formed import check
-from op_registry.bind_call import bind_call, linear_sets, localise
+from op_registry.bind_annotation import bind_call, linear_sets, localise
 from op_registry.call import AxisShard, Call, DType, TensorArgument
 from op_registry.errors import AnnotationError, NnscalerError
-from op_registry.expression import Expression, block_start, by_index, index, local_size
+from op_registry.rank_expression import Expression, block_start, by_index, index, local_size
 from op_registry.register import name_of, operator_of, register_op
 from op_registry.registry import Registry, default_registry
 from op_registry.spec import OperatorSpec, Refusal, SchemaParameter, SourceLocation

@@ -17,7 +17,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.syntax import Annotation
+from op_registry.annotation.syntax_tree import Annotation
 from op_registry.errors import NnscalerError
 from op_registry.registry import Registry, default_registry, same_place
 from op_registry.spec import AnnotationFunction, OperatorSpec, SchemaParameter, SourceLocation
@@ -26,7 +26,7 @@ from op_registry.torch_schema import SchemaError, infer_schema
 if TYPE_CHECKING:
     import torch
 
-    from op_registry.torch_operators import TorchOperators
+    from op_registry.torch_library import TorchOperators
 
 Target = TypeVar("Target")
 Gradient = Literal["derivative", "custom"]
@@ -187,7 +187,7 @@ def _source_function(target: Any) -> Any:
 
 
 def _torch_operators(registry: Registry) -> TorchOperators:
-    from op_registry.torch_operators import TorchOperators
+    from op_registry.torch_library import TorchOperators
 
     if registry.torch_operators is None:
         registry.torch_operators = TorchOperators()

@@ -62,7 +62,7 @@ class OperatorSpec:
     localize       rewrites a call for one shard; arguments are (call, shards by identifier); may change the operator.
                    Raises `Refusal` with a reason where it cannot
     uneven         shards may have unequal sizes. None: they may where no hook rewrites the call; a hook that reads
-                   `AxisShard.sizes` (`op_registry.expression` does) says True
+                   `AxisShard.sizes` (`op_registry.rank_expression` does) says True
     flops          multiply-add pairs times two of one call, from the sizes of identifiers; None: the compiler counts
     random         draws random numbers, of the runtime's own: it is told its place
     draws_if       positions of arguments (a probability, a switch): torch draws where all of them are true

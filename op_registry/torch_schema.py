@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from op_registry.annotation.syntax import Annotation, Opaque, Operand
+from op_registry.annotation.syntax_tree import Annotation, Opaque, Operand
 
 _EMPTY = inspect.Parameter.empty
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from verify.external.entry_point import verify_external
     from verify.external.program import ExternalProgram
     from verify.operators.run.many import verify_op
+    from verify.programs.pre_run_check import vouch
     from verify.programs.verify_plan import verify_plan
-    from verify.programs.vouch import vouch
 
 __all__ = [
     "Check",
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
         return verify_plan
     if name == "vouch":
-        from verify.programs.vouch import vouch
+        from verify.programs.pre_run_check import vouch
 
         return vouch
     raise AttributeError(f"module 'verify' has no attribute {name!r}")

@@ -22,7 +22,7 @@ from verify.programs.entry_point import verify_request
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
 from verify.report_formats import FORMATS
-from verify.report_formats.html.text import escape
+from verify.report_formats.html.page_elements import escape
 
 RANKS, PLAN, MICRO_BATCHES = 4, "tp=2,pp=2", 4
 WIDTH, HEIGHT = 1000, 1010  # of the page that is shown

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.guard import wrong_package
 from nnscaler.cli.output.exit_codes import ExitCode
-from nnscaler.cli.stops import exit_code_of
+from nnscaler.cli.shadowed_packages import wrong_package
+from nnscaler.cli.signals import exit_code_of
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console

@@ -9,8 +9,16 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from nnscaler.config import SHARED, Document, Key, find_pyproject, read_document, read_table, value_of_variable
 from nnscaler.plan_source import CompileRequest
+from nnscaler.pyproject_settings import (
+    SHARED,
+    Document,
+    Key,
+    find_pyproject,
+    read_document,
+    read_table,
+    value_of_variable,
+)
 from verify.external.request import EXECUTORS
 from verify.programs.request import BACKENDS
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from op_registry.call import AxisArgument, Call, DType, TensorArgument
-from op_registry.expression import Coefficient, Expression
+from op_registry.rank_expression import Coefficient, Expression
 
-from nnscaler.ir.conversion import ConversionStep
 from nnscaler.ir.layout import Axis, Invariant, Layout, Partial, Prefix, Replicated, Sharded, local_outer
+from nnscaler.ir.layout_conversion import ConversionStep
 
 
 def literal(value: Any, variables: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 
 import nnscaler
-from nnscaler.codegen.operators import Origin, operator_records, written_origins
+from nnscaler.codegen.operator_names import Origin, operator_records, written_origins
 from nnscaler.codegen.program import sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, chunk_of, writes

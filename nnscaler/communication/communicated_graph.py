@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from op_registry.bind_call import linear_sets
+from op_registry.bind_annotation import linear_sets
 from op_registry.call import Call
 from op_registry.registry import default_registry
 
 from nnscaler.ir import gradient_flow
-from nnscaler.ir.conversion import ConversionStep
 from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Layout, Sharded
+from nnscaler.ir.layout_conversion import ConversionStep
 from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
 from nnscaler.ir.rotations import Circulates
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from op_registry.bind_call import localise
+from op_registry.bind_annotation import localise
 from op_registry.call import Call
 
-from nnscaler.communication.builder import StageBuilder
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
@@ -28,10 +27,10 @@ from nnscaler.communication.communicated_graph import (
     with_gradients,
     writes,
 )
+from nnscaler.communication.parameter_layouts import StoredLayout, outside_region, stored_layouts, whole
 from nnscaler.communication.rest_moves import moves_of
-from nnscaler.communication.stored import StoredLayout, outside_region, stored_layouts, whole
+from nnscaler.communication.stage_builder import StageBuilder
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.conversion import ConversionStep, volume
 from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import (
@@ -44,6 +43,7 @@ from nnscaler.ir.layout import (
     shape_of_rank,
     with_state,
 )
+from nnscaler.ir.layout_conversion import ConversionStep, volume
 from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph
 from nnscaler.ir.rotations import ROTATE, Direction, circulation, rotations
 from nnscaler.ir.signature import Signature

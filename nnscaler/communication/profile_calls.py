@@ -12,7 +12,6 @@ from itertools import pairwise, product
 from math import prod
 from typing import Literal
 
-from nnscaler.communication.backward_halves import statement_halves
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
@@ -29,6 +28,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.gathered_parameters import gathered_again
 from nnscaler.communication.regions import BlockMessage, in_micro_batch, transfer
+from nnscaler.communication.zero_bubble_split import statement_halves
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.layout import SLICE, DeviceMesh, Layout, Partial, is_uneven, local_shape
 from nnscaler.ir.placement import Stage

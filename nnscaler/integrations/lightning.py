@@ -30,18 +30,18 @@ from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, check_same_rows, with_tensors_of
 from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, WEIGHT, Options, StepModule, beside_tensors
-from nnscaler.planning.specification import parse_spec
-from nnscaler.runtime.communication.process_group import ProcessPlace
+from nnscaler.planning.parse_axes import parse_spec
+from nnscaler.runtime.communication.rendezvous import ProcessPlace
 from nnscaler.runtime.training.batch import DataPart
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.runtime.training.saving.dcp import Folder
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.compile_once import compile_once
 from nnscaler.training.engine import Engine, start
+from nnscaler.training.recompilation import SizeClass
+from nnscaler.training.saving.checkpoint_rotation import RunFolder
 from nnscaler.training.saving.checkpoints import Checkpoints
-from nnscaler.training.saving.run_folder import RunFolder
 from nnscaler.training.saving.weights import as_user_error
-from nnscaler.training.sizes import SizeClass
 from nnscaler.transform.plan import DP, SHARD, Plan
 
 PREFIX = "module."  # of the module's names in the program

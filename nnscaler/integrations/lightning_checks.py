@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_steps import StepModule
 from nnscaler.tracing.sample_inputs import flatten_inputs
+from nnscaler.training.check_replicas import checksum
 from nnscaler.training.engine import Engine
 from nnscaler.training.optimizers import check_update
-from nnscaler.training.replicas import checksum
 
 # Callbacks that read or change the module's weights, or unfreeze them: class, what it does, what to do instead.
 _OF_THE_MODULE = (

@@ -31,7 +31,7 @@ from itertools import accumulate
 from math import prod
 
 from op_registry.annotation.splits import explain_sizes
-from op_registry.expression import Expression, by_index
+from op_registry.rank_expression import Expression, by_index
 
 # Device meshes: an n-d array of ranks with named axes.
 

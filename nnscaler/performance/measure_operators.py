@@ -18,14 +18,14 @@ from nnscaler.ir.graph import Operation
 from nnscaler.ir.signature import signatures
 from nnscaler.performance.time_steps import Listener, Steps, Workplace, time_steps, with_overheads
 from nnscaler.planning.cluster.found import found_cluster
-from nnscaler.planning.cost.measure import collective_calls, measure
+from nnscaler.planning.cost.build_profile import collective_calls, measure
 from nnscaler.planning.cost.shards import ShardCall
 from nnscaler.planning.cost.table import CollectiveEntry, Profile
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.tracing import Traced
-from nnscaler.tracing.interpret import callable_of
 from nnscaler.tracing.rewrite import dtype_of, is_floating
+from nnscaler.tracing.run_graph import callable_of
 
 # Time one call of an operator on this machine, on random tensors, forward and backward.
 

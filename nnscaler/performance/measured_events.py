@@ -10,13 +10,13 @@ from pathlib import Path
 from nnscaler.codegen.program import Program
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.errors import NnscalerError
-from nnscaler.events import SENT, VERSION, Event, Ranks, StepEvents
 from nnscaler.instructions import read_instruction
-from nnscaler.performance.step_events import PlacedEvent, devices_of, rank_calls
+from nnscaler.performance.predicted_events import PlacedEvent, devices_of, rank_calls
 from nnscaler.runtime.communication.recording import RecordedEvent
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read_program
+from nnscaler.timeline_events import SENT, VERSION, Event, Ranks, StepEvents
 
 Records = Sequence[Sequence[RecordedEvent]]  # by rank
 _LIMIT = 600.0  # seconds of a run

@@ -24,10 +24,10 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.communication.gathered_parameters import gathered_again
 from nnscaler.communication.profile import call_sites
 from nnscaler.communication.profile_calls import CallSite, Part
-from nnscaler.events import RECEIVED, SENT, Ranks
 from nnscaler.instructions import Kind
-from nnscaler.performance.calls_around import in_turn
 from nnscaler.performance.predict import Prediction
+from nnscaler.performance.step_collectives import in_turn
+from nnscaler.timeline_events import RECEIVED, SENT, Ranks
 
 
 @dataclass(frozen=True, slots=True)

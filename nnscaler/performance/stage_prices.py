@@ -9,7 +9,6 @@ from math import ceil, prod
 from typing import cast
 
 from nnscaler.buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
-from nnscaler.communication.backward_halves import StatementHalves, statement_halves
 from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,
@@ -21,13 +20,14 @@ from nnscaler.communication.communicated_graph import (
     times_of,
 )
 from nnscaler.communication.gathered_parameters import gathered_again, parameter_gathers
-from nnscaler.ir.conversion import ConversionRow
+from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.layout import full_along, local_shape
+from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.rotations import Direction, as_computed, rotations
 from nnscaler.ir.signature import Signature
-from nnscaler.performance.calls_around import PricedCall, last_of, taken
+from nnscaler.performance.step_collectives import PricedCall, last_of, taken
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
 

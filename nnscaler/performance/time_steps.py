@@ -22,7 +22,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.performance.predict import Programmed, programmed
 from nnscaler.planning.cluster.found import available_cores, found_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.measure import crowded
+from nnscaler.planning.cost.build_profile import crowded
 from nnscaler.planning.cost.model import CostModel, Overheads
 from nnscaler.planning.cost.table import Profile
 from nnscaler.planning.cost.table_cost import TableCost
@@ -171,7 +171,7 @@ def time_steps(
         return Steps()
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
     job = JobSpecification(
-        "nnscaler.runtime.jobs.time_contention:time_crowded",
+        "nnscaler.runtime.jobs.core_contention:time_crowded",
         ranks,
         {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS, "within": within},
     )

@@ -23,10 +23,10 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
-from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.ir.layout import INVARIANT, Replicated, Sharded, State
+from nnscaler.ir.layout_conversion import find_path
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
 

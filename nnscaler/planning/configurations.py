@@ -9,7 +9,7 @@ from itertools import product
 from math import gcd
 
 from nnscaler.planning.cost.model import AxisPlace
-from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
+from nnscaler.planning.sharding.zero_placement import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
 from nnscaler.scheduling.registry import DEFAULT, planned_schedules
 from nnscaler.scheduling.schedule import Ramp, ScheduleFigures, ScheduleKind
 from nnscaler.transform.plan import CP, DP, EP, PP, TP

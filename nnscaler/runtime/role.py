@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from nnscaler.instructions import FORM, SLICES, Instruction, StagePasses, batches_written, check_order, shows_its_middle
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.communication.kept_rows import KeptRows
+from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.layout import State
 from nnscaler.runtime.shards import ravel
 from nnscaler.runtime.split_backward import recompute_in_halves

@@ -14,11 +14,11 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import LOSS, Graph
-from nnscaler.tracing.export.attributes import attributes_kept
 from nnscaler.tracing.export.locations import location_of_exception
 from nnscaler.tracing.export.loss_module import results_of
-from nnscaler.tracing.interpret import run_graph
-from nnscaler.tracing.precision import exact, exact_tensor, run_backward, without_dropout
+from nnscaler.tracing.export.mutated_attributes import attributes_kept
+from nnscaler.tracing.float64_run import exact, exact_tensor, run_backward, without_dropout
+from nnscaler.tracing.run_graph import run_graph
 from nnscaler.tracing.sample_inputs import SampleInputs
 
 EXACT_TOLERANCE = 1e-9  # relative, in float64

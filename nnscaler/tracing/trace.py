@@ -14,7 +14,6 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.precision import Precision
 from nnscaler.runtime.training.autocast import Regions, autocast_on
 from nnscaler.tracing.compare_with_module import check_trace, second_forward
-from nnscaler.tracing.export.attributes import notes_of
 from nnscaler.tracing.export.custom_gradients import (
     GradientHooks,
     OpaqueFunction,
@@ -23,9 +22,10 @@ from nnscaler.tracing.export.custom_gradients import (
     refuse_stored_hooks,
 )
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, result_notes
+from nnscaler.tracing.export.mutated_attributes import notes_of
+from nnscaler.tracing.float64_run import device_of
 from nnscaler.tracing.fsdp_precision import mixed, with_masters
 from nnscaler.tracing.passes import run_passes
-from nnscaler.tracing.precision import device_of
 from nnscaler.tracing.repeated_layers.expand import Stitched, export_graph
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.tracing.user_loss import LossFunction, with_loss

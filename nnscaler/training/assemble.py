@@ -30,9 +30,9 @@ from nnscaler.training.compile_once import compile_once
 from nnscaler.training.config import compile_request
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.engine import Engine
+from nnscaler.training.functional_optimizer import state_bytes
+from nnscaler.training.recompilation import Vouch
 from nnscaler.training.settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
-from nnscaler.training.sizes import Vouch
-from nnscaler.training.updates import state_bytes
 from nnscaler.transform.plan import Plan
 
 Hook = Callable[[Any], object]  # of the trainer

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nnscaler.config import Document, read_document
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import CompileRequest, check_plan, ranks_asked
+from nnscaler.pyproject_settings import Document, read_document
 from nnscaler.training.settings import HookSettings, TrainSettings
 
 SHORT: Mapping[str, str] = MappingProxyType(

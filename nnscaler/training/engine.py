@@ -27,19 +27,19 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.communication.factory import torch_communicator
-from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, torchrun_place
+from nnscaler.runtime.communication.rendezvous import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of
 from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.boxes import gathered_state
-from nnscaler.runtime.training.saving.stored import StoredTensor, stored_tensors
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
 from nnscaler.runtime.training.stream import StreamExecutor
+from nnscaler.training.check_replicas import check_replicas, check_same_model
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.optimizers import build_optimizer
-from nnscaler.training.replicas import check_replicas, check_same_model
-from nnscaler.training.running import EngineSettings, Running, named_buffers, run_program, stages_of_roles
-from nnscaler.training.sizes import (
+from nnscaler.training.program_runner import EngineSettings, Running, named_buffers, run_program, stages_of_roles
+from nnscaler.training.recompilation import (
     SentProgram,
     SizeClass,
     agreed,
@@ -289,7 +289,7 @@ class Engine:
         return gathered_state(self.stored(), self.communicator)
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> int:
-        """Compare copies on several ranks by checksums, as `nnscaler.training.replicas.check_replicas`."""
+        """Compare copies on several ranks by checksums, as `nnscaler.training.check_replicas.check_replicas`."""
         return check_replicas(self, optimizer)
 
     # -- sizes ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ STORE = "NNSCALER_STORE"  # environment variable: the file through which the ran
 _START = (
     "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); parent = int(sys.argv[2]); "
     "sys.argv[:] = ['nnscaler', *json.loads(sys.argv[3])]; "
-    "from nnscaler.cli.entry import run_process; "
+    "from nnscaler.cli.console_script import run_process; "
     "from nnscaler.runtime.jobs.rank_process import die_with_parent; die_with_parent(parent); "
     "sys.exit(run_process())"
 )

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.layout import Sharded, is_cut
-from nnscaler.runtime.training.saving.stored import StoredTensor
-from nnscaler.training.updates import (
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
+from nnscaler.training.functional_optimizer import (
     SIZES,
     OptimizerClass,
     check_class,

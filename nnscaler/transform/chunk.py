@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import (
     even_or_balanced,
     explain_illegal_choice,
@@ -24,6 +23,7 @@ from nnscaler.ir.derive import (
 )
 from nnscaler.ir.graph import Graph, Operation, is_free_name
 from nnscaler.ir.layout import INVARIANT, Replicated
+from nnscaler.ir.layout_conversion import find_path
 from nnscaler.ir.placement import Choice, Chunk, RunInvariant, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.candidates import spread

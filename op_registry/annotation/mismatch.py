@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from op_registry.annotation.syntax import Annotation, Dim, Opaque, Operand, print_operand
+from op_registry.annotation.syntax_tree import Annotation, Dim, Opaque, Operand, print_operand
 from op_registry.errors import AnnotationError, annotation_error
 
 Shape = tuple[int, ...]

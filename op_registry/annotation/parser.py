@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from op_registry.annotation.syntax import (
+from op_registry.annotation.syntax_tree import (
     REDUCTIONS,
     Annotation,
     Concat,

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from op_registry.annotation.mismatch import Mismatch, misfit
-from op_registry.annotation.syntax import (
+from op_registry.annotation.syntax_tree import (
     Annotation,
     Concat,
     Dim,

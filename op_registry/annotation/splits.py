@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
-from op_registry.annotation.syntax import UNSPLIT
+from op_registry.annotation.syntax_tree import UNSPLIT
 
 
 @dataclass(frozen=True, slots=True)

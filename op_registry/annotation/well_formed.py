@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.syntax import (
+from op_registry.annotation.syntax_tree import (
     Annotation,
     Concat,
     Dim,

@@ -10,7 +10,7 @@ from itertools import count
 from math import prod
 
 from op_registry.call import Call, TensorArgument
-from op_registry.expression import Expression, local_size
+from op_registry.rank_expression import Expression, local_size
 from op_registry.spec import LinearSets, Shards
 
 Dims = list[str]

@@ -10,9 +10,9 @@ from op_registry.samples import (
     indexing,
     linear_algebra,
     losses,
-    math,
-    networks,
+    nn_layers,
     pointwise,
+    recurrent_spectral,
     reductions,
     windows,
 )
@@ -23,7 +23,7 @@ __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 SAMPLES: tuple[Sample, ...] = (
     *pointwise.SAMPLES,
     *dims.SAMPLES,
-    *math.SAMPLES,
+    *nn_layers.SAMPLES,
     *indexing.SAMPLES,
     *factories.SAMPLES,
     *losses.SAMPLES,
@@ -31,7 +31,7 @@ SAMPLES: tuple[Sample, ...] = (
     *linear_algebra.SAMPLES,
     *reductions.SAMPLES,
     *factories.WINDOWS,
-    *networks.SAMPLES,
+    *recurrent_spectral.SAMPLES,
 )
 
 

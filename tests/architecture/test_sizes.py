@@ -17,8 +17,8 @@ MORE_PARAMETERS = {  # function -> why it has more
     "verify/programs/verify_plan.py verify_plan": "a front door: options by keyword",
     "nnscaler/runtime/ops/index.py embedding_bag": "written in programs, which keep their text",
     "nnscaler/runtime/ops/ring.py ring_attention": "the same",
-    "nnscaler/runtime/ops/window.py conv_window": "the same",
-    "nnscaler/runtime/ops/window.py conv_transpose_window": "the same",
+    "nnscaler/runtime/ops/overlapping_windows.py conv_window": "the same",
+    "nnscaler/runtime/ops/overlapping_windows.py conv_transpose_window": "the same",
 }
 TEXT = {".py", ".md", ".toml", ".sh", ".yml", ".yaml", ".cfg", ".json"}
 

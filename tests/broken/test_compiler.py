@@ -14,9 +14,9 @@ import nnscaler
 import verify
 from nnscaler.codegen import role_writer
 from nnscaler.communication import materialise, regions
-from nnscaler.ir import conversion
-from nnscaler.ir.conversion import ConversionRow
+from nnscaler.ir import layout_conversion
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
+from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.runtime.training import backward, executor
 from nnscaler.runtime.training.gradients import accumulate as gradients
 from nnscaler.runtime.training.gradients import buckets
@@ -62,8 +62,8 @@ def test_rows_of_the_conversion_table(
     code: str,
     tensor: str,
 ) -> None:
-    row = conversion.ROWS[source, target]
-    monkeypatch.setitem(conversion.ROWS, (source, target), ConversionRow(function, row.forward, row.backward))
+    row = layout_conversion.ROWS[source, target]
+    monkeypatch.setitem(layout_conversion.ROWS, (source, target), ConversionRow(function, row.forward, row.backward))
     assert_refuted(program(), code, tensor)
 
 

@@ -22,7 +22,7 @@ from tests.broken.planting import Edit, Original
 from tests.sampling import every
 from verify import Report, verify_plan
 from verify.programs.typing import check_program
-from verify.programs.typing.roles.record import NAME
+from verify.programs.typing.roles.check_manifest import NAME
 from verify.results.finding import Finding
 
 

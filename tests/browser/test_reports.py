@@ -13,7 +13,7 @@ from docs.pictures.report import MICRO_BATCHES, PLAN, RANKS, batch, network, ver
 from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.signature import signatures
 from nnscaler.performance.predict import replay
-from nnscaler.performance.step_events import step_events
+from nnscaler.performance.predicted_events import step_events
 from nnscaler.planning.auto import AutoPlan, cluster_of, cost_of, search_plan
 from nnscaler.tracing import trace
 from tests.browser.chromium import Chromium, find_chromium

@@ -16,7 +16,7 @@ import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import stages_of
+from nnscaler.planning.plan_from_axes import stages_of
 from nnscaler.tracing import trace
 from nnscaler.transform.balance import balanced_cuts
 from nnscaler.transform.partition_stages import SLACK, repeated_operations, work_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import verify
-from nnscaler.planning.specification import parse_axes, ranks_in
+from nnscaler.planning.parse_axes import parse_axes, ranks_in
 from tests.sampling import only
 from tests.traced_examples import compiled
 

@@ -14,7 +14,7 @@ from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.plan import Plan, RecomputeStep
 from tests.sampling import every
 from verify import verify_plan

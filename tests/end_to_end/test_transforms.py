@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep, Step
 from tests.sampling import every
 from tests.traced_examples import loaded, traced

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnscaler.ir.conversion import ROWS
+from nnscaler.ir.layout_conversion import ROWS
 from nnscaler.runtime.program.load_python import load_user_module
 from tests.sampling import every
 from verify import verify_plan

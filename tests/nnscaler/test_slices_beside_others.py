@@ -14,7 +14,7 @@ import nnscaler
 import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import SplitStep
 from tests.calls import check

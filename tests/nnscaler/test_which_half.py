@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnscaler.halves import Halves, halves_of
+from nnscaler.backward_partition import Halves, halves_of
 
 Below = dict[str, tuple[str, ...]]
 

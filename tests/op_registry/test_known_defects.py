@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from op_registry.annotation.sizes import BoundOperand, bind
 from op_registry.annotation.splits import splittable
 from op_registry.annotation.well_formed import parse_checked
-from op_registry.bind_call import bind_call
+from op_registry.bind_annotation import bind_call
 from op_registry.call import AxisShard
 from op_registry.errors import AnnotationError
 from op_registry.registry import default_registry
 
 from nnscaler.ir.graph import Operation, as_call
 from nnscaler.tracing import Traced, trace
-from nnscaler.tracing.interpret import run_graph
+from nnscaler.tracing.run_graph import run_graph
 from tests.op_registry.builtin.oracle import Whole, as_leaf, check_split, differentiable, gradients, run
 from tests.sampling import every
 from verify.programs.random_plans import Mesh, random_plans

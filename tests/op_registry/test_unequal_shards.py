@@ -9,9 +9,9 @@ import pytest
 
 from op_registry.annotation.sizes import bind
 from op_registry.annotation.splits import Shard, balanced, shard_of, splittable
-from op_registry.bind_call import localise
+from op_registry.bind_annotation import localise
 from op_registry.call import AxisShard, Call, TensorArgument
-from op_registry.expression import Expression, block_start, by_index, index, local_size
+from op_registry.rank_expression import Expression, block_start, by_index, index, local_size
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec, Refusal, SchemaParameter
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from op_registry.samples import SAMPLES, Sample, replace_tensors
 
 from nnscaler.runtime.communication.communicator import ProgramError
-from verify.evidence.oracle.checked_kernels import CheckedKernels, runs_checked
+from verify.evidence.oracle.size_checked_kernels import CheckedKernels, runs_checked
 
 aten = torch.ops.aten
 Attention = Callable[..., Tensor]

@@ -21,7 +21,7 @@ from verify import Verdict
 from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.inputs.draw_calls import builtin_call
 from verify.operators.audit.side_effects import audit
-from verify.operators.audit.watched import Probed
+from verify.operators.audit.watched_run import Probed
 from verify.results.catalogue import CODES
 from verify.results.finding import Finding
 from verify.self_test.operators.mutants.hosts import with_backward

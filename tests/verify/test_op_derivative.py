@@ -25,7 +25,7 @@ from tests.verify.backwards import (
 )
 from verify import Verdict
 from verify.operators.audit.handwritten import handwritten
-from verify.operators.audit.watched import Probed
+from verify.operators.audit.watched_run import Probed
 from verify.self_test.operators.mutants.hosts import with_backward
 
 

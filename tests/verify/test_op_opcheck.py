@@ -14,7 +14,7 @@ from op_registry.spec import OperatorSpec
 from verify import Verdict
 from verify.evidence.inputs.concrete_call import make_call
 from verify.operators.audit.opcheck import TESTS, library_overload, opcheck, shortened
-from verify.operators.audit.watched import Probed
+from verify.operators.audit.watched_run import Probed
 
 
 class Doubled(torch.autograd.Function):

@@ -10,12 +10,12 @@ import torch
 from nnscaler.codegen.program import Program
 from verify.programs.checks import losses
 from verify.programs.checks.context import Comparison
-from verify.programs.checks.logical import Holding
+from verify.programs.checks.logical_tensors import Holding
 from verify.programs.checks.tensors import check_coverage
 from verify.programs.execution.backends import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.reference.eager import Trajectory
-from verify.programs.role_text import SourceMap
+from verify.programs.source_map import SourceMap
 from verify.programs.typing import check_program
 from verify.results.tolerance import exact_tolerance
 from verify.results.verdict import Verdict

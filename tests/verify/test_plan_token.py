@@ -19,11 +19,11 @@ from nnscaler.cli.main import build_parser, main
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import SEARCH
 from nnscaler.transform.plan import Plan
+from verify.programs.reproduce_token import PlanToken, decode, encode, make_token, request_of
 from verify.programs.request import PlanRequest
-from verify.programs.token import PlanToken, decode, encode, make_token, request_of
-from verify.results.packed_word import LONGEST, Damaged, pack, unpack
+from verify.results.file_digests import Source
+from verify.results.packed_json import LONGEST, Damaged, pack, unpack
 from verify.results.report import environment
-from verify.results.source import Source
 
 MODEL = """
 import torch

@@ -18,7 +18,7 @@ from nnscaler.runtime.communication.communicator import CommunicatorBase
 from nnscaler.runtime.ops.random import logical_uniform
 from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.tracing import trace
-from nnscaler.tracing.precision import exact, run_backward, with_draws
+from nnscaler.tracing.float64_run import exact, run_backward, with_draws
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify.programs.reference.eager import record_draws
 from verify.programs.reference.program_draws import Called, Draw, ProgramDraws, UnmatchedDraws, draws_of, match_draws

@@ -13,16 +13,16 @@ import pytest
 
 from op_registry.spec import SourceLocation
 
-from nnscaler.events import DeviceRanks, Event, StepEvents
 from nnscaler.manifest import Bar, CommunicationProfile, CommunicationTotal, StageMemory, TimelineRow, TimelineRows
 from nnscaler.records import RecordError, decode, encode
+from nnscaler.timeline_events import DeviceRanks, Event, StepEvents
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
 from verify.report_formats.html.call_lane import pictured
 from verify.report_formats.html.errors_plot import axis_of
-from verify.report_formats.html.text import size
+from verify.report_formats.html.page_elements import size
 from verify.report_formats.html.timeline import lanes_of, timeline_panel
-from verify.results.attachments import Attachments, Certificate, ComparedTensor, LemmaRow
+from verify.results.typed_attachments import Attachments, Certificate, ComparedTensor, LemmaRow
 
 VOID = {"meta", "br"}
 NASTY = "<script>alert('x')</script> \"quoted\" & </style> \x00 \ud800 `<b>`"

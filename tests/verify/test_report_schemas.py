@@ -16,9 +16,9 @@ from op_registry.spec import SourceLocation
 
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
-from verify.results.attachments import Attachments, ComparedTensor
 from verify.results.catalogue import CODES
 from verify.results.report import plain_json
+from verify.results.typed_attachments import Attachments, ComparedTensor
 
 DATA = Path(__file__).parents[1] / "data"
 SARIF = json.loads((DATA / "sarif-2.1.0-rtm.5.json").read_text(encoding="utf-8"))

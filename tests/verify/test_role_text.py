@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verify.programs.role_text import assignments_of, describe_line
+from verify.programs.source_map import assignments_of, describe_line
 
 TEXT = '''
 class Stage2(Stage):

@@ -14,12 +14,12 @@ import verify
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 from tests.sampling import only
+from verify.programs.reproduce_token import make_token, request_of
 from verify.programs.request import PlanRequest
-from verify.programs.token import make_token, request_of
 from verify.programs.training.comparison import REPLICAS
-from verify.programs.training.course import carried_by, drawn, in_steps, reordered, shortened
+from verify.programs.training.join_shards import put_together
 from verify.programs.training.ranks import Layout, RankTraining
-from verify.programs.training.together import put_together
+from verify.programs.training.training_recipe import carried_by, drawn, in_steps, reordered, shortened
 from verify.results.catalogue import CODES
 from verify.results.report import Report
 from verify.self_test.training.bases import Small, sample

@@ -19,8 +19,8 @@ from nnscaler.runtime.program.program_directory import ProgramDirectory, read_pr
 from nnscaler.runtime.training.saving import checkpoint
 from nnscaler.runtime.training.saving.boxes import leads
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint
-from nnscaler.runtime.training.saving.stored import StoredTensor
-from nnscaler.tracing.precision import exact
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
+from nnscaler.tracing.float64_run import exact
 from tests.sampling import every
 
 Batch = Mapping[str, Tensor]

@@ -13,7 +13,7 @@ import verify
 from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.role import Input, Stage
 from nnscaler.tracing import trace
-from verify.programs.single_steps import Labels, counts, find_labels, unequal
+from verify.programs.step_variants import Labels, counts, find_labels, unequal
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

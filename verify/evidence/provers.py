@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
 from verify.evidence.dimension_types.prove import prove
-from verify.evidence.oracle.enumerate import Base, Target
+from verify.evidence.oracle.enumerate_cases import Base, Target
 from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 from verify.evidence.smt.prove import prove_bounded
 from verify.results.verdict import Strength, Verdict

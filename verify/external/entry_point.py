@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nnscaler.errors import NnscalerError
 from nnscaler.files import check_temporary, write_text
 from nnscaler.model_file import find_target
+from verify.external.reproduce_token import reproduce_line, script_file
 from verify.external.request import DEFAULT_RANKS, EXAMPLE, SIZES, ExternalRequest, check_values
-from verify.external.token import reproduce_line, script_file
 from verify.programs.subject import RunContext
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -87,7 +87,7 @@ def _check_script(script: str) -> None:
 
 
 def _verify_file(request: ExternalRequest, context: RunContext) -> Report:
-    from verify.external.check_file import load_check_file
+    from verify.external.load_check_file import load_check_file
 
     file = load_check_file(request.target, ranks=request.ranks, mesh=request.mesh)
     report = _verify(file.program, request, context)
@@ -114,7 +114,7 @@ def _verify_script(request: ExternalRequest, context: RunContext) -> Report:
 
 
 def _verify_library(request: ExternalRequest, context: RunContext) -> list[Report]:
-    from verify.external.transformers.library import expand, is_without_plan
+    from verify.external.transformers.expand_requests import expand, is_without_plan
     from verify.external.transformers.plan_advice import verify_plan_of_library
     from verify.processes.pool import Done, Raised, run_forked, run_here, why_not_fork
 
@@ -157,7 +157,7 @@ def _emit(
     found: Mapping[int, Report], requests: Sequence[ExternalRequest], path: str | None, context: RunContext
 ) -> None:
     """Write the script of the first program that is refuted, where one is asked for."""
-    from verify.external.transformers.library import script_of
+    from verify.external.transformers.expand_requests import script_of
 
     if path is None:
         return

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nnscaler.errors import NnscalerError
-from nnscaler.tracing.precision import run_backward
-from verify.external.addresses import Kind, Lookup, RankPiece, local_value, match, state_of
+from nnscaler.tracing.float64_run import run_backward
+from verify.external.parameter_mapping import Kind, Lookup, RankPiece, local_value, match, state_of
 from verify.external.program import Batch, ExternalProgram
-from verify.external.ranks.places import in_phase
+from verify.external.ranks.call_sites import in_phase
 from verify.external.ranks.torch_private_trace import watch_redistributions
 from verify.external.reference import (
     PlainReference,

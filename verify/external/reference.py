@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.locations import location_of_exception
-from nnscaler.tracing.precision import convert_floats, exact, run_backward, without_dropout
-from verify.external.addresses import Lookup, StateMap, as_real, state_of
+from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
+from verify.external.parameter_mapping import Lookup, StateMap, as_real, state_of
 from verify.external.program import Batch, ExternalProgram
 from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
 

@@ -11,14 +11,14 @@ from torch import nn
 
 from op_registry.spec import SourceLocation
 
-from verify.external.case import ExternalCase, ExternalSettings
-from verify.external.comparison.differences import ComparisonResult
+from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import rounded
+from verify.external.differential_run import ExternalCase, ExternalSettings
 from verify.external.observe import RankRecord
 from verify.external.program import Batch, ExternalProgram
-from verify.external.ranks.attention import register_attention
-from verify.external.ranks.policies import register_policies
+from verify.external.ranks.dtensor_attention import register_attention
+from verify.external.ranks.fsdp_in_float64 import register_policies
 from verify.external.ranks.run import RankRun, RanksFailed
 from verify.external.reference import (
     check_rows,
@@ -28,9 +28,9 @@ from verify.external.reference import (
 )
 from verify.external.saving.check import check_saving
 from verify.external.step_profile import communication_profile, memory, notes_of
-from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
+from verify.results.typed_attachments import Attachments
 from verify.results.verdict import Verdict, merge
 
 Progress = Callable[[str], None]

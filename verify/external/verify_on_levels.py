@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from verify.external.case import ExternalSettings
+from verify.external.differential_run import ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.proof.prove import ExternalProof, prove_external
-from verify.external.ranks.attention import register_attention
+from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.request import ExternalRequest
 from verify.external.verify import TOOL, Progress, verify_program
 from verify.processes.pool import Died, Done, Note, Raised, run_forked, run_here, why_not_fork

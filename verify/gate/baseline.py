@@ -20,9 +20,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from nnscaler.config import Document, Key, KeyPath, read_document, read_table
 from nnscaler.errors import SourceLocation
 from nnscaler.files import write_text
+from nnscaler.pyproject_settings import Document, Key, KeyPath, read_document, read_table
 from verify.report_formats.problems import problems
 from verify.results.catalogue import CODES, UNFINISHED
 from verify.results.finding import Finding

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from nnscaler.errors import NnscalerError
 from verify.gate.items import ExternalItem, Item, OpItem, OpSource, PlanItem
-from verify.gate.last_run import Phase, State, Unit, batches, first_units, other_units
 from verify.gate.outcome import ItemResult
-from verify.gate.work import list_operators, without_repeats
+from verify.gate.run_order import Phase, State, Unit, batches, first_units, other_units
+from verify.gate.verify_item import list_operators, without_repeats
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment

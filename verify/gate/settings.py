@@ -13,7 +13,11 @@ from pathlib import Path
 from shlex import join, split
 from typing import Any
 
-from nnscaler.config import (
+from nnscaler.errors import NnscalerError
+from nnscaler.model_file import find_target
+from nnscaler.plan_source import schedule_file
+from nnscaler.planning.auto import parse_auto
+from nnscaler.pyproject_settings import (
     SHARED,
     Document,
     Key,
@@ -24,10 +28,6 @@ from nnscaler.config import (
     spelled,
     value_of_variable,
 )
-from nnscaler.errors import NnscalerError
-from nnscaler.model_file import find_target
-from nnscaler.plan_source import schedule_file
-from nnscaler.planning.auto import parse_auto
 from verify.external.request import EXECUTORS, LIBRARY, SIZES, ExternalRequest, check_values
 from verify.gate.items import ExternalItem, Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, item_name
 from verify.programs.request import BACKENDS, DTYPES, PlanRequest

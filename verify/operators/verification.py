@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from op_registry.bind_call import named_values
+from op_registry.bind_annotation import named_values
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
@@ -19,16 +19,16 @@ from verify.evidence.cases import SplitCase
 from verify.evidence.options import DRAWS, OpOptions
 from verify.evidence.oracle.check import TargetOutcome, as_check, check_target, run_cases
 from verify.evidence.oracle.claims import Claimed, claims_of, kind_of, untested
-from verify.evidence.oracle.enumerate import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
+from verify.evidence.oracle.enumerate_cases import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
 from verify.evidence.oracle.findings import does_not_fit, not_tested, refuted_by_proof, survived, unusable, wrong
+from verify.evidence.oracle.needs_input_grad import check_subsets
 from verify.evidence.oracle.runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.shrink import shrink
-from verify.evidence.oracle.subsets import check_subsets
 from verify.evidence.provers import prove_base
 from verify.operators.audit.derivative import check_derivative
 from verify.operators.audit.opcheck import opcheck
 from verify.operators.audit.side_effects import audit
-from verify.operators.audit.watched import Probed
+from verify.operators.audit.watched_run import Probed
 from verify.results.catalogue import INCOMPARABLE
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment

@@ -28,9 +28,9 @@ from typing import Generic, TypeVar
 import torch
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.autograd_engine import start_autograd
 from nnscaler.runtime.jobs.fair_clock import FairClock
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
+from nnscaler.runtime.start_autograd import start_autograd
 
 Result = TypeVar("Result")
 Note = Callable[[str], None]  # told what runs, before it runs

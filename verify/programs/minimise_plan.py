@@ -37,7 +37,7 @@ from nnscaler.transform.plan import (
     SplitStep,
     Step,
 )
-from verify.programs.checks.logical import by_rank, holdings_of, put_together
+from verify.programs.checks.logical_tensors import by_rank, holdings_of, put_together
 from verify.programs.execution.backends import Failure, run_simulator
 from verify.programs.execution.rank_program import RankResult, Task
 from verify.programs.opened_program import OpenedProgram, open_program

@@ -19,9 +19,9 @@ from nnscaler.manifest import Manifest
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.lemmas import LemmaResult, SizesResult, check_rows, open_memo, prove_obligations, sizes_result
 from verify.programs.typing import StaticResult, check_program
-from verify.results.attachments import Certificate, LemmaRow
 from verify.results.catalogue import UNMATCHED
 from verify.results.report import Check, environment
+from verify.results.typed_attachments import Certificate, LemmaRow
 from verify.results.verdict import Verdict, merge
 
 SECONDS = 300.0  # of processor time, for all lemmas; what is left then is tested, or undecided

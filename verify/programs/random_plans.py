@@ -25,7 +25,7 @@ from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.planning.policies import assign_steps, stages_of, step_of
+from nnscaler.planning.plan_from_axes import assign_steps, stages_of, step_of
 from nnscaler.scheduling.v_shaped import v_shape
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs

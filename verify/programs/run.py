@@ -24,7 +24,8 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
-from verify.programs.checks import resume, run_checks, scale_and_labels, timed
+from verify.programs.assemble_report import keep_program, make_report
+from verify.programs.checks import perturbed_step, resume, run_checks, timed
 from verify.programs.checks.context import LOCALISED, CheckOutcome, Comparison
 from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
@@ -33,7 +34,6 @@ from verify.programs.execution.rank_program import Task
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.minimise_plan import PlanTrial, minimise
-from verify.programs.plan_report import keep_program, make_report
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.proof import Proof, ProofOptions, combine, prove_program
 from verify.programs.reference.eager import (
@@ -46,15 +46,15 @@ from verify.programs.reference.eager import (
 )
 from verify.programs.reference.program_draws import UnmatchedDraws
 from verify.programs.request import PlanRequest, check_values
-from verify.programs.role_text import SourceMap
-from verify.programs.single_steps import Beside, failed, make_comparison, make_task, plan_trials
+from verify.programs.source_map import SourceMap
+from verify.programs.step_variants import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.subject import PlanSubject, RunContext
+from verify.programs.training.compare_delayed_sgd import check_stream, is_stream
 from verify.programs.training.run import check_training
-from verify.programs.training.stream import check_stream, is_stream
-from verify.programs.typing.roles.record import Stored, check_batch, check_state
-from verify.results.attachments import ComparedTensor
+from verify.programs.typing.roles.check_manifest import Stored, check_batch, check_state
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
+from verify.results.typed_attachments import ComparedTensor
 from verify.results.verdict import Verdict
 
 # L3 of verify-plan: the program in a lower precision, against the noise of the model itself in it.
@@ -260,7 +260,7 @@ def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -
 
 def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[CheckOutcome]:
     checks: list[Callable[[], CheckOutcome]] = [
-        partial(scale_and_labels.check, comparison, trial) for trial in beside.trials
+        partial(perturbed_step.check, comparison, trial) for trial in beside.trials
     ]
     if beside.forward_only and comparison.reference.losses:
         checks.append(lambda: check_forward_only(comparison))

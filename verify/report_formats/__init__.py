@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Protocol
 
 from verify.report_formats import concise, full, github, html, json_text, junit, sarif
-from verify.results.line import StyledLine
 from verify.results.report import Report
+from verify.results.styled_line import StyledLine
 
 
 class Format(Protocol):

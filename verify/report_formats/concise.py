@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from verify.report_formats.problems import problems
 from verify.results.finding import Finding
-from verify.results.line import StyledLine, last_line
 from verify.results.report import Report
+from verify.results.styled_line import StyledLine, last_line
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:

@@ -8,7 +8,7 @@ import re
 from op_registry.spec import SourceLocation
 
 from verify.results.finding import Finding
-from verify.results.line import StyledLine, plain
+from verify.results.styled_line import StyledLine, plain
 
 # Carets under the wrong identifier of an annotation.
 

@@ -12,8 +12,8 @@ from verify.report_formats.concise import concise_line
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.problems import findings_of, problems, reproduce_once
 from verify.results.finding import Finding
-from verify.results.line import StyledLine, last_line, plain, style_of
 from verify.results.report import Check, Report, totals
+from verify.results.styled_line import StyledLine, last_line, plain, style_of
 
 WHOLE = 4  # findings shown with all that is known; the rest, which usually follow from them, take a line each
 CHECKS = 60  # checks of one report that are shown; beyond them only those that do not pass

@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from verify.results.line import StyledLine, plain, plain_lines
 from verify.results.report import SCHEMA_VERSION, Report, totals
+from verify.results.styled_line import StyledLine, plain, plain_lines
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:

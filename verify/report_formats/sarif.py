@@ -16,8 +16,8 @@ from op_registry.spec import SourceLocation
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.problems import ReportedFinding, as_uri, problems, relative
 from verify.results.catalogue import CODES, page, section
-from verify.results.line import StyledLine, plain_lines
 from verify.results.report import Report, Totals, totals
+from verify.results.styled_line import StyledLine, plain_lines
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 BASE = "%SRCROOT%"

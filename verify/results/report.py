@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from verify.results.attachments import Attachments
 from verify.results.finding import Finding
+from verify.results.typed_attachments import Attachments
 from verify.results.verdict import Verdict, merge
 
 # Versions and machine, for reports: what a reader needs to know before comparing two of them.

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, compile_request
-from nnscaler.cli.output.comm_profile import add_option, known_profile, memory_lines, show_profile, total_lines
+from nnscaler.cli.output.comm_volume import add_option, known_profile, memory_lines, show_profile, total_lines
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console

@@ -12,10 +12,10 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, positive
-from nnscaler.cli.stops import exit_code_of
-from nnscaler.config import seconds_of
+from nnscaler.cli.signals import exit_code_of
 from nnscaler.errors import NnscalerError
 from nnscaler.files import check_temporary, check_writable
+from nnscaler.pyproject_settings import seconds_of
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -214,9 +214,9 @@ def _run(
     """Fill `results`, also where it is interrupted."""
     from contextlib import closing
 
-    from verify.gate.last_run import read_state, state_file
     from verify.gate.run import is_last, run_items
-    from verify.gate.work import perform_item
+    from verify.gate.run_order import read_state, state_file
+    from verify.gate.verify_item import perform_item
     from verify.operators.run.cache import open_cache
 
     state = read_state(state_file(settings.folder))
@@ -289,7 +289,7 @@ def _updated(
 
 
 def _remember(settings: GateSettings, outcome: GateOutcome) -> None:
-    from verify.gate.last_run import Last, read_state, state_file, write_state
+    from verify.gate.run_order import Last, read_state, state_file, write_state
 
     file = state_file(settings.folder)
     now = {

@@ -149,8 +149,8 @@ def _operators() -> list[tuple[str, str]]:
 
 
 def _plans() -> list[tuple[str, str]]:
-    from nnscaler.planning.ready import READY
-    from nnscaler.planning.specification import AXES
+    from nnscaler.planning.named_policies import READY
+    from nnscaler.planning.parse_axes import AXES
 
     axes = ((f"{name}=N", text) for name, text in AXES.items())
     return [*axes, *PLANS, *((name, f"ready: {policy.text}") for name, policy in READY.items())]

@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 def run(options: argparse.Namespace) -> int:
     """Replays, prints the report, and returns its exit code: 1 if it is still wrong, 0 if it is not."""
     from nnscaler.cli.output.show import print_report
-    from verify.operators.run.token import decode
+    from verify.operators.run.reproduce_token import decode
 
     console: Console = options.console
     check_temporary()
@@ -87,7 +87,7 @@ def _replay_plan(options: argparse.Namespace) -> int:
     """
     from nnscaler.cli.commands import verify_plan
     from nnscaler.cli.output.show import print_report
-    from verify.programs.token import decode, request_of
+    from verify.programs.reproduce_token import decode, request_of
 
     console: Console = options.console
     token = decode(options.token)
@@ -104,7 +104,7 @@ def _replay_plan(options: argparse.Namespace) -> int:
 def _replay_external(options: argparse.Namespace) -> int:
     """Verify what a token of verify-external says, as `_replay_plan` does that of a plan."""
     from nnscaler.cli.commands import verify_external
-    from verify.external.token import decode, request_of
+    from verify.external.reproduce_token import decode, request_of
 
     console: Console = options.console
     token = decode(options.token)

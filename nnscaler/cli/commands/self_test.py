@@ -12,7 +12,7 @@ from nnscaler.files import check_folder, check_temporary
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from verify.results.line import StyledLine
+    from verify.results.styled_line import StyledLine
 
 EPILOG = """examples:
   nnscaler self-test ops             verify-op against wrong annotations and wrong operators
@@ -85,14 +85,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ops(options: argparse.Namespace) -> Found:
-    from verify.self_test.operators.ops import run_self_test, self_test_lines
+    from verify.self_test.operators.run_self_test import run_self_test, self_test_lines
 
     found = run_self_test(_EveryTwoSeconds(options.console), options.quick)
     return found.good, self_test_lines(found)
 
 
 def _soundness_ops(options: argparse.Namespace) -> Found:
-    from verify.self_test.operators.soundness_ops import COUNT, run_soundness, soundness_lines
+    from verify.self_test.operators.annotation_fuzz import COUNT, run_soundness, soundness_lines
 
     count = COUNT if options.count is None else options.count
     if count < 1:

@@ -15,12 +15,12 @@ from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from nnscaler.events import StepEvents
     from nnscaler.model_file import ModelFile
     from nnscaler.performance.measured_events import Records
     from nnscaler.performance.predict import Programmed
     from nnscaler.plan_source import CompileRequest
     from nnscaler.planning.cost.model import CostModel
+    from nnscaler.timeline_events import StepEvents
     from nnscaler.tracing import Traced
     from nnscaler.transform.plan import Plan
 
@@ -119,14 +119,14 @@ class _Planned:
 
     def simulated(self, cost: CostModel) -> StepEvents:
         """Return the events of a step by a cost model."""
-        from nnscaler.performance.step_events import step_events
+        from nnscaler.performance.predicted_events import step_events
 
         return step_events(self.program.communicated, self.program.predicted(cost))
 
     def measured(self, cost: CostModel, records: Records) -> StepEvents:
         """Return the events of a step that ran. Raises NnscalerError("calls_differ")."""
         from nnscaler.performance.measured_events import measured_events
-        from nnscaler.performance.step_events import placed_events
+        from nnscaler.performance.predicted_events import placed_events
 
         placed = placed_events(self.program.communicated, self.program.predicted(cost))
         return measured_events(self.program.communicated, placed, records)

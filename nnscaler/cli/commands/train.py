@@ -116,7 +116,7 @@ def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
     """Train. What the runtime finds wrong is the user's to read, without our frames."""
     from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
     from nnscaler.training.trainer import Trainer
-    from verify.programs.vouch import vouch
+    from verify.programs.pre_run_check import vouch
 
     def proved(program: Program) -> None:
         """Let no program run that is not the model's. Rank 0 calls it."""

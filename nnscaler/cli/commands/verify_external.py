@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, positive, seconds
-from nnscaler.cli.output.comm_profile import add_option, show_profile
+from nnscaler.cli.output.comm_volume import add_option, show_profile
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console

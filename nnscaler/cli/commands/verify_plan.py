@@ -16,7 +16,7 @@ from nnscaler.cli.options import (
     positive,
     seconds,
 )
-from nnscaler.cli.output.comm_profile import add_option, known_profile, show_profile
+from nnscaler.cli.output.comm_volume import add_option, known_profile, show_profile
 from nnscaler.errors import NnscalerError
 from nnscaler.files import write_text
 from nnscaler.records import encode

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.markdown import Markdown
 
-    from verify.results.line import StyledLine
+    from verify.results.styled_line import StyledLine
 
 STYLES = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "unsure": "bold yellow", "faint": "dim"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nnscaler.cli.output.comm_profile import bytes_text, text_table
-from nnscaler.events import Event, StepEvents, call_sums, covered
+from nnscaler.cli.output.comm_volume import bytes_text, text_table
+from nnscaler.timeline_events import Event, StepEvents, call_sums, covered
 
 _MOST = 12  # kinds of calls that are listed
 

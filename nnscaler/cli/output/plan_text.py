@@ -59,7 +59,7 @@ def explanation(found: Found, name: str) -> list[str]:
     Raises NnscalerError("plan_illegal") for an operation that there is not.
     """
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
-    from nnscaler.planning.planner.explain import alternatives
+    from nnscaler.planning.planner.choice_alternatives import alternatives
     from nnscaler.transform.select import select
 
     operations = select(found.subject.graph, (name,))
@@ -126,7 +126,7 @@ def comparison(name: str, before: Replay, now: Replay, every: bool, optimizer: f
 
     `every`: name all operations. `optimizer`: bytes that the optimizer keeps of an element.
     """
-    from nnscaler.communication.profile_memory import stage_memory
+    from nnscaler.communication.stage_memory import stage_memory
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
     from nnscaler.planning.difference import differences
 

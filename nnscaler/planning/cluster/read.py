@@ -8,9 +8,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from nnscaler.config import Document, KeyPath, read_document
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.cluster.description import LAUNCH, Cluster, Device, Level, Quantity, quantity
+from nnscaler.pyproject_settings import Document, KeyPath, read_document
 
 READY = ("dgx2-v100", "a100x8", "h100x8", "h200x8", "ethernet10g", "cpu")
 _FOLDER = files("nnscaler.planning.cluster") / "ready"

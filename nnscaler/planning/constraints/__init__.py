@@ -16,8 +16,8 @@ from nnscaler.planning.constraints.kinds import (
     tensor_parallel,
     together,
 )
-from nnscaler.planning.constraints.known import constraints_of
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
+from nnscaler.planning.constraints.plan_as_constraints import constraints_of
 
 __all__ = [
     "Constraint",

@@ -41,7 +41,7 @@ from nnscaler.planning.constraints.kinds import (
     together,
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
-from nnscaler.planning.sharding.parameter_placement import PLACEMENTS
+from nnscaler.planning.sharding.zero_placement import PLACEMENTS
 from nnscaler.transform.plan import CP, DP, EP, PP, TP
 
 _ALONE = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel, "pipeline": pipeline}

@@ -8,9 +8,9 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from op_registry.bind_call import localise
+from op_registry.bind_annotation import localise
 from op_registry.call import Call, TensorArgument
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 from op_registry.spec import Refusal
 

@@ -31,14 +31,14 @@ from nnscaler.planning.planner.bounds.configuration import (
 from nnscaler.planning.planner.bounds.lagrangian import Prices
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Least
+from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.evaluate import Evaluated, beside, evaluate, evaluated, weights_of
-from nnscaler.planning.planner.layer_chain import Chain
 from nnscaler.planning.planner.layer_strategies import Way
-from nnscaler.planning.planner.layered_graph import PlanningCache
-from nnscaler.planning.planner.memory_fit import StageFill, fill
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.planner.stage_partition_dp import StagePartition
-from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE
+from nnscaler.planning.planner.stage_strategy_mix import StageFill, fill
 from nnscaler.planning.sharding.tables import Tables
+from nnscaler.planning.sharding.zero_placement import AT_REST_WHOLE
 from nnscaler.planning.solver.problem import Infeasible
 
 # Turn the stages of a filled pipeline into a choice for every operation.

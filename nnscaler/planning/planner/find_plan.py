@@ -15,7 +15,7 @@ plan can be. There are three levels, each with a method from the literature:
    are both exact (`solver.eliminate`, `solver.fold`)
 
 Between 1 and 2, a dynamic program spreads the layers over pipeline stages (`stage_partition_dp`). What level 2 leaves
-open is filled by mixing two ways to run a layer (`memory_fit`), or by repair and branching (`solver.solve`).
+open is filled by mixing two ways to run a layer (`stage_strategy_mix`), or by repair and branching (`solver.solve`).
 
 Level 2 by hand
 ---------------
@@ -84,12 +84,12 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.branch_and_bound import Search, search
 from nnscaler.planning.planner.evaluate import Evaluated, cuts_of
-from nnscaler.planning.planner.layered_graph import FREE, PlanningCache
+from nnscaler.planning.planner.planning_cache import FREE, PlanningCache
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
 from nnscaler.planning.sharding.memory import CLUSTERS_MEMORY, MemoryBudget, bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible
-from nnscaler.transform.blocks import describe_modules
 from nnscaler.transform.complete_plan import follow_batch
+from nnscaler.transform.pipeline_cut_points import describe_modules
 from nnscaler.transform.plan import DP, Plan
 
 # Find the constraint that cannot hold, and what would.

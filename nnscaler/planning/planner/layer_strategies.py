@@ -13,7 +13,7 @@ import numpy as np
 
 from nnscaler.planning.planner.bounds.lagrangian import Prices
 from nnscaler.planning.planner.bounds.pipeline import Layered
-from nnscaler.planning.planner.layer_chain import ChainSegment, Priced
+from nnscaler.planning.planner.equal_layer_chain import ChainSegment, Priced
 from nnscaler.planning.sharding.build_problem import once_at
 
 CHANGES = 7  # between ways, that are made in all combinations

@@ -12,11 +12,11 @@ from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.constraints.interlaced import between_ends, of_layers
 from nnscaler.planning.context_parallel import LONG
 from nnscaler.planning.experts import batch_axes, expert_steps
+from nnscaler.planning.plan_from_axes import assign_steps, steps_of
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.interlaced_ends import ends_of
-from nnscaler.planning.planner.layered_graph import PlanningCache
-from nnscaler.planning.policies import assign_steps, steps_of
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.scheduling.registry import planned_schedules, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators

@@ -15,9 +15,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.ir.conversion import ROWS, ConversionStep, find_path, move_cost
 from nnscaler.ir.graph import LogicalTensor, element_bytes
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, State, explain_illegal, full_along, local_shape
+from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_cost
 from nnscaler.ir.rotations import Circulates, Direction, rotations
 from nnscaler.planning.cost.model import Collective, CostModel, Shape
 from nnscaler.planning.sharding.problem_config import Setting

@@ -28,9 +28,9 @@ from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, parameter_memory
-from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, PlacedParameter, leaf_of, placed
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
+from nnscaler.planning.sharding.zero_placement import AT_REST_WHOLE, AtRest, PlacedParameter, leaf_of, placed
 
 Column = NDArray[np.float64]
 

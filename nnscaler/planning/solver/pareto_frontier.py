@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nnscaler.planning.solver.fold import Structure, best_choices, find_structure, priced, tables_of
+from nnscaler.planning.solver.fold_equal_layers import Structure, best_choices, find_structure, priced, tables_of
 from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Table, evaluate, memory_of
 
 ROUNDING = 1e-12  # relative: by how much sums of tables may differ in their last digits

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
-from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read
-from nnscaler.runtime.compiled import apart
+from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.cut import Cut, cut_of
 from nnscaler.runtime.layout import Partial, Sharded, State
+from nnscaler.runtime.torch_compile import apart
 
 # One mesh axis as a rank sees it.
 

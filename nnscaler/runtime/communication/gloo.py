@@ -9,7 +9,7 @@ all_reduce a quarter. More important is what it does for correctness:
   that disagree wait for each other, and each one's status says in what; gloo itself would abort or mix up data.
 
 Tensors travel as bytes, so every dtype does; tensors on a GPU go through host memory. Between ranks of one host they
-are read out of the sender's memory, where the system lets them (`peer_memory`).
+are read out of the sender's memory, where the system lets them (`cross_memory_attach`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nnscaler.runtime.communication.async_collectives import (
+    Awaited,
+    OneRound,
+    Outbox,
+    gathering,
+    post,
+    summing,
+    wait_for,
+)
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
+from nnscaler.runtime.communication.cross_memory_attach import PeerMemory
 from nnscaler.runtime.communication.distributed import (
     Reporter,
     TorchCommunicator,
@@ -35,9 +45,7 @@ from nnscaler.runtime.communication.distributed import (
     neighbours,
     reduce_in_order,
 )
-from nnscaler.runtime.communication.exchanges import Awaited, OneRound, Outbox, gathering, post, summing, wait_for
 from nnscaler.runtime.communication.lanes import Lane
-from nnscaler.runtime.communication.peer_memory import PeerMemory
 
 _EXACT = (torch.float32, torch.float64)  # dtypes that gloo adds as torch does
 _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one round of messages instead of two

@@ -24,7 +24,7 @@ from nnscaler.runtime.communication.communicator import (
     CommunicationError,
     CommunicatorBase,
 )
-from nnscaler.runtime.communication.flights import Flights
+from nnscaler.runtime.communication.simulated_async import Flights
 
 T = TypeVar("T")
 Contribution = Sequence[Tensor]

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nnscaler.runtime.communication.process_group import local_environment
+from nnscaler.runtime.communication.rendezvous import local_environment
 from nnscaler.runtime.jobs.fair_clock import FairClock
 from nnscaler.runtime.jobs.job import (
     Activity,

@@ -9,27 +9,7 @@ from nnscaler.runtime.ops.index import (
     masked_scatter_block,
     write_block,
 )
-from nnscaler.runtime.ops.loss import (
-    ce_count,
-    ce_max,
-    ce_pick,
-    ce_sumexp,
-    ce_tail,
-    ce_weight,
-    ctc_mean,
-    mean_of,
-    mean_over,
-)
-from nnscaler.runtime.ops.random import (
-    alpha_dropout,
-    dropout,
-    feature_alpha_dropout,
-    feature_dropout,
-    random_normal,
-    random_uniform,
-)
-from nnscaler.runtime.ops.ring import ring_attention
-from nnscaler.runtime.ops.tensor import (
+from nnscaler.runtime.ops.layer_ops import (
     batch_mean,
     batch_normalise,
     batch_variance,
@@ -41,7 +21,32 @@ from nnscaler.runtime.ops.tensor import (
     running_statistic,
     view_as_complex,
 )
-from nnscaler.runtime.ops.window import avg_pool_window, conv_transpose_window, conv_window, max_pool_window
+from nnscaler.runtime.ops.loss import (
+    ce_count,
+    ce_max,
+    ce_pick,
+    ce_sumexp,
+    ce_tail,
+    ce_weight,
+    ctc_mean,
+    mean_of,
+    mean_over,
+)
+from nnscaler.runtime.ops.overlapping_windows import (
+    avg_pool_window,
+    conv_transpose_window,
+    conv_window,
+    max_pool_window,
+)
+from nnscaler.runtime.ops.random import (
+    alpha_dropout,
+    dropout,
+    feature_alpha_dropout,
+    feature_dropout,
+    random_normal,
+    random_uniform,
+)
+from nnscaler.runtime.ops.ring import ring_attention
 
 __all__ = [
     "alpha_dropout",

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.compiled import apart
 from nnscaler.runtime.layout import State
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import logical_coordinates
+from nnscaler.runtime.torch_compile import apart
 
 _WRAP = 1 << 64
 _SELU_LIMIT = -1.7580993408473766

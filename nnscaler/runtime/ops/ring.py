@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import program_place
-from nnscaler.runtime.compiled import apart
 from nnscaler.runtime.cut import Cut
+from nnscaler.runtime.torch_compile import apart
 
 NEVER = float("-inf")  # the score of a key that a query does not see
 

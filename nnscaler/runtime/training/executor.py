@@ -19,9 +19,8 @@ from torch import Tensor
 
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
-from nnscaler.runtime.communication.kept_rows import KeptRows
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
-from nnscaler.runtime.compiled import compiled
+from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.role import (
     Input,
     RunContext,
@@ -33,6 +32,7 @@ from nnscaler.runtime.role import (
     place_of,
     times_of,
 )
+from nnscaler.runtime.torch_compile import compiled
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, dtype_of_run, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
@@ -42,8 +42,8 @@ from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.gradients.accumulate import Gradients
 from nnscaler.runtime.training.gradients.clipping import clip_gradients, gradient_norm
 from nnscaler.runtime.training.messages import Mail
+from nnscaler.runtime.training.model_outputs import Kept, Results, check_outputs, total_loss
 from nnscaler.runtime.training.observe import observed_copy
-from nnscaler.runtime.training.results import Kept, Results, check_outputs, total_loss
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from math import gcd, inf
 
 from nnscaler.errors import NnscalerError
+from nnscaler.scheduling.search.job_shop_model import Shop, shop_of
 from nnscaler.scheduling.search.problem import ScheduleProblem
-from nnscaler.scheduling.search.shop import Shop, shop_of
 
 SLACK = 1e-9  # relative: what sums of floats may differ by
 

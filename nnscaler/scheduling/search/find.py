@@ -16,15 +16,15 @@ from math import floor, gcd, lcm
 
 from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
-from nnscaler.scheduling.search.communicators import check_communicators, routes_of
+from nnscaler.scheduling.search.communicator_deadlock import check_communicators, routes_of
 from nnscaler.scheduling.search.exact import search_states
+from nnscaler.scheduling.search.extend_schedule import longer_step
 from nnscaler.scheduling.search.found import FoundSchedule, PeriodProof, ScheduleCertificate, limits_of
+from nnscaler.scheduling.search.job_shop_model import Shop, Starts, orders_of, peaks_of, sequences, shop_of
 from nnscaler.scheduling.search.legal import violations
 from nnscaler.scheduling.search.portfolio import Portfolio, settled
 from nnscaler.scheduling.search.problem import ScheduleProblem
 from nnscaler.scheduling.search.repetend import SEED, search_repetend
-from nnscaler.scheduling.search.segments import longer_step
-from nnscaler.scheduling.search.shop import Shop, Starts, orders_of, peaks_of, sequences, shop_of
 
 COARSEST = 4  # units in the work of the busiest machine: with fewer, times say nothing
 

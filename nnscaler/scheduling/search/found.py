@@ -10,8 +10,8 @@ from nnscaler.instructions import Instruction
 from nnscaler.records import encode
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.search.job_shop_model import Starts
 from nnscaler.scheduling.search.problem import ScheduleProblem
-from nnscaler.scheduling.search.shop import Starts
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from nnscaler.scheduling.search.bound import SLACK
-from nnscaler.scheduling.search.communicators import MessageQueues
-from nnscaler.scheduling.search.shop import Shop, Starts
+from nnscaler.scheduling.search.communicator_deadlock import MessageQueues
+from nnscaler.scheduling.search.job_shop_model import Shop, Starts
 
 Keys = Sequence[Sequence[float]]  # by block and micro-batch: the less, the more urgent
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from nnscaler.instructions import Instruction, Kind, total_order
 from nnscaler.scheduling.search.bound import SLACK
+from nnscaler.scheduling.search.job_shop_model import Starts
 from nnscaler.scheduling.search.problem import ScheduleProblem
-from nnscaler.scheduling.search.shop import Starts
 
 
 def violations(problem: ScheduleProblem, starts: Starts, orders: Sequence[Sequence[Instruction]]) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.scheduling.search.bound import SLACK
 from nnscaler.scheduling.search.greedy import Keys, list_schedule
-from nnscaler.scheduling.search.shop import Shop, Starts, makespan_of, peaks_of, replay, sequences, shop_of
+from nnscaler.scheduling.search.job_shop_model import Shop, Starts, makespan_of, peaks_of, replay, sequences, shop_of
 
 FIRST_PASSES = 3  # of each rule before the next one is tried
 MANY = 1 << 30

@@ -19,7 +19,7 @@ from op_registry.registry import facts_of
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
-from nnscaler.tracing.passes.composites import RUNNING_STATISTIC, statistic_written
+from nnscaler.tracing.passes.decompositions import RUNNING_STATISTIC, statistic_written
 from nnscaler.tracing.rewrite import (
     Builder,
     RawGraph,

@@ -16,11 +16,11 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.layout import Sharded, States
 from nnscaler.runtime.role import INPUT_GRADIENT, Stage
 from nnscaler.runtime.training.autocast import dtype_named
-from nnscaler.runtime.training.results import joined, sendable
+from nnscaler.runtime.training.model_outputs import joined, sendable
 from nnscaler.training.engine import Engine
 from nnscaler.training.part.program import Kinds, PartProgram
-from nnscaler.training.running import EngineSettings, Running, named_buffers
-from nnscaler.training.sizes import Shapes, agreed, from_rank_0, sample_of
+from nnscaler.training.program_runner import EngineSettings, Running, named_buffers
+from nnscaler.training.recompilation import Shapes, agreed, from_rank_0, sample_of
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, torchrun_place
+from nnscaler.runtime.communication.rendezvous import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.structure import restore
 from nnscaler.training.engine import Engine, connected
 from nnscaler.training.part.engine import PartCall, PartEngine
 from nnscaler.training.part.program import compile_part
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 
 _Self = TypeVar("_Self", bound=nn.Module)
 

@@ -46,8 +46,8 @@ from nnscaler.runtime.training.saving.checkpoint import (
 )
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, part_of, write_part
 from nnscaler.training.engine import Engine
+from nnscaler.training.saving.checkpoint_rotation import RunFolder
 from nnscaler.training.saving.optimizer_state import Entries, optimizer_entries, read_optimizer, root_of
-from nnscaler.training.saving.run_folder import RunFolder
 from nnscaler.training.saving.weights import as_user_error, check_known, read_model
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None  # of a GAN, say: one for each part

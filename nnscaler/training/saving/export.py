@@ -22,8 +22,8 @@ from nnscaler.files import cannot_write, save_tensors
 from nnscaler.runtime.shards import same_bits
 from nnscaler.runtime.training.saving.checkpoint import MODEL, RunRecord, read_run
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, whole
+from nnscaler.training.saving.checkpoint_rotation import RunFolder
 from nnscaler.training.saving.optimizer_state import CLASS
-from nnscaler.training.saving.run_folder import RunFolder
 from nnscaler.training.saving.weights import INDEX, SINGLE, as_user_error
 
 FORMATS = ("safetensors", "transformers", "torch")

@@ -20,7 +20,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.layout import is_cut
 from nnscaler.runtime.training.saving.boxes import boxes_of, leads
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, whole
-from nnscaler.runtime.training.saving.stored import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 
 CLASS, GROUPS, HYPER, STATE = "class", "groups", "param_groups", "state"
 

@@ -18,7 +18,7 @@ from nnscaler.runtime.communication.communicator import CommunicationError, Prog
 from nnscaler.runtime.training.saving.boxes import Box, boxes_of
 from nnscaler.runtime.training.saving.checkpoint import MODEL, CannotWrite, everywhere
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, TensorShard, key_of
-from nnscaler.runtime.training.saving.stored import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

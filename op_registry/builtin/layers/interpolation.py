@@ -12,7 +12,7 @@ from math import prod
 from op_registry.builtin._dims import annotate, letters, linear_in, output_shape, tensor
 from op_registry.builtin.layers.windows import frozen_positions, per_dim
 from op_registry.call import Call
-from op_registry.expression import local_size
+from op_registry.rank_expression import local_size
 from op_registry.spec import AnnotationFunction, AnnotationResult, OperatorSpec, Shards
 
 _FIRST = linear_in({0})

@@ -12,7 +12,7 @@ from math import prod
 
 from op_registry.builtin._dims import Dims, all_frozen, annotate, broadcast, broadcast_shape, linear_in, marked, tensor
 from op_registry.call import Call, TensorArgument
-from op_registry.expression import block_start
+from op_registry.rank_expression import block_start
 from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 NONE, MEAN, SUM = 0, 1, 2

@@ -23,7 +23,7 @@ from op_registry.builtin._dims import (
     tensor,
 )
 from op_registry.call import AxisArgument, Call, TensorArgument
-from op_registry.expression import block_start
+from op_registry.rank_expression import block_start
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Refusal, Shards
 
 _ROWS = "nnscaler.causal_rows"  # what a block of rows runs

@@ -24,7 +24,7 @@ from op_registry.builtin._dims import (
     whole,
 )
 from op_registry.call import Call, TensorArgument
-from op_registry.expression import Expression, block_start, local_size
+from op_registry.rank_expression import Expression, block_start, local_size
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
 
 # Windows that slide over dims: convolutions and pooling.

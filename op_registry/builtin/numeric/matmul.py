@@ -19,7 +19,7 @@ from op_registry.builtin._dims import (
     whole,
 )
 from op_registry.call import Call
-from op_registry.expression import block_start
+from op_registry.rank_expression import block_start
 from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 _EITHER = linear_in({0}, {1})

@@ -17,7 +17,7 @@ from op_registry.builtin._dims import (
     whole_dims,
 )
 from op_registry.call import Call
-from op_registry.expression import local_size
+from op_registry.rank_expression import local_size
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, Moves, OperatorSpec, Shards
 
 _FIRST = linear_in({0})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from op_registry.builtin._dims import all_frozen, annotate, letters, linear_in, marked, output_shape, tensor, whole
 from op_registry.call import Call, TensorArgument
-from op_registry.expression import Expression, block_start, local_size
+from op_registry.rank_expression import Expression, block_start, local_size
 from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 # `localize` hooks of reads and writes through indices, for a block `v` of what the indices point into.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from op_registry.builtin._dims import annotate, letters, linear_in, output_shape, tensor
 from op_registry.builtin.numeric.elementwise import companion
 from op_registry.call import Call
-from op_registry.expression import block_start, local_size
+from op_registry.rank_expression import block_start, local_size
 from op_registry.spec import AnnotationResult, OperatorSpec, Shards
 
 

@@ -23,7 +23,7 @@ from op_registry.builtin._dims import (
     whole_dims,
 )
 from op_registry.call import Call
-from op_registry.expression import Expression, local_size
+from op_registry.rank_expression import Expression, local_size
 from op_registry.spec import AnnotationResult, OperatorSpec, Shards
 
 _FIRST = linear_in({0})

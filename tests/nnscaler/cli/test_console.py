@@ -7,7 +7,7 @@ import io
 import pytest
 
 from nnscaler.cli.output.console import Console, wants_color
-from verify.results.line import StyledLine, plain
+from verify.results.styled_line import StyledLine, plain
 
 
 class Terminal(io.StringIO):

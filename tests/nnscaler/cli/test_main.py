@@ -133,7 +133,7 @@ def test_101_our_own_crash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_a_signal_that_is_lost_on_its_way_still_makes_the_exit_code(name: str) -> None:
     """Python drops an exception that is raised while a finaliser runs."""
     program = f"""
-import os, signal, sys, nnscaler.cli.entry as entry, nnscaler.cli.main as m
+import os, signal, sys, nnscaler.cli.console_script as entry, nnscaler.cli.main as m
 class Finalised:
     def __del__(self):
         os.kill(os.getpid(), signal.{name})

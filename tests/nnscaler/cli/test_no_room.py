@@ -345,17 +345,17 @@ def test_a_bug_that_comes_after_a_refusal_is_still_a_bug() -> None:
 def test_a_verdict_stands_where_the_program_cannot_be_kept(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from verify.programs import plan_report
+    from verify.programs import assemble_report
 
     assert compiled("program") == 0
     wrong = Path("program", "role_0.py")
     wrong.write_text(wrong.read_text().replace("aten.tanh", "aten.sigmoid"))
-    original = plan_report.keep_program
+    original = assemble_report.keep_program
 
     def no_room(*arguments: object) -> object:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("verify.programs.plan_report.shutil.copyfile", no_room)
+    monkeypatch.setattr("verify.programs.assemble_report.shutil.copyfile", no_room)
     kept: list[str] = []
     made = tempfile.mkdtemp
 
@@ -363,9 +363,11 @@ def test_a_verdict_stands_where_the_program_cannot_be_kept(
         kept.append(made(*arguments, **more))  # type: ignore[call-overload]
         return kept[-1]
 
-    monkeypatch.setattr("verify.programs.plan_report.tempfile.mkdtemp", noted)
+    monkeypatch.setattr("verify.programs.assemble_report.tempfile.mkdtemp", noted)
 
-    def keep(report: plan_report.Report, program: Path, request: plan_report.PlanRequest) -> plan_report.Report:
+    def keep(
+        report: assemble_report.Report, program: Path, request: assemble_report.PlanRequest
+    ) -> assemble_report.Report:
         from dataclasses import replace
 
         return original(report, program, replace(request, program=None))  # as if it had been compiled here

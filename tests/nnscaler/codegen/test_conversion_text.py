@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nnscaler.codegen.expressions import conversion_text
-from nnscaler.ir.conversion import find_path
 from nnscaler.ir.layout import (
     INVARIANT,
     PARTIAL,
@@ -27,6 +26,7 @@ from nnscaler.ir.layout import (
     explain_illegal,
     parse_state,
 )
+from nnscaler.ir.layout_conversion import find_path
 from nnscaler.runtime import Simulator
 from nnscaler.runtime import layout as runtime_layout
 from nnscaler.runtime.communication import comm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from op_registry.call import DType
-from op_registry.expression import Expression, by_index
+from op_registry.rank_expression import Expression, by_index
 
 from nnscaler.codegen.expressions import expression, layout_text, literal
 from nnscaler.codegen.stage_writer import layer_of

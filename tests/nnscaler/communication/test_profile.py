@@ -270,7 +270,7 @@ def test_each_half_of_a_backward_makes_its_own_calls(
     assert ("B1" in phases) == (place is HALVES[-1][2])
 
 
-@pytest.mark.long  # tests/nnscaler/performance/test_step_events.py asks it of fewer ranks
+@pytest.mark.long  # tests/nnscaler/performance/test_predicted_events.py asks it of fewer ranks
 def test_recomputed_layers_repeat_their_communication_in_the_first_half(
     gpt: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import ChunkStep

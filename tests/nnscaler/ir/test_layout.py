@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 
 from nnscaler.ir.layout import (
     INVARIANT,

@@ -16,7 +16,7 @@ from nnscaler.performance.predict import replay
 from nnscaler.planning.auto import Decided, cluster_of, cost_of, parse_auto, search_plan
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.difference import differences
-from nnscaler.planning.policies import make_plan
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.tracing import Traced, trace
 
 WANTED = nnscaler.AutoPlan("a100x8")

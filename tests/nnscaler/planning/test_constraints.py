@@ -33,10 +33,10 @@ from nnscaler.planning.constraints import (
     together,
 )
 from nnscaler.planning.constraints.megatron_roles import roles_of
+from nnscaler.planning.plan_from_axes import make_plan, steps_of
 from nnscaler.planning.planner.branch_and_bound import CLOSE
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
-from nnscaler.planning.policies import make_plan, steps_of
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep

@@ -18,11 +18,11 @@ from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.context_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.parse_axes import parse_spec
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.planner.branch_and_bound import evaluate
-from nnscaler.planning.planner.layered_graph import PlanningCache
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.planner.result import plan_of
-from nnscaler.planning.policies import make_plan
-from nnscaler.planning.specification import parse_spec
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, SplitStep
 from tests.traced_examples import traced

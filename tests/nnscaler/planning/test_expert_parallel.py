@@ -16,12 +16,12 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import sizes
 from nnscaler.planning.experts import find_experts
+from nnscaler.planning.parse_axes import parse_axes, ranks_in
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.planner.branch_and_bound import BOUNDS, search
 from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.result import plan_of
-from nnscaler.planning.policies import make_plan
-from nnscaler.planning.sharding.parameter_placement import PLACEMENTS
-from nnscaler.planning.specification import parse_axes, ranks_in
+from nnscaler.planning.sharding.zero_placement import PLACEMENTS
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, RestStep, SplitStep

@@ -13,7 +13,7 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning import beam_search as search
 from nnscaler.planning.beam_search import Versions, cheapest_choices
-from nnscaler.planning.policies import _options
+from nnscaler.planning.plan_from_axes import _options
 from nnscaler.tracing import trace
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.communication.async_collectives import SHARED_BYTES, OneRound, Outbox, gathering, post, summing
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from nnscaler.runtime.communication.exchanges import SHARED_BYTES, OneRound, Outbox, gathering, post, summing
 from nnscaler.runtime.training.gradients.buckets import SumBucket
 
 Box = tuple[int, int, str]  # source, destination, agreement

@@ -21,7 +21,7 @@ from nnscaler.performance.predict import replay
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import Overheads
-from nnscaler.planning.policies import make_plan
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.runtime import Simulator
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
 from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read

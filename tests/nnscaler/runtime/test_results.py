@@ -22,7 +22,7 @@ from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.structure import describe, restore
 from nnscaler.tracing import trace
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 from verify.programs.typing.check import check_program
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication import peer_memory
+from nnscaler.runtime.communication import cross_memory_attach
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.distributed import TorchCommunicator
 from nnscaler.runtime.communication.gloo import GlooCommunicator
@@ -189,8 +189,8 @@ def over(communicator: Communicator, function: str, links: str) -> list[Tensor] 
     if links == "memory" and not system_lets_read(communicator):
         return None
     if links == "sockets":
-        peer_memory.is_possible = lambda: False
-    peer_memory._SLOTS, peer_memory._SPANS = 8, 3
+        cross_memory_attach.is_possible = lambda: False
+    cross_memory_attach._SLOTS, cross_memory_attach._SPANS = 8, 3
     groups = [g for g in TWO_AXES if max(g) < communicator.world_size]
     inner = GlooCommunicator(communicator.rank, communicator.world_size, torch.device("cpu"), groups=groups)
     assert inner._peers.reads_any(range(communicator.world_size)) == (links == "memory")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnscaler.runtime.communication import peer_memory
+from nnscaler.runtime.communication import cross_memory_attach
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.communication.distributed import forward_of
 from nnscaler.runtime.communication.gloo import GlooCommunicator, _agreement
@@ -35,7 +35,7 @@ def test_a_call_that_copies_less_than_it_is_asked_to(most: int, monkeypatch: pyt
     class Calls:
         @staticmethod
         def process_vm_readv(_: int, into: Any, count: int, source: Any, *__: int) -> int:
-            here, there = (ctypes.cast(spans, ctypes.POINTER(peer_memory._Span)) for spans in (into, source))
+            here, there = (ctypes.cast(spans, ctypes.POINTER(cross_memory_attach._Span)) for spans in (into, source))
             done = 0
             for i in range(count):
                 assert here[i].length == there[i].length
@@ -46,13 +46,13 @@ def test_a_call_that_copies_less_than_it_is_asked_to(most: int, monkeypatch: pyt
                     break
             return done
 
-    monkeypatch.setattr(peer_memory, "_CALLS", Calls)
-    monkeypatch.setattr(peer_memory, "_SHORT_CALLS", Calls)
-    monkeypatch.setattr(peer_memory, "_SPANS", 2)
+    monkeypatch.setattr(cross_memory_attach, "_CALLS", Calls)
+    monkeypatch.setattr(cross_memory_attach, "_SHORT_CALLS", Calls)
+    monkeypatch.setattr(cross_memory_attach, "_SPANS", 2)
     sizes = (3, 250, 1, 999, 40) if most > 1 else (3, 5, 1)
     given, found = [torch.randn(n) for n in sizes], [torch.zeros(n) for n in sizes]
     places = [(t.data_ptr(), t.nbytes) for t in found]
-    assert peer_memory._copied(0, [t.data_ptr() for t in given], places) is None
+    assert cross_memory_attach._copied(0, [t.data_ptr() for t in given], places) is None
     assert all(torch.equal(a, b) for a, b in zip(given, found, strict=True))
 
 

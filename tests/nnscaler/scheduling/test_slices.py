@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import StagePasses, check_order
-from nnscaler.planning.specification import parse_axes, parse_slices
+from nnscaler.planning.parse_axes import parse_axes, parse_slices
 from nnscaler.scheduling.dependencies import chain, check_acyclic
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.slices import best_slices

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing import run_graph, trace
-from nnscaler.tracing.precision import without_dropout
+from nnscaler.tracing.float64_run import without_dropout
 
 SIZE = (40, 50)
 DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {  # of a tensor of halves; mean, deviation

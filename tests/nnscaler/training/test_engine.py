@@ -19,7 +19,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.training.batch import DataPart
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 from tests.sampling import every
 
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")

@@ -21,16 +21,16 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.layout import Invariant, Sharded, State
 from nnscaler.runtime.program.load_python import load_user_module
-from nnscaler.runtime.training.saving.stored import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine
+from nnscaler.training.functional_optimizer import make_update, optimizer_name, state_bytes
 from nnscaler.training.optimizers import (
     check_update,
     parameter_groups,
     split_of,
     tried_split,
 )
-from nnscaler.training.running import EngineSettings
-from nnscaler.training.updates import make_update, optimizer_name, state_bytes
+from nnscaler.training.program_runner import EngineSettings
 from nnscaler.transform.zero import assign_owners
 
 OWN = load_user_module(Path(__file__).parents[2] / "data" / "optimizers.py")

@@ -14,7 +14,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.shards import shard
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 from nnscaler.training.scaler import LossScaler
 
 HERE = EngineSettings(device="cpu")

@@ -18,7 +18,7 @@ from nnscaler.runtime import ProgramError
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 from verify.self_test.programs.tiny_models import ROWS, WIDTH, Chain, Normed, Tied, pairs, rows, text
 
 RATE, BATCHES = 0.5, 9

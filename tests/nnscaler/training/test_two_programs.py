@@ -21,7 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 from nnscaler.training.saving.checkpoints import Checkpoints
 from tests.sampling import every
 

@@ -13,7 +13,6 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.transform.blocks import ENOUGH, blocks_of, describe_modules, open_modules, outermost, weight_of
 from nnscaler.transform.partition_stages import (
     PLACES,
     SLACK,
@@ -21,6 +20,14 @@ from nnscaler.transform.partition_stages import (
     layers_of,
     partition_stages,
     repeated_operations,
+)
+from nnscaler.transform.pipeline_cut_points import (
+    ENOUGH,
+    blocks_of,
+    describe_modules,
+    open_modules,
+    outermost,
+    weight_of,
 )
 from tests.nnscaler.transform.built import Builder
 

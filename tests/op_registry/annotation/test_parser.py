@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from op_registry import AnnotationError, parse, print_annotation
-from op_registry.annotation.syntax import Annotation, Concat, Group, Identifier, Integer, Opaque, Operand
+from op_registry.annotation.syntax_tree import Annotation, Concat, Group, Identifier, Integer, Opaque, Operand
 
 names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,4}", fullmatch=True)
 unmarked = st.builds(Identifier, names, st.sampled_from(["", "^"]))

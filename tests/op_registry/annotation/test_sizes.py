@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from op_registry import AnnotationError, BoundAnnotation, BoundDim, BoundOperand, Factor, bind, parse
-from op_registry.annotation.syntax import Concat, Dim, Group, Identifier, Integer
+from op_registry.annotation.syntax_tree import Concat, Dim, Group, Identifier, Integer
 
 NAMES = "abcdef"
 sizes_of_names = st.fixed_dictionaries({n: st.integers(1, 7) for n in NAMES})

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand
-from op_registry.bind_call import bind_call, localise
+from op_registry.bind_annotation import bind_call, localise
 from op_registry.call import AxisShard, Call, DType, TensorArgument
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 from op_registry.registry import default_registry
 from op_registry.samples.sample import Sample, replace_tensors
 from op_registry.spec import OperatorSpec

@@ -15,8 +15,8 @@ import pytest
 
 from op_registry.annotation.sizes import BoundAnnotation, bind
 from op_registry.annotation.splits import splittable
-from op_registry.annotation.syntax import UNSPLIT
-from op_registry.bind_call import linear_sets
+from op_registry.annotation.syntax_tree import UNSPLIT
+from op_registry.bind_annotation import linear_sets
 from op_registry.call import AxisShard
 from op_registry.errors import AnnotationError
 from op_registry.samples import Sample

@@ -9,8 +9,8 @@ import torch
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
 from op_registry.annotation.splits import shard_of
-from op_registry.annotation.syntax import UNSPLIT
-from op_registry.bind_call import linear_sets
+from op_registry.annotation.syntax_tree import UNSPLIT
+from op_registry.bind_annotation import linear_sets
 from op_registry.samples import SAMPLES
 from op_registry.samples.sample import Sample
 

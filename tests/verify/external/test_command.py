@@ -12,7 +12,7 @@ import verify
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 from tests.sampling import every, only
-from verify.external.check_file import TEMPLATE, load_check_file
+from verify.external.load_check_file import TEMPLATE, load_check_file
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "external"
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.verify.external import programs
 from tests.verify.external.programs import program
-from verify.external.case import ExternalSettings
+from verify.external.differential_run import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 

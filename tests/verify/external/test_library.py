@@ -10,8 +10,8 @@ from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 from verify.external.entry_point import verify_external_request
 from verify.external.request import ExternalRequest
-from verify.external.transformers.config import targets
-from verify.external.transformers.library import expand, value_of
+from verify.external.transformers.expand_requests import expand, value_of
+from verify.external.transformers.find_config import targets
 from verify.programs.subject import RunContext
 
 
@@ -56,7 +56,7 @@ def test_values_of_settings(text: str, value: object) -> None:
 def test_several_programs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """One has no such plan and is left out, one cannot be made and is INCONCLUSIVE; the rest is verified."""
     names = ["llama", "no_such_model", "gpt2"]
-    monkeypatch.setattr("verify.external.transformers.library.targets", lambda: names)
+    monkeypatch.setattr("verify.external.transformers.expand_requests.targets", lambda: names)
     said: list[str] = []
     context = RunContext(say=said.append, command=("nnscaler", "verify-external", "hf:all"))
     reports = verify_external_request(ExternalRequest("hf:all", tp=(2,), steps=1, level="run"), context)
@@ -80,7 +80,7 @@ def test_a_process_that_ends_is_inconclusive(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_model_with_such_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.external.transformers.library.targets", lambda: ["gpt2", "bert"])
+    monkeypatch.setattr("verify.external.transformers.expand_requests.targets", lambda: ["gpt2", "bert"])
     with pytest.raises(NnscalerError, match="none of 2 models has such a plan"):
         verify_external_request(ExternalRequest("hf:all", tp=(2,)))
 

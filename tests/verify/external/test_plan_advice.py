@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from verify.external.request import ExternalRequest
-from verify.external.transformers import library
+from verify.external.transformers import expand_requests
+from verify.external.transformers.parallel_degrees import PlanChanges
 from verify.external.transformers.plan_advice import verify_plan_of_library
-from verify.external.transformers.sizes import PlanChanges
 
 RULE, RIGHT, WRONG = "model.layers.*.self_attn.q_norm", "replicated_with_grad_allreduce", "replicate"
 REQUEST = ExternalRequest("hf:qwen3", tp=(2,), steps=1, level="run")
@@ -20,10 +20,10 @@ def wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule of the norm of queries leaves its gradient as each rank has it."""
 
     def program_of(request: ExternalRequest, changes: PlanChanges | None = None) -> Any:
-        return library.program_of(request, changes or PlanChanges(tp={RULE: WRONG}))
+        return expand_requests.program_of(request, changes or PlanChanges(tp={RULE: WRONG}))
 
     def model_of(request: ExternalRequest) -> Any:
-        built, sizes = library.model_of(request)
+        built, sizes = expand_requests.model_of(request)
         built.model._tp_plan[RULE] = WRONG  # type: ignore[index, operator]
         return built, sizes
 

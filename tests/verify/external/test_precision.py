@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from nnscaler.errors import NnscalerError
 from tests.verify.external import programs
 from tests.verify.external.programs import program
-from verify.external.ranks.policies import register_policies
+from verify.external.ranks.fsdp_in_float64 import register_policies
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 

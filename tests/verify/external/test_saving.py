@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.verify.external import programs
-from verify.external.case import ExternalSettings
+from verify.external.differential_run import ExternalSettings
 from verify.external.program import ExternalProgram
-from verify.external.transformers.sizes import PlanSizes
-from verify.external.transformers.target import transformers_program
+from verify.external.transformers.build_program import transformers_program
+from verify.external.transformers.parallel_degrees import PlanSizes
 from verify.external.verify import verify_program
 from verify.results.report import Report
 from verify.results.verdict import Verdict

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from verify.external.transformers.flags import flag_variants
+from verify.external.transformers.build_program import build
+from verify.external.transformers.config_variants import flag_variants
+from verify.external.transformers.parallel_degrees import PlanSizes
 from verify.external.transformers.plan import (
     PlanLint,
     WrongParameter,
@@ -15,8 +17,6 @@ from verify.external.transformers.plan import (
     plan_repairs,
     styles,
 )
-from verify.external.transformers.sizes import PlanSizes
-from verify.external.transformers.target import build
 
 TWO = PlanSizes(tp=2)
 

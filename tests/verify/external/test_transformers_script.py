@@ -9,9 +9,9 @@ import math
 import pytest
 
 from nnscaler.errors import NnscalerError
-from verify.external.transformers.script import ScriptResult, _result, minimal_script, run_script
-from verify.external.transformers.sizes import PlanChanges, PlanSizes
-from verify.external.transformers.target import build, distributed_options
+from verify.external.transformers.build_program import build, distributed_options
+from verify.external.transformers.parallel_degrees import PlanChanges, PlanSizes
+from verify.external.transformers.repro_script import ScriptResult, _result, minimal_script, run_script
 
 
 def script(name: str, sizes: PlanSizes) -> str:

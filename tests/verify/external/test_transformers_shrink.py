@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verify.external.transformers.config import configuration, fields_of
+from verify.external.transformers.find_config import configuration, fields_of
 from verify.external.transformers.shrink import Sizes, sections_of, shrink
 
 

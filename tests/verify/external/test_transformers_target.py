@@ -9,16 +9,16 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from tests.sampling import every
-from verify.external.case import ExternalSettings
+from verify.external.differential_run import ExternalSettings
 from verify.external.reference import initial_model
-from verify.external.transformers.sizes import PlanChanges, PlanSizes
-from verify.external.transformers.target import (
+from verify.external.transformers.build_program import (
     BuiltModel,
     build,
     distributed_options,
     linear_loss,
     transformers_program,
 )
+from verify.external.transformers.parallel_degrees import PlanChanges, PlanSizes
 from verify.external.verify import Outcome, verify_in
 from verify.results.verdict import Verdict
 

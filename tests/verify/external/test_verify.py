@@ -13,7 +13,7 @@ from nnscaler.errors import NnscalerError
 from tests.sampling import every
 from tests.verify.external import programs
 from tests.verify.external.programs import Net, program
-from verify.external.case import ExternalSettings
+from verify.external.differential_run import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnscaler.config import read_document
 from nnscaler.errors import NnscalerError
+from nnscaler.pyproject_settings import read_document
 from tests.verify.gate.results import LATER, entry
 from verify.gate.baseline import quoted, read_baseline, write_baseline
 from verify.results.catalogue import CODES, UNFINISHED

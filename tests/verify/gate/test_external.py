@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from nnscaler.cli.main import main
-from verify.external.check_file import TEMPLATE
+from verify.external.load_check_file import TEMPLATE
 from verify.external.request import ExternalRequest
 from verify.gate.items import ExternalItem
-from verify.gate.last_run import State, batches, first_units, other_units
 from verify.gate.run import tool_of
-from verify.gate.work import verify_external_item
+from verify.gate.run_order import State, batches, first_units, other_units
+from verify.gate.verify_item import verify_external_item
 
 WRONG = "\n\ndef forgotten(model, mesh):\n    return model\n"
 SETTINGS = """
@@ -74,7 +74,7 @@ def test_it_runs_alone_and_has_no_text_to_read() -> None:
 
 
 def test_several_programs_of_an_item_are_one_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.external.transformers.library.targets", lambda: ["llama", "no_such_model"])
+    monkeypatch.setattr("verify.external.transformers.expand_requests.targets", lambda: ["llama", "no_such_model"])
     request = ExternalRequest("hf:all", tp=(2,), steps=1, level="run")
     notes: list[str] = []
     report = verify_external_item(ExternalItem("models", request), notes.append)

@@ -17,7 +17,9 @@ import pytest
 from nnscaler.errors import NnscalerError, SourceLocation
 from tests.verify.gate.results import finding, report
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
-from verify.gate.last_run import (
+from verify.gate.outcome import ItemResult, judge
+from verify.gate.run import Clock, complete, find_operators, run_items
+from verify.gate.run_order import (
     Last,
     Phase,
     State,
@@ -29,8 +31,6 @@ from verify.gate.last_run import (
     state_file,
     write_state,
 )
-from verify.gate.outcome import ItemResult, judge
-from verify.gate.run import Clock, complete, find_operators, run_items
 from verify.programs.request import PlanRequest
 from verify.results.report import Report
 from verify.results.verdict import Verdict

@@ -16,7 +16,7 @@ from nnscaler.planning.auto import AutoPlan
 from tests.verify.gate.results import report
 from verify.gate.items import OpItem, OpSource, check_names, select
 from verify.gate.settings import EXAMPLE, GateSettings, read_settings
-from verify.gate.work import perform_item
+from verify.gate.verify_item import perform_item
 from verify.programs.request import BACKENDS, DTYPES, PlanRequest
 from verify.results.report import Report
 
@@ -104,7 +104,7 @@ def test_the_text_alone_is_read_first(folder: Path, monkeypatch: pytest.MonkeyPa
         asked.append(request)
         return report()
 
-    monkeypatch.setattr("verify.gate.work.verify_request", verified)
+    monkeypatch.setattr("verify.gate.verify_item.verify_request", verified)
     for phase in ("static", "all"):
         perform_item(folder, None)(item, phase, lambda text: None)
     assert asked == [replace(item.request, level="static"), item.request]

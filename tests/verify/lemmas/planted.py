@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from op_registry.bind_call import bind_call, linear_sets
+from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec, SourceLocation

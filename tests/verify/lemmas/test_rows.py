@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.ir.conversion import ROWS
+from nnscaler.ir.layout_conversion import ROWS
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.cut import Cut
 from nnscaler.runtime.layout import Partial, Replicated, Sharded
 from verify.programs.lemmas import check_rows
-from verify.programs.lemmas.rows import APPEND, appends, conversions
+from verify.programs.lemmas.conversion_lemmas import APPEND, appends, conversions
 from verify.results.verdict import Verdict
 
 EVERY = sorted({row.function for row in ROWS.values()})

@@ -14,7 +14,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import RunPartial, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, integers, stated
 from verify.programs.lemmas import LemmaResult, prove_obligations
-from verify.programs.lemmas.representative import represent
+from verify.programs.lemmas.small_call import represent
 from verify.programs.lemmas.statement import Obligation, Stated
 from verify.results.verdict import Verdict
 

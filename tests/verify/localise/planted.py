@@ -21,7 +21,7 @@ from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.reference.eager import logical_state
 from verify.programs.request import PlanRequest
-from verify.programs.role_text import SourceMap
+from verify.programs.source_map import SourceMap
 from verify.programs.subject import PlanSubject
 from verify.results.finding import Finding
 

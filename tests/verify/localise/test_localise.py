@@ -15,7 +15,7 @@ from tests.verify.localise.planted_values import FORWARD
 from verify.programs.localise import localise_all
 from verify.programs.localise.first_divergent import first_difference
 from verify.programs.localise.localise import find_culprits
-from verify.programs.role_text import SourceMap
+from verify.programs.source_map import SourceMap
 
 EVERY = (*FORWARD, *BACKWARD)
 Get = Callable[[str], Bench]

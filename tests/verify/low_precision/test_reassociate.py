@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nnscaler.tracing.precision import exact, run_backward
+from nnscaler.tracing.float64_run import exact, run_backward
 from verify.programs.low_precision.reassociation_mode import Reassociated
 
 Compute = Callable[[Tensor], Tensor]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from op_registry.call import Call
-from op_registry.expression import block_start, index
+from op_registry.rank_expression import block_start, index
 from op_registry.registry import default_registry
 from op_registry.samples.sample import F, I, S, U
 from op_registry.spec import OperatorSpec, Refusal, Shards
@@ -24,7 +24,7 @@ from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.inputs.values import varied
 from verify.evidence.options import Kind, OpOptions, Safeguards
 from verify.evidence.oracle.claims import SAID, claims_of, exercised_by
-from verify.evidence.oracle.enumerate import enumerate_cases
+from verify.evidence.oracle.enumerate_cases import enumerate_cases
 from verify.evidence.oracle.runner import OperatorRunner
 from verify.operators.verify_spec import verify_spec
 from verify.results.report import Report

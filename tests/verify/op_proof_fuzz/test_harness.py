@@ -30,7 +30,7 @@ from verify.evidence.dimension_types.states import (
 )
 from verify.evidence.inputs.values import random_terms
 from verify.self_test.rules.calls import DrawnCall, draw_split, draw_states, drawn_calls, operands_of
-from verify.self_test.rules.direct import direct_calls
+from verify.self_test.rules.handwritten_calls import direct_calls
 from verify.self_test.rules.rule_fuzz import QUICK, Effort, RuleResult, fuzz_rule, replaced, with_states
 from verify.self_test.rules.run import RulesReport, fuzz_in_children
 from verify.self_test.rules.values import Ranks, Undecided, draw, evaluate, make_ranks, problem

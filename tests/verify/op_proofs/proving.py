@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.bind_call import bind_call, linear_sets
+from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.placement import RunPartial, Split

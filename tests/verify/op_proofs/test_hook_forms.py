@@ -9,12 +9,12 @@ import pytest
 from torch import Tensor
 
 from op_registry.call import AxisShard, Call
-from op_registry.expression import local_size
+from op_registry.rank_expression import local_size
 from op_registry.spec import OperatorSpec, Refusal, SchemaParameter, Shards
 
 from nnscaler.ir.placement import Split
 from tests.verify.op_proofs.proving import floats, signature_of
-from verify.evidence.dimension_types.hook_forms import left_alone
+from verify.evidence.dimension_types.check_localize_hooks import left_alone
 from verify.evidence.dimension_types.prove import Proof, prove
 from verify.evidence.inputs.concrete_call import make_call
 

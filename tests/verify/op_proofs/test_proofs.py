@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, group_norm, scaled_dot_product_attention, 
 from op_registry.spec import SchemaParameter
 
 from tests.verify.op_proofs.proving import floats, proofs_of, proved
-from verify.evidence.dimension_types import opaque_operators
+from verify.evidence.dimension_types import undecomposed_operators
 
 
 def test_a_row_parallel_product_with_an_additive_bias() -> None:
@@ -114,15 +114,15 @@ def test_other_sizes_of_the_sample_are_conditions() -> None:
     assert found["m"].conditions == ("n >= 4",)
 
 
-@pytest.mark.parametrize("name", [*opaque_operators.NEAREST, *opaque_operators.INTERPOLATED])
+@pytest.mark.parametrize("name", [*undecomposed_operators.NEAREST, *undecomposed_operators.INTERPOLATED])
 @pytest.mark.parametrize("by_size", [True, False])
 def test_resizing_is_done_by_the_operator_that_torch_calls(name: str, by_size: bool) -> None:
     count = int(name[-2])
     x = floats(2, 3, *(4, 5, 6)[:count])
-    given = [False] if name in opaque_operators.INTERPOLATED else []
+    given = [False] if name in undecomposed_operators.INTERPOLATED else []
     args = ([7, 8, 9][:count], *given, None) if by_size else (None, *given, [1.5, 2.0, 0.5][:count])
     operator = getattr(torch.ops.aten, name).vec
-    with opaque_operators.KeepWhole():
+    with undecomposed_operators.KeepWhole():
         found = operator(x, *args)
     assert torch.equal(found, operator(x, *args))
 
@@ -134,15 +134,15 @@ def test_the_operators_that_are_kept_whole_are_torchs() -> None:
     out = scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
     expected = torch.autograd.grad(out, leaves, gradient)
     arguments = (query.detach(), key.detach(), value.detach(), mask.detach(), False, None, True)
-    assert torch.equal(opaque_operators.overload("attention")(*arguments), out)
-    for a, b in zip(opaque_operators.overload("attention_backward")(gradient, *arguments), expected, strict=True):
+    assert torch.equal(undecomposed_operators.overload("attention")(*arguments), out)
+    for a, b in zip(undecomposed_operators.overload("attention_backward")(gradient, *arguments), expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
     x, weight, bias = (t.requires_grad_() for t in (floats(2, 6, 5), floats(6), floats(6)))
     normed = group_norm(x, 3, weight, bias, 1e-3)
     expected = torch.autograd.grad(normed, [x, weight, bias], floats(2, 6, 5))
     arguments = (x.detach(), 3, weight.detach(), bias.detach(), 1e-3)
-    assert torch.equal(opaque_operators.overload("group_norm")(*arguments), normed)
+    assert torch.equal(undecomposed_operators.overload("group_norm")(*arguments), normed)
     for a, b in zip(
-        opaque_operators.overload("group_norm_backward")(floats(2, 6, 5), *arguments), expected, strict=True
+        undecomposed_operators.overload("group_norm_backward")(floats(2, 6, 5), *arguments), expected, strict=True
     ):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from op_registry.call import Call
-from op_registry.expression import Expression, block_start, index
+from op_registry.rank_expression import Expression, block_start, index
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.layout import Partial, State

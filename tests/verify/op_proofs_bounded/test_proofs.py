@@ -149,7 +149,7 @@ def test_attention_by_heads() -> None:
 def test_a_user_operator_with_index_arithmetic() -> None:
     """A rotary position embedding that computes positions from a start."""
     from op_registry.call import Call
-    from op_registry.expression import block_start
+    from op_registry.rank_expression import block_start
 
     def rotated(x: torch.Tensor, start: int) -> torch.Tensor:
         position = torch.arange(x.shape[0], dtype=x.dtype) + start

@@ -21,7 +21,7 @@ from verify.evidence.smt import interpret as interpreter
 from verify.evidence.smt.algebra import Numbers, Unsupported, literal
 from verify.evidence.smt.interpret import RULES, interpret
 from verify.evidence.smt.semantics.rule import Array
-from verify.evidence.smt.trace import DECOMPOSED, Blank, StorageTrace, decomposition_of, record
+from verify.evidence.smt.storage_trace import DECOMPOSED, Blank, StorageTrace, decomposition_of, record
 
 DRAWS = 20
 
@@ -137,7 +137,7 @@ def test_a_wrong_entry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def follow_silu(monkeypatch: pytest.MonkeyPatch, into: Callable[[Tensor], Tensor]) -> StorageTrace:
     monkeypatch.setattr(
-        "verify.evidence.smt.trace.decomposition_of",
+        "verify.evidence.smt.storage_trace.decomposition_of",
         lambda overload, inside: into if str(overload) == "aten.silu.default" else None,
     )
     return traced(torch.nn.functional.silu, draw("f2,3", 0), [False])

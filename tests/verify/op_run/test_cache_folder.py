@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.config import cache_folder
 from nnscaler.errors import NnscalerError
-from verify.gate.last_run import state_file
+from nnscaler.pyproject_settings import cache_folder
+from verify.gate.run_order import state_file
 from verify.operators.run.cache import Cache, open_cache
 from verify.programs.lemmas import open_memo
 from verify.results.report import Check, Report

@@ -11,7 +11,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Split
 from verify.evidence.inputs.find_operator import record_of
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.enumerate import bases
+from verify.evidence.oracle.enumerate_cases import bases
 from verify.evidence.oracle.runner import OperatorRunner
 from verify.operators.run import deep
 from verify.operators.run.deep import NAME, DrawTally, draw_cases, require_hypothesis, verify_deep

@@ -18,8 +18,8 @@ from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.options import KINDS, OpOptions
 from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.replay import find_job, replay, token_of
+from verify.operators.run.reproduce_token import Token, decode, encode
 from verify.operators.run.targets import find_jobs
-from verify.operators.run.token import Token, decode, encode
 from verify.results.report import environment
 from verify.results.verdict import Verdict
 

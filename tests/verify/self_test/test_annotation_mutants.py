@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.syntax import print_annotation
+from op_registry.annotation.syntax_tree import print_annotation
 
 from verify.self_test.operators.annotation_mutants import annotation_mutants
 

@@ -11,7 +11,7 @@ from nnscaler.ir.placement import Split
 from verify.evidence.cases import Inputs
 from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.runner import OperatorRunner
-from verify.self_test.operators.claims import (
+from verify.self_test.operators.annotation_run import (
     AnnotationTable,
     Answer,
     Claim,
@@ -125,14 +125,14 @@ def test_what_an_annotation_freezes_without_need_is_listed() -> None:
 
 
 def test_a_miss_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.self_test.operators.claims.ask", lambda *_: Answer("passes"))
+    monkeypatch.setattr("verify.self_test.operators.annotation_run.ask", lambda *_: Answer("passes"))
     table = _table(_matmul())
     assert table.missed
     assert not table.good
 
 
 def test_an_oracle_that_refutes_what_is_true_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.self_test.operators.claims.ask", lambda *_: Answer("values", 2))
+    monkeypatch.setattr("verify.self_test.operators.annotation_run.ask", lambda *_: Answer("values", 2))
     table = _table(_subject("a b^ -> a", lambda x: x.sum(1), a=6, b=12))
     assert table.disputed
     assert not table.good

@@ -7,11 +7,11 @@ import pytest
 
 from nnscaler.cli.main import main
 from verify.results.verdict import Verdict
-from verify.self_test.operators import ops
+from verify.self_test.operators import run_self_test
 from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, AblationRow, AblationTable
-from verify.self_test.operators.claims import AnnotationTable
+from verify.self_test.operators.annotation_run import AnnotationTable
 from verify.self_test.operators.operator_run import Judged, Judgement, OperatorTable
-from verify.self_test.operators.ops import OpsSelfTest, self_test_lines
+from verify.self_test.operators.run_self_test import OpsSelfTest, self_test_lines
 
 KILL = Judged("reduction/mean", "reduction", Judgement(Verdict.REFUTED, ("annotation_wrong",)), frozenset())
 PASS = replace(KILL, name="index/shift", family="index", judgement=Judgement(Verdict.TESTED_EXACT))
@@ -69,7 +69,7 @@ def test_the_columns_of_the_ablation_table() -> None:
 def test_exit_codes(
     found: OpsSelfTest, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ops, "run_self_test", lambda progress, quick: found)
+    monkeypatch.setattr(run_self_test, "run_self_test", lambda progress, quick: found)
     assert main(["self-test", "ops"]) == code
     assert ("PASSED" in capsys.readouterr().out) == (code == 0)
 

@@ -19,9 +19,9 @@ from verify.evidence.dimension_types.prove import Proof, Proofs, targets
 from verify.evidence.options import OpOptions
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
-from verify.self_test.operators import soundness_ops
+from verify.self_test.operators import annotation_fuzz
+from verify.self_test.operators.annotation_fuzz import SoundnessTable, Violation, run_soundness, soundness_lines
 from verify.self_test.operators.annotation_mutants import edited
-from verify.self_test.operators.soundness_ops import SoundnessTable, Violation, run_soundness, soundness_lines
 
 
 def test_what_passes_is_true() -> None:
@@ -37,8 +37,8 @@ def _passes_all(spec: Any, options: OpOptions, runner: Any = None) -> Report:
 
 
 def test_a_verifier_that_passes_everything_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soundness_ops, "verify_spec", _passes_all)
-    monkeypatch.setattr(soundness_ops, "PROVED_EVERY", 10**9)
+    monkeypatch.setattr(annotation_fuzz, "verify_spec", _passes_all)
+    monkeypatch.setattr(annotation_fuzz, "PROVED_EVERY", 10**9)
     table = run_soundness(lambda _: None, 24, 5)
     assert len(table.violations) > 2
     assert not table.good
@@ -50,11 +50,11 @@ def _proves_all(spec: Any, signature: Signature, concrete: Any) -> Proofs:
 
 def test_a_refuted_split_is_put_to_the_prover(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = default_registry().lookup("aten.flip.default")
-    monkeypatch.setattr(soundness_ops, "SPECS", (spec,))
-    monkeypatch.setattr(soundness_ops, "FALSE_EVERY", 1)
+    monkeypatch.setattr(annotation_fuzz, "SPECS", (spec,))
+    monkeypatch.setattr(annotation_fuzz, "FALSE_EVERY", 1)
     table = run_soundness(lambda _: None, 6, 0)
     assert table.false_asked and table.verdicts["refuted"] and not table.violations
-    monkeypatch.setattr(soundness_ops, "prove", _proves_all)
+    monkeypatch.setattr(annotation_fuzz, "prove", _proves_all)
     table = run_soundness(lambda _: None, 6, 0)
     assert {v.verdict for v in table.violations} == {"is PROVED"}
 
@@ -106,7 +106,7 @@ def test_the_command(
         asked.append((count, seed))
         return table
 
-    monkeypatch.setattr(soundness_ops, "run_soundness", run)
+    monkeypatch.setattr(annotation_fuzz, "run_soundness", run)
     assert main(["self-test", "soundness-ops", "--count", "7", "--seed", "3"]) == code
     assert asked == [(7, 3)]
     out = capsys.readouterr().out

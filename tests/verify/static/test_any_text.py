@@ -22,9 +22,9 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import read_program
 from verify.programs.opened_program import open_program
 from verify.programs.typing import check, check_program
-from verify.programs.typing.lines.forms import NoCall, canonical
+from verify.programs.typing.lines.canonical_calls import NoCall, canonical
 from verify.programs.typing.lines.operations import Typer
-from verify.programs.typing.roles.text import Assignment, Variable
+from verify.programs.typing.roles.role_syntax import Assignment, Variable
 from verify.results.finding import Finding
 
 HUGE = "1" + "0" * 400

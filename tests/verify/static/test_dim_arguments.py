@@ -17,7 +17,7 @@ from op_registry.torch_schema import schema_of
 
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call
-from verify.programs.typing.lines.forms import dim_arguments, wrapped
+from verify.programs.typing.lines.canonical_calls import dim_arguments, wrapped
 
 
 def test_dims_are_counted_from_the_first() -> None:

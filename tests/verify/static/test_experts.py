@@ -11,8 +11,8 @@ import pytest
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan
-from nnscaler.planning.specification import parse_axes
+from nnscaler.planning.parse_axes import parse_axes
+from nnscaler.planning.plan_from_axes import make_plan
 from tests.sampling import every
 from tests.traced_examples import traced
 from verify.programs.typing import check_program

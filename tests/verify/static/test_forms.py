@@ -17,11 +17,11 @@ from nnscaler.tracing import trace
 from tests.sampling import every, only
 from verify.programs.proof import Proof, ProofOptions, prove_program
 from verify.programs.typing import check_program
-from verify.programs.typing.lines.forms import _BINARY, _SYMMETRIC, python_operator
-from verify.programs.typing.roles.text import Variable
+from verify.programs.typing.lines.canonical_calls import _BINARY, _SYMMETRIC, python_operator
+from verify.programs.typing.roles.role_syntax import Variable
 from verify.self_test.programs.corpus import BASES, build
-from verify.self_test.programs.mutants.role_source import RightProgram
-from verify.self_test.programs.soundness.harmless import FORMS, Rewriting
+from verify.self_test.programs.mutants.parsed_role import RightProgram
+from verify.self_test.programs.soundness.harmless_edits import FORMS, Rewriting
 
 Get = Callable[[str], RightProgram]
 EVERYWHERE = ("sharded stages", "experts", "rotary", "recomputed")  # tp and pp, dp and tp; hooks, regions, sequences

@@ -12,8 +12,8 @@ import torch
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan
-from nnscaler.planning.specification import parse_axes
+from nnscaler.planning.parse_axes import parse_axes
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.tracing import Traced, trace
 from tests.sampling import every
 from tests.traced_examples import loaded, traced

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from op_registry.bind_call import localise
+from op_registry.bind_annotation import localise
 from op_registry.call import AxisArgument, TensorArgument
 from op_registry.samples import SAMPLES
 from op_registry.spec import Refusal
@@ -34,7 +34,7 @@ from nnscaler.ir.signature import Signature, signatures
 from tests.layouts import gradient_of, positions
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole
 from verify.programs.typing.lines.choices import FreeSplits, legal_choices
-from verify.programs.typing.lines.uniform import Dims, uniform_outputs
+from verify.programs.typing.lines.constant_dims import Dims, uniform_outputs
 
 AXIS = "r"
 

@@ -12,8 +12,8 @@ import pytest
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.policies import make_plan
-from nnscaler.planning.specification import parse_axes
+from nnscaler.planning.parse_axes import parse_axes
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.plan import Plan
 from tests.calls import counted, profile_of, said
 from tests.sampling import every

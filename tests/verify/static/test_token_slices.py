@@ -13,7 +13,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.coshard import coshard_steps
-from nnscaler.planning.policies import make_plan
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform import apply
 from tests.traced_examples import traced
 from verify.programs.random_plans import SLICED, random_plan

@@ -25,10 +25,10 @@ from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, gradient
 from nnscaler.ir.layout import State as Layout
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
+from verify.evidence.dimension_types.check_localize_hooks import asked_otherwise
 from verify.evidence.dimension_types.guards import granted
-from verify.evidence.dimension_types.hook_forms import asked_otherwise
-from verify.evidence.dimension_types.hooks import NoProof, whole_call
 from verify.evidence.dimension_types.interpret import interpret
+from verify.evidence.dimension_types.localize_hooks import NoProof, whole_call
 from verify.evidence.dimension_types.states import (
     PARTIAL_MAX,
     PARTIAL_SUM,

@@ -21,12 +21,12 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand
-from op_registry.bind_call import size_arguments
+from op_registry.bind_annotation import size_arguments
 from op_registry.call import Call, DType, TensorArgument
 
 from nnscaler.ir.signature import Signature
-from nnscaler.runtime.autograd_engine import start_autograd
-from verify.evidence.dimension_types.hooks import resolved
+from nnscaler.runtime.start_autograd import start_autograd
+from verify.evidence.dimension_types.localize_hooks import resolved
 from verify.evidence.dimension_types.states import Size, size_of
 
 # Record who asked about a size: the operator's own code, or torch's kernels.

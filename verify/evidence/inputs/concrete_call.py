@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from op_registry.call import AxisArgument, Call, DType, TensorArgument
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from op_registry.annotation.sizes import BoundAnnotation
-from op_registry.annotation.syntax import Annotation, Concat, Dim, Group, Identifier, Integer, Opaque, Operand
+from op_registry.annotation.syntax_tree import Annotation, Concat, Dim, Group, Identifier, Integer, Opaque, Operand
 from op_registry.annotation.well_formed import parse_checked, tied_identifiers
 from op_registry.call import DType, TensorArgument
 from op_registry.samples import Sample, replace_tensors

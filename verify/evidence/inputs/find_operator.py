@@ -119,8 +119,8 @@ def split_arguments(text: str) -> tuple[str, dict[str, Any]]:
 
 def _with_arguments(text: str, given: Mapping[str, Any]) -> OperatorSpec:
     """Return an optimizer's step with hyper-parameters. Raises NnscalerError for what is no optimizer."""
-    from nnscaler.training.updates import Update
-    from verify.evidence.inputs.optimizer_operator import optimizer_operator, torch_optimizer
+    from nnscaler.training.functional_optimizer import Update
+    from verify.evidence.inputs.optimizer_as_operator import optimizer_operator, torch_optimizer
 
     found = torch_optimizer(text)
     if found is not None:
@@ -255,7 +255,7 @@ def record_of(operator: Any) -> OperatorSpec | None:
     if isinstance(spec, OperatorSpec):
         return spec
     if isinstance(operator, type):
-        from verify.evidence.inputs.optimizer_operator import is_optimizer, optimizer_operator
+        from verify.evidence.inputs.optimizer_as_operator import is_optimizer, optimizer_operator
 
         if is_optimizer(operator):
             own = operator.__module__.partition(".")[0] == "torch"

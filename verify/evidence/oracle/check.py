@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from verify.evidence.cases import SplitCase
 from verify.evidence.options import DRAWS
 from verify.evidence.oracle.claims import Claimed, exercised_by
-from verify.evidence.oracle.enumerate import Enumerator, Target
+from verify.evidence.oracle.enumerate_cases import Enumerator, Target
 from verify.evidence.oracle.runner import CaseResult, Declined, OperatorRunner, WholeRaised
 from verify.results.report import Check
 from verify.results.verdict import TESTED, Strength, Verdict

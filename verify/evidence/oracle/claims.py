@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from op_registry.bind_call import named_values
+from op_registry.bind_annotation import named_values
 from op_registry.call import TensorArgument
 
 from nnscaler.ir.derive import explain_illegal_choice

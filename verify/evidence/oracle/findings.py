@@ -9,7 +9,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.oracle.claims import Claimed
-from verify.evidence.oracle.enumerate import Unusable
+from verify.evidence.oracle.enumerate_cases import Unusable
 from verify.evidence.oracle.runner import CaseResult
 from verify.results.finding import Finding
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 
-from op_registry.annotation.syntax import Annotation, Operand
+from op_registry.annotation.syntax_tree import Annotation, Operand
 from op_registry.annotation.well_formed import parse_checked
 
 from verify.evidence.cases import Inputs

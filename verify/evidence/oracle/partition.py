@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.bind_call import localise
+from op_registry.bind_annotation import localise
 from op_registry.call import AxisArgument, Call
 
 from nnscaler.ir.derive import input_states, output_states, shards_of

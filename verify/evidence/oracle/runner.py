@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from op_registry.annotation.well_formed import parse_checked
-from op_registry.bind_call import bind_call, linear_sets, size_arguments
+from op_registry.bind_annotation import bind_call, linear_sets, size_arguments
 from op_registry.call import Call
 from op_registry.registry import default_registry
 from op_registry.samples import samples_of
@@ -27,7 +27,6 @@ from verify.evidence.inputs.meta_preflight import remembers, succeeds, tried_on_
 from verify.evidence.inputs.operand_shards import local_shape, ranks_of
 from verify.evidence.inputs.values import refill, varied
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.checked_kernels import runs_checked
 from verify.evidence.oracle.partition import (
     AXES,
     Partition,
@@ -38,6 +37,7 @@ from verify.evidence.oracle.partition import (
     states_of,
 )
 from verify.evidence.oracle.random_calls import whole_arguments
+from verify.evidence.oracle.size_checked_kernels import runs_checked
 from verify.evidence.oracle.tolerance import Bound, float64_bound, low_bound
 from verify.evidence.oracle.whole import WholeRun, run_whole
 

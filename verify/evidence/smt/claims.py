@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from op_registry.bind_call import localise
+from op_registry.bind_annotation import localise
 from op_registry.call import Call, TensorArgument
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
@@ -21,8 +21,8 @@ from verify.evidence.smt.algebra import Element, NoCall, Numbers, Unmet, Unsuppo
 from verify.evidence.smt.interpret import Values, interpret
 from verify.evidence.smt.layout import Pairs, Spread, Symbol, equations, local_shape, spread, zeros
 from verify.evidence.smt.semantics.rule import Array
+from verify.evidence.smt.storage_trace import Blank, StoragePlace, StorageTrace, record
 from verify.evidence.smt.terms import Terms
-from verify.evidence.smt.trace import Blank, StoragePlace, StorageTrace, record
 
 # Traces of a call: the whole operator, and the call that each rank makes.
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from verify.evidence.smt.algebra import Numbers, Unsupported, kind_of_dtype, literal
 from verify.evidence.smt.semantics import index, loss, make, normalise, pointwise, reduce, window
 from verify.evidence.smt.semantics.rule import Array, Given, Rule
-from verify.evidence.smt.trace import StoragePlace, StorageStep, StorageTrace
+from verify.evidence.smt.storage_trace import StoragePlace, StorageStep, StorageTrace
 
 # The semantics of ATen operators on elements: one table. Views need none.
 # Each entry is tested against torch on random numbers: a published prover had a wrong SiLU, and nobody noticed.

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from op_registry.bind_call import bind_call, linear_sets
+from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec, Refusal
 

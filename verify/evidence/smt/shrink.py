@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand
-from op_registry.bind_call import size_arguments
+from op_registry.bind_annotation import size_arguments
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
 

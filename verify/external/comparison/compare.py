@@ -9,12 +9,12 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from verify.external.addresses import RankPiece, taken
 from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
-from verify.external.comparison.differences import ComparisonResult, Difference, ProgramRun
-from verify.external.comparison.micro_batches import cause_by_micro_batches
+from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
+from verify.external.comparison.micro_batch_reference import cause_by_micro_batches
 from verify.external.comparison.scalars import compare_losses, compare_norms
 from verify.external.observe import ObservedStep, RankRecord
+from verify.external.parameter_mapping import RankPiece, taken
 from verify.external.reference import data_part
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
 from verify.results.verdict import Verdict

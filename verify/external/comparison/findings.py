@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from verify.external.comparison.cause import common
-from verify.external.comparison.differences import ComparisonResult, Difference, ProgramRun
+from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

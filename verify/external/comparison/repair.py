@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from verify.external.addresses import Lookup, local_value, match
-from verify.external.comparison.differences import ComparisonResult, Difference
+from verify.external.comparison.comparison_records import ComparisonResult, Difference
 from verify.external.observe import run_step, tensors_of_program
+from verify.external.parameter_mapping import Lookup, local_value, match
 from verify.external.program import Batch, ExternalProgram
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nnscaler.tracing.precision import exact
-from verify.external.addresses import RankPiece
+from nnscaler.tracing.float64_run import exact
 from verify.external.observe import RankRecord
+from verify.external.parameter_mapping import RankPiece
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import copied
 from verify.results.tolerance import difference, family_scale

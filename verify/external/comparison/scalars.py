@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
-from verify.external.comparison.differences import ComparisonResult, Difference, ProgramRun
-from verify.external.comparison.micro_batches import cause_by_micro_batches
+from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
+from verify.external.comparison.micro_batch_reference import cause_by_micro_batches
 from verify.external.reference import data_part, mean_of
 from verify.results.tolerance import difference
 from verify.results.verdict import Verdict

@@ -16,7 +16,7 @@ below it.
 
     facts       what is known of a rank's tensor: coefficient x term, one state per axis (`facts.py`)
     terms       logical tensors, each different one once, whatever the order of sums (`terms.py`, `normal.py`)
-    rules       from the states of operands to those of results, axis by axis (`lift.py`, `rules.py`)
+    rules       from the states of operands to those of results, axis by axis (`call_layouts.py`, `rules.py`)
     conversions all_reduce, all_gather, reduce_scatter, all_to_all, slices (`facts.py`, `follow.py`)
     ends        loss, gradients and buffers: the right term, once, in the layout of their placements (`ends.py`)
 
@@ -47,7 +47,7 @@ Numbers of a rank's own
 -----------------------
 One graph says nothing of a `split(x)[0]`: is it rank 0's shard or the first of three projections? So a second rank is
 traced (a third where two axes could be meant): the graphs have to be one text, and what differs follows a coordinate
-(`align.py`).
+(`align_ranks.py`).
 
 What it does not do
 -------------------

@@ -12,9 +12,9 @@ from fractions import Fraction
 
 from nnscaler.ir.layout import Axis
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Constant, PartialSum, Shard, State, Zero, join
+from verify.external.proof.call_layouts import States, local_shape
 from verify.external.proof.facts import Fact, NoFact, as_terms
 from verify.external.proof.graph import CallOutput, HeldInGraph, RankGraph
-from verify.external.proof.lift import States, local_shape
 from verify.external.proof.reference import ProofReference
 from verify.external.proof.terms import UNIT, Terms, WholeTerm, close
 

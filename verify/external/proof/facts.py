@@ -23,7 +23,7 @@ from verify.evidence.dimension_types.states import (
     State,
     Zero,
 )
-from verify.external.proof.lift import States
+from verify.external.proof.call_layouts import States
 
 
 @dataclass(frozen=True, slots=True)

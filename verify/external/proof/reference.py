@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 from verify.external.proof.graph import CallOutput, Form, RankGraph, RecordedCall
-from verify.external.proof.linear import Factors, tensors_of
 from verify.external.proof.normal import ConstantForm, Identity, OperatorForm, Permutation, Sum, View, normal_form
 from verify.external.proof.record import CAPTURED, STALE
+from verify.external.proof.scalar_factors import Factors, tensors_of
 from verify.external.proof.terms import UNIT, Terms, WholeTerm
 
 

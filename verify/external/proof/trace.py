@@ -26,7 +26,7 @@ from torch.utils._pytree import keystr, tree_map_with_path
 
 from nnscaler.ir.layout import Axis
 from nnscaler.ir.layout import DeviceMesh as Ranks
-from nnscaler.runtime.autograd_engine import start_autograd
+from nnscaler.runtime.start_autograd import start_autograd
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of
 from verify.external.program import ExternalProgram

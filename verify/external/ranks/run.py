@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from verify.external.ranks.places import place_in_stack
+from verify.external.ranks.call_sites import place_in_stack
 from verify.external.ranks.processes.gloo import run_over_gloo
-from verify.external.ranks.records import FAILURES, RankCall, RankRun, RanksFailed
+from verify.external.ranks.run_result import FAILURES, RankCall, RankRun, RanksFailed
 from verify.external.ranks.threads.simulator import run_simulated
 from verify.external.ranks.torch_private import preload
 from verify.processes.pool import Died, Done, Note, TimedOut, run_forked

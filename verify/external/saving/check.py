@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nnscaler.tracing.precision import convert_floats
-from verify.external.addresses import StateMap, as_real, state_of
-from verify.external.case import ExternalCase
+from nnscaler.tracing.float64_run import convert_floats
+from verify.external.differential_run import ExternalCase
+from verify.external.parameter_mapping import StateMap, as_real, state_of
 from verify.external.ranks.run import RanksFailed
 from verify.external.saving.checkpoint import (
     CheckpointForm,

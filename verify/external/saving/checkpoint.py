@@ -1,7 +1,8 @@
 """Save the program's state after some steps, and load it elsewhere: what is loaded must be what the ranks held.
 
-What each rank holds before it saves is known element by element (`addresses.py`), and so is what the same program on
-another mesh must hold. So nothing here depends on whether training was right: only saving and loading are looked at.
+What each rank holds before it saves is known element by element (`parameter_mapping.py`), and so is what the same
+program on another mesh must hold. So nothing here depends on whether training was right: only saving and loading are
+looked at.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verify.external.addresses import Addresses, Lookup, RankPiece, StateMap, as_real, local_value, match, taken
 from verify.external.observe import modules_of, optimizer_of, parallelised, rows_of, run_step, tensors_of_program
+from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap, as_real, local_value, match, taken
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
 from verify.results.tolerance import difference, largest

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from verify.external.addresses import StateMap, clean_name, state_of
 from verify.external.observe import modules_of
+from verify.external.parameter_mapping import StateMap, clean_name, state_of
 from verify.external.program import ExternalProgram
 from verify.external.saving.checkpoint import CheckpointForm
 from verify.results.tolerance import difference, largest

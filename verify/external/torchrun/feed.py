@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from verify.external.torchrun.data import close, settings_of
+from verify.external.torchrun.data_tensors import close, settings_of
 from verify.external.torchrun.records import Events, Settings, Tensors, Unmatched
 
 Way = Literal["own", "whole", "turns", "part"]

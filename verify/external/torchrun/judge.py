@@ -9,17 +9,17 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from verify.external.addresses import RankPiece
 from verify.external.comparison.compare import compare
-from verify.external.comparison.differences import ComparisonResult, Difference, PartGradients, ProgramRun
+from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
 from verify.external.observe import RankRecord
+from verify.external.parameter_mapping import RankPiece
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.feed import Material, Way
 from verify.external.torchrun.match import Layout, own_gradients, program_of, rank_records, reference_of, unmatched
-from verify.external.torchrun.processes import Failed, NotMatched
 from verify.external.torchrun.records import ScriptRecord
+from verify.external.torchrun.reference_processes import Failed, NotMatched
 from verify.external.torchrun.runs import ScriptRunner
 from verify.programs.low_precision.noise import moved
 from verify.results.finding import Finding

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verify.external.addresses import Addresses, Lookup, RankPiece, StateMap
 from verify.external.observe import ObservedStep, RankRecord
+from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, ReferenceStep
-from verify.external.torchrun.data import close
+from verify.external.torchrun.data_tensors import close
 from verify.external.torchrun.feed import Material
 from verify.external.torchrun.records import Events, HeldInScript, ScriptRecord
 

@@ -16,8 +16,8 @@ from nnscaler.files import save_tensors
 from verify.external.ranks.run import run_ranks
 from verify.external.ranks.torch_private import FileStore, bare_gloo
 from verify.external.torchrun.feed import Material, RanksFeed, Way
-from verify.external.torchrun.processes import NotMatched, redirect, run_apart
 from verify.external.torchrun.records import ScriptRecord
+from verify.external.torchrun.reference_processes import NotMatched, redirect, run_apart
 from verify.external.torchrun.script import run_script
 from verify.external.torchrun.watch import Start
 

@@ -13,7 +13,7 @@ import torch
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.random_state import seed_all
 from verify.external.ranks.torch_private import FileStore
-from verify.external.torchrun.devices import cpu_changes, replaced
+from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.records import ScriptRecord, Stopped
 from verify.external.torchrun.watch import Feed, ScriptWatch, Start
 

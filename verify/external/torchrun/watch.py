@@ -24,11 +24,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 
 from nnscaler.runtime.training.autocast import autocast_on
-from nnscaler.tracing.precision import exact, exact_tensor
-from verify.external.addresses import Addresses, StateMap, claimed, clean_name, layout_words, local_value
+from nnscaler.tracing.float64_run import exact, exact_tensor
 from verify.external.observe import local_gradient
-from verify.external.torchrun.data import ScriptMode, exchanged, settings_of, varied
-from verify.external.torchrun.devices import left_as_filled, replaced
+from verify.external.parameter_mapping import Addresses, StateMap, claimed, clean_name, layout_words, local_value
+from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
+from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied
 from verify.external.torchrun.records import HeldInScript, ScriptRecord, SeenStep, Stopped, Tensors
 
 State = dict[str, tuple[nn.Parameter, tuple[str, ...]]]  # name -> parameter, its other names

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from verify.external.transformers.sizes import PlanChanges, PlanSizes
-from verify.external.transformers.target import BuiltModel
+from verify.external.transformers.build_program import BuiltModel
+from verify.external.transformers.parallel_degrees import PlanChanges, PlanSizes
 
 SUMMED = "replicated_with_grad_allreduce"  # style: a whole parameter, whose gradient is summed over the ranks
 WHOLE = "replicate"  # style: nothing is done

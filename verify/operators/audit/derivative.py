@@ -17,6 +17,7 @@ import torch
 from op_registry.spec import OperatorSpec
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, dtype_name, function_of
+from verify.operators.audit.backward_culprit import Blame, find_wrong
 from verify.operators.audit.central_differences import (
     NoGradient,
     Point,
@@ -30,8 +31,7 @@ from verify.operators.audit.central_differences import (
     with_gradients,
 )
 from verify.operators.audit.handwritten import Deviation, Handwritten, deviation, handwritten, plain
-from verify.operators.audit.watched import Probed, one_line, shapes_of, tensor_names
-from verify.operators.audit.wrong_backward import Blame, find_wrong
+from verify.operators.audit.watched_run import Probed, one_line, shapes_of, tensor_names
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -26,7 +26,7 @@ from op_registry.spec import OperatorSpec
 from verify.evidence.inputs import random_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.handwritten import plain
-from verify.operators.audit.watched import (
+from verify.operators.audit.watched_run import (
     BackwardRaised,
     Change,
     Probed,

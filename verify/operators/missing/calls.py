@@ -21,8 +21,8 @@ from op_registry.spec import OperatorSpec, SchemaParameter
 from nnscaler.ir.graph import Graph, Operation, map_slots
 from nnscaler.tracing import Traced
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction
-from nnscaler.tracing.interpret import run_graph
 from nnscaler.tracing.rewrite import dtype_of
+from nnscaler.tracing.run_graph import run_graph
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, make_call
 from verify.evidence.inputs.find_operator import record_of
 from verify.operators.suggest.probe_call import Number, Question, make_question

@@ -16,14 +16,14 @@ from op_registry.spec import AnnotationFunction, OperatorSpec
 
 from nnscaler.ir.graph import Graph, Operation, as_call
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.planning.policies import tensor_parallel
+from nnscaler.planning.plan_from_axes import tensor_parallel
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import SplitStep
 from verify.evidence.inputs.concrete_call import function_of, with_tensors
 from verify.operators.missing.calls import Form, Missing, find_missing, forms, places, record, tensors_of
 from verify.operators.missing.suggest import Advice, NoStub, Stub, advise, annotation_of, write_stub
 from verify.processes.pool import Died, Done, Raised, TimedOut, run_forked, run_here, why_not_fork
-from verify.results.line import Style, StyledLine, plain, style_of
+from verify.results.styled_line import Style, StyledLine, plain, style_of
 
 # Estimate the cost of missing annotations: the share of matmul FLOPs that tensor parallelism divides, with and
 # without.

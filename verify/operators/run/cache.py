@@ -18,7 +18,7 @@ from typing import Any
 
 from op_registry.spec import OperatorSpec
 
-from nnscaler.config import cache_folder
+from nnscaler.pyproject_settings import cache_folder
 from nnscaler.records import decode, encode
 from verify.evidence.options import OpOptions
 from verify.operators.run.fingerprint import fingerprint

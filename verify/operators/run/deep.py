@@ -15,7 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.cases import SplitCase
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.enumerate import Base, Target, Unusable, bases
+from verify.evidence.oracle.enumerate_cases import Base, Target, Unusable, bases
 from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaised
 from verify.operators.run.job import Job
 from verify.operators.run.run_job import Reproduce, verify_job

@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from op_registry.call import Call, DType, TensorArgument
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
 from nnscaler.runtime.cut import Cut
-from nnscaler.training.updates import Update
+from nnscaler.training.functional_optimizer import Update
 from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.operand_shards import Lay, spread
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.enumerate import bases
+from verify.evidence.oracle.enumerate_cases import bases
 from verify.evidence.oracle.partition import AXES, Partition
 from verify.evidence.oracle.runner import OperatorRunner, Prepared
 from verify.evidence.oracle.whole import as_leaves
-from verify.operators.run.token import Token
+from verify.operators.run.reproduce_token import Token
 from verify.results.finding import Finding
 from verify.results.tolerance import FAMILY_SHARE
 

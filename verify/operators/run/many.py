@@ -17,8 +17,8 @@ from verify.operators.run.fingerprint import Opaque
 from verify.operators.run.job import Job, make_job
 from verify.operators.run.run_job import Reproduce, lost, not_run, verify_job
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
-from verify.results.line import StyledLine, plain
 from verify.results.report import Report
+from verify.results.styled_line import StyledLine, plain
 from verify.results.verdict import Verdict
 
 Verify = Callable[[Job, OpOptions, Reproduce, Note], Report]

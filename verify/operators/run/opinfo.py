@@ -25,7 +25,7 @@ from nnscaler.ir.signature import Signature
 from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.enumerate import first_line, leaders_of
+from verify.evidence.oracle.enumerate_cases import first_line, leaders_of
 from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 
 if TYPE_CHECKING:

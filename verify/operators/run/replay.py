@@ -16,8 +16,8 @@ from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaise
 from verify.operators.run.emitted_test import EmittedFinding, NotWritable, write_tests
 from verify.operators.run.job import Job, make_job
 from verify.operators.run.many import PoolSettings, run_many
+from verify.operators.run.reproduce_token import PREFIX, Token, decode, encode
 from verify.operators.run.run_job import Reproduce, verify_job
-from verify.operators.run.token import PREFIX, Token, decode, encode
 from verify.operators.verify_spec import refutation
 from verify.processes.pool import Done, Note, Raised, run_forked, run_here, why_not_fork
 from verify.results.finding import Finding

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.cases import SplitCase
-from verify.evidence.inputs.optimizer_operator import remarks
+from verify.evidence.inputs.optimizer_as_operator import remarks
 from verify.evidence.inputs.user_code import is_users
 from verify.evidence.options import OpOptions
 from verify.operators.run.job import Job, shown
-from verify.operators.run.token import Token, encode
-from verify.operators.suggest.contradiction import contradiction
+from verify.operators.run.reproduce_token import Token, encode
 from verify.operators.suggest.infer import suggest_annotation
+from verify.operators.suggest.self_contradiction import contradiction
 from verify.operators.verify_spec import verify_spec
 from verify.processes.pool import Died, Note, TimedOut
 from verify.results.finding import Finding

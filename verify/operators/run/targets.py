@@ -16,8 +16,8 @@ from op_registry.builtin import SPECS
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
-from nnscaler.config import find_pyproject
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.pyproject_settings import find_pyproject
 from verify.evidence.inputs.find_operator import matching, near_misses, registered_at, registered_in
 from verify.evidence.inputs.user_code import import_module
 from verify.operators.run.job import Job, make_job

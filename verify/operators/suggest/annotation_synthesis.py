@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from op_registry.annotation.syntax import (
+from op_registry.annotation.syntax_tree import (
     Annotation,
     Concat,
     Dim,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.syntax import Annotation, Identifier, Opaque, Operand, print_annotation
+from op_registry.annotation.syntax_tree import Annotation, Identifier, Opaque, Operand, print_annotation
 from op_registry.annotation.well_formed import map_identifiers
 from op_registry.spec import OperatorSpec
 
@@ -24,7 +24,7 @@ from nnscaler.ir.layout import Sharded
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.draw_calls import sample_calls
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.checked_kernels import checked_kernels
+from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.operators.suggest.annotation_synthesis import Evidence, compose, consistent
 from verify.operators.suggest.probe_call import Number, Question, make_question
 from verify.operators.suggest.size_groups import Element, Group, find_groups, growth, size_of

@@ -20,7 +20,7 @@ from op_registry.call import Call, DType
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
 from verify.evidence.inputs.values import random_terms, refill
 from verify.evidence.options import Kind
-from verify.evidence.oracle.checked_kernels import checked_kernels
+from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.evidence.oracle.whole import as_leaves, draw_cotangent, gradients_of
 from verify.operators.suggest.probe_call import Outputs, Question
 from verify.results.tolerance import is_finite, largest

@@ -18,7 +18,7 @@ from op_registry.spec import OperatorSpec
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call, outputs_of, with_tensors
 from verify.evidence.inputs.meta_preflight import tried_on_meta
 from verify.evidence.operator_trace import Observer
-from verify.evidence.oracle.checked_kernels import runs_checked
+from verify.evidence.oracle.size_checked_kernels import runs_checked
 
 Outputs = tuple[Tensor | None, ...]
 Number = int | tuple[int, ...]

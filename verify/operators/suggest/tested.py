@@ -15,7 +15,7 @@ from verify.evidence.inputs.find_operator import annotated
 from verify.evidence.options import DRAWS, OpOptions
 from verify.evidence.oracle.check import TargetOutcome, as_check, check_target
 from verify.evidence.oracle.claims import Claimed, claims_of, untested
-from verify.evidence.oracle.enumerate import Base, Enumerator, Unusable, bases
+from verify.evidence.oracle.enumerate_cases import Base, Enumerator, Unusable, bases
 from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 from verify.operators.suggest.linear import derive_linear
 from verify.operators.suggest.probe_call import Question

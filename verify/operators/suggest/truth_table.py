@@ -19,8 +19,8 @@ from torch import Tensor
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, Sharded, State
 from verify.evidence.operator_trace import Observer
 from verify.operators.suggest.probe_call import Outputs, Question
+from verify.operators.suggest.sharded_run import States, Trial, close, divides, make_trial
 from verify.operators.suggest.size_groups import Element, Group, find_groups, size_of
-from verify.operators.suggest.trial import States, Trial, close, divides, make_trial
 
 # Find the factors that a function makes of its dims, from the views, splits and slices that it runs.
 

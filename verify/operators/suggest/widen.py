@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.syntax import (
+from op_registry.annotation.syntax_tree import (
     Annotation,
     Dim,
     Group,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from verify.programs.checks import losses, norm, replicas, results, tensors
+from verify.programs.checks import compare_outputs, losses, norm, replicas, tensors
 from verify.programs.checks.context import CheckOutcome, Comparison
 
 
@@ -17,7 +17,7 @@ def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> li
     checks: tuple[Callable[[], CheckOutcome], ...] = (
         lambda: tensors.check_coverage(comparison, initial_buffers),
         lambda: losses.check(comparison),
-        lambda: results.check(comparison),
+        lambda: compare_outputs.check(comparison),
         lambda: tensors.check_gradients(comparison),
         lambda: norm.check(comparison),
         lambda: tensors.check_parameters(comparison),

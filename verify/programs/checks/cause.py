@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.shards import Coordinates, unravel
-from verify.programs.checks.logical import Holding, StageTensor
+from verify.programs.checks.logical_tensors import Holding, StageTensor
 from verify.results.tolerance import difference, largest
 
 CLOSE = 1e-6

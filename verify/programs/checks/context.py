@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from op_registry.spec import SourceLocation
 
-from verify.programs.checks.logical import Holding
+from verify.programs.checks.logical_tensors import Holding
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.reference.eager import Trajectory
-from verify.results.attachments import ComparedTensor
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import Key, Tolerance
+from verify.results.typed_attachments import ComparedTensor
 from verify.results.verdict import Verdict, merge
 
 LOCALISED = "wrong lines"  # the check whose findings say where

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
-from verify.programs.checks.logical import Holding, StageTensor, by_rank, put_together, tied_copies_differ
+from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together, tied_copies_differ
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

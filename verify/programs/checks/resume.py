@@ -15,13 +15,13 @@ from nnscaler.runtime.shards import same_bits
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally, merge_outcomes
-from verify.programs.checks.logical import Holding, holdings_of
+from verify.programs.checks.logical_tensors import Holding, holdings_of
 from verify.programs.execution.backends import Failure, finding_of, run_simulator
 from verify.programs.execution.rank_program import RankResult, Task
 from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared
 from verify.programs.request import PlanRequest
-from verify.programs.role_text import SourceMap
+from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import difference

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verify.programs.checks.cause import likely_cause
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
-from verify.programs.checks.logical import Holding, StageTensor, by_rank, put_together
+from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.checks.norm import cause_of_update
 from verify.results.finding import Finding
 from verify.results.tolerance import TensorDifference, difference, family_scale, is_finite

@@ -25,7 +25,7 @@ from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read
 from verify.processes.pool import Died, TimedOut
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.execution.rank_program import RankResult, Task, run_rank
-from verify.programs.role_text import SourceMap, describe_line
+from verify.programs.source_map import SourceMap, describe_line
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

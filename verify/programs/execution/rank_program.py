@@ -20,7 +20,7 @@ from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint, save_checkpoint
-from verify.evidence.oracle.checked_kernels import CheckedKernels
+from verify.evidence.oracle.size_checked_kernels import CheckedKernels
 
 # Observation parses the program's text, and Python 3.11's `ast` is not safe to use from several threads at once.
 _BUILDING = threading.Lock()

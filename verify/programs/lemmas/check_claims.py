@@ -16,15 +16,15 @@ from op_registry.spec import Refusal
 
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from verify.evidence.cases import Inputs, SplitCase
-from verify.evidence.dimension_types.hook_forms import composes, left_alone
+from verify.evidence.dimension_types.check_localize_hooks import composes, left_alone
 from verify.evidence.options import DRAWS, Kind
 from verify.evidence.oracle.check import TargetOutcome, as_check, run_cases
-from verify.evidence.oracle.enumerate import Base, Target
+from verify.evidence.oracle.enumerate_cases import Base, Target
 from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
 from verify.evidence.oracle.runner import CaseResult, WholeRaised
 from verify.evidence.provers import prove_base
-from verify.programs.lemmas.representative import FREE, Representative, represent
-from verify.programs.lemmas.stand_in import Unrepresented
+from verify.programs.lemmas.call_tensors import Unrepresented
+from verify.programs.lemmas.small_call import FREE, Representative, represent
 from verify.programs.lemmas.statement import Claim, Passes, Splits, Together
 from verify.results.finding import Finding
 from verify.results.verdict import Strength, Verdict

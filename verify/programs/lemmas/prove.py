@@ -25,10 +25,10 @@ from verify.evidence.dimension_types.trace import record, simplified
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.audit.side_effects import audit
 from verify.programs.lemmas import check_claims
+from verify.programs.lemmas.call_tensors import Unrepresented
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
-from verify.programs.lemmas.representative import Representative, represent
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
-from verify.programs.lemmas.stand_in import Unrepresented
+from verify.programs.lemmas.small_call import Representative, represent
 from verify.programs.lemmas.statement import Claim, Obligation, RunsWhole, claims_of, strided
 from verify.results.catalogue import INCOMPARABLE
 from verify.results.verdict import Verdict

@@ -10,14 +10,23 @@ from math import gcd, lcm, prod
 import z3  # type: ignore[import-untyped]
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundDim
-from op_registry.annotation.syntax import UNSPLIT
+from op_registry.annotation.syntax_tree import UNSPLIT
 
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.smt.decide_equality import answer_of
 from verify.programs.lemmas.statement import Obligation
-from verify.programs.lemmas.unify import Conflict, Size, Unifier, number, of_terms, product, symbols_of_value, total
+from verify.programs.lemmas.unify_sizes import (
+    Conflict,
+    Size,
+    Unifier,
+    number,
+    of_terms,
+    product,
+    symbols_of_value,
+    total,
+)
 
 # Symbolic sizes of every tensor of a graph, by the bound annotations of its operations.
 # A dim of a single identifier has the identifier's size, a group's is a product, a concatenation's a sum. A number

@@ -20,10 +20,9 @@ from op_registry.spec import SourceLocation
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Stage
-from nnscaler.tracing.interpret import run_graph
+from nnscaler.tracing.run_graph import run_graph
 from verify.programs.execution.backends import run_simulator
-from verify.programs.execution.rank_program import Task
-from verify.programs.execution.variable_recording import (
+from verify.programs.execution.compare_variables import (
     Observed,
     Pieces,
     Variable,
@@ -31,8 +30,9 @@ from verify.programs.execution.variable_recording import (
     compare_variable,
     variables_of,
 )
+from verify.programs.execution.rank_program import Task
 from verify.programs.opened_program import OpenedProgram
-from verify.programs.role_text import Assignment, SourceMap, assignments_of
+from verify.programs.source_map import Assignment, SourceMap, assignments_of
 from verify.results.finding import Finding
 from verify.results.tolerance import family_scale, largest
 

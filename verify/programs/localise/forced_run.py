@@ -20,11 +20,11 @@ from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import same_bits, shard
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
+from verify.programs.execution.compare_variables import variables_of
 from verify.programs.execution.rank_program import Task
-from verify.programs.execution.variable_recording import variables_of
-from verify.programs.localise.logical import Logical, interpret, next_state
-from verify.programs.localise.shard_sampling import Dealer
-from verify.programs.localise.statements import Foreign, Instrumented, Statement, instrument
+from verify.programs.localise.deal_shards import Dealer
+from verify.programs.localise.instrument_statements import Foreign, Instrumented, Statement, instrument
+from verify.programs.localise.logical_values import Logical, interpret, next_state
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.programs.opened_program import OpenedProgram
 

@@ -15,18 +15,18 @@ from nnscaler.runtime.role import MICRO
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise.candidate_repairs import Replay, Rewrite, rewrites
-from verify.programs.localise.culprit import SHOWN, Culprit, Key, RoleLine, declarations, findings_of, line_of
+from verify.programs.localise.culprit_record import SHOWN, Culprit, Key, RoleLine, declarations, findings_of, line_of
 from verify.programs.localise.first_divergent import first_difference
 from verify.programs.localise.forced_run import TaughtRun, prepare_run
+from verify.programs.localise.instrument_statements import Statement, shown
 from verify.programs.localise.judge import Wrong, judge, operation_of
 from verify.programs.localise.parameters import Finals, changed, frozen, wrongly_accumulated, wrongly_summed
-from verify.programs.localise.repair_pieces import explain
+from verify.programs.localise.shard_repairs import explain
 from verify.programs.localise.stage_boundaries import wrong_ends
-from verify.programs.localise.statements import Statement, shown
-from verify.programs.localise.stored_tensors import wrongly_held
+from verify.programs.localise.stored_state_faults import wrongly_held
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.programs.opened_program import OpenedProgram
-from verify.programs.role_text import SourceMap
+from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 
 # Describe a wrong statement: what it computes, why, and the changed line that computes the right thing.

@@ -12,8 +12,8 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import Parameter, Stage, sizes_in_time
 from nnscaler.runtime.shards import cut_further, shard, unravel
-from verify.programs.localise.culprit import SHOWN, Culprit, Key, RoleLine
-from verify.programs.localise.statements import Foreign
+from verify.programs.localise.culprit_record import SHOWN, Culprit, Key, RoleLine
+from verify.programs.localise.instrument_statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.results.tolerance import difference
 

@@ -8,8 +8,8 @@ from nnscaler.ir import gradient_flow
 from nnscaler.runtime.layout import Invariant, State
 from nnscaler.runtime.role import is_trained, sizes_in_time
 from nnscaler.runtime.shards import shard, unravel
-from verify.programs.execution.variable_recording import Variable, VariableDifference, compare_variable
-from verify.programs.localise.culprit import Culprit, Key, RoleLine
+from verify.programs.execution.compare_variables import Variable, VariableDifference, compare_variable
+from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.judge import BOUND
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.results.tolerance import difference

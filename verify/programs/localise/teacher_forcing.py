@@ -63,10 +63,10 @@ from torch import Tensor
 from nnscaler.runtime.layout import Partial, State
 from nnscaler.runtime.role import Parameter, Stage, is_trained, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import unravel
-from verify.programs.execution.variable_recording import Pieces, Variable, gradient_states
-from verify.programs.localise.logical import Logical
-from verify.programs.localise.shard_sampling import Dealer
-from verify.programs.localise.statements import Statement
+from verify.programs.execution.compare_variables import Pieces, Variable, gradient_states
+from verify.programs.localise.deal_shards import Dealer
+from verify.programs.localise.instrument_statements import Statement
+from verify.programs.localise.logical_values import Logical
 
 At = tuple[int, int]  # rank, micro-batch (-1: `prepare`)
 

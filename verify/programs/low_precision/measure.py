@@ -9,7 +9,7 @@ from math import inf
 from torch import Tensor
 
 from verify.programs.checks.context import Comparison
-from verify.programs.checks.logical import Holding, StageTensor, by_rank, put_together
+from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.low_precision.measures import NAMES, Statistics, statistics
 from verify.programs.low_precision.noise import Target
 from verify.results.tolerance import Key, is_finite

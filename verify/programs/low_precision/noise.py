@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnscaler.tracing.precision import exact
+from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.low_precision.measures import Statistics, floors, size, statistics
 from verify.programs.low_precision.reassociation_mode import Reassociated, RulesMode

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.locations import location_of_exception
 from nnscaler.tracing.export.loss_module import Results, results_of
-from nnscaler.tracing.precision import convert_floats, exact, run_backward, with_draws, without_dropout
+from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, with_draws, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding

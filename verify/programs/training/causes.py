@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from verify.programs.training import causes_of_delays, causes_of_losses, causes_of_updates
+from verify.programs.training import causes_of_losses, causes_of_staleness, causes_of_updates
 from verify.programs.training.trained import Alternatives, Candidate, ComparedValue, Trained
 from verify.results.tolerance import largest
 
@@ -162,6 +162,6 @@ _ALTERNATIVES: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = 
     "evaluation": causes_of_losses.of_evaluation,
 }
 _IN_STREAMS: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = {
-    "loss": causes_of_delays.of_loss,
-    "gradient": causes_of_delays.of_gradient,
+    "loss": causes_of_staleness.of_loss,
+    "gradient": causes_of_staleness.of_gradient,
 }

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verify.programs.training.course import Batch, rate_at
-from verify.programs.training.together import indices_of
+from verify.programs.training.join_shards import indices_of
 from verify.programs.training.trained import NARROW, Alternatives, ComparedValue, Trained
+from verify.programs.training.training_recipe import Batch, rate_at
 
 SINGLE = 64  # parameters that are tried one by one
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from verify.programs.training.course import Batch, options_of, rate_at
 from verify.programs.training.eager import updated
 from verify.programs.training.ranks import StepRecord
 from verify.programs.training.trained import NARROW, Alternatives, ComparedValue, Trained
+from verify.programs.training.training_recipe import Batch, options_of, rate_at
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from op_registry.spec import SourceLocation
 from verify.programs.checks.context import CheckOutcome, Tally
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
+from verify.programs.training.join_shards import JoinedTensor, UnequalElements, put_together, unequal
 from verify.programs.training.ranks import StepRecord
-from verify.programs.training.together import JoinedTensor, UnequalElements, put_together, unequal
 from verify.programs.training.trained import ComparedValue, Trained
 from verify.results.finding import Finding
 from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite

@@ -18,11 +18,11 @@ from nnscaler.codegen.program import Program
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.layout import States
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import EngineSettings
-from nnscaler.training.sizes import SentProgram, SizeClass, Vouch
-from verify.evidence.oracle.checked_kernels import CheckedKernels
-from verify.programs.training.course import Batch, Course, class_of, groups_of, make_scheduler, options_of
+from nnscaler.training.program_runner import EngineSettings
+from nnscaler.training.recompilation import SentProgram, SizeClass, Vouch
+from verify.evidence.oracle.size_checked_kernels import CheckedKernels
 from verify.programs.training.resume import ResumableRun, Resumed, goes_on, reread
+from verify.programs.training.training_recipe import Batch, Course, class_of, groups_of, make_scheduler, options_of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from nnscaler.runtime.jobs.fair_clock import join_within
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
 from nnscaler.tracing.sample_inputs import flatten_inputs
-from nnscaler.training.sizes import SentProgram, SizeClass, sent
+from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from nnscaler.transform.plan import Plan
 from verify.processes.pool import Died, TimedOut
 from verify.processes.subprocess_isolation import run_apart
@@ -36,12 +36,18 @@ from verify.programs.execution.backends import (
     finding_of,
     start_server,
 )
+from verify.programs.pre_run_check import vouch
 from verify.programs.prepare import Prepared, matched_draws
 from verify.programs.reference.eager import choose_learning_rate, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
-from verify.programs.role_text import SourceMap
+from verify.programs.source_map import SourceMap
 from verify.programs.training.comparison import compare
-from verify.programs.training.course import (
+from verify.programs.training.dtypes import check_dtypes, is_mixed
+from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
+from verify.programs.training.ranks import RankTraining, TrainTask, train_rank
+from verify.programs.training.resume import check_resumed
+from verify.programs.training.trained import Trained
+from verify.programs.training.training_recipe import (
     Batch,
     Course,
     carried_by,
@@ -52,12 +58,6 @@ from verify.programs.training.course import (
     shortened,
     undecayed_of,
 )
-from verify.programs.training.dtypes import check_dtypes, is_mixed
-from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
-from verify.programs.training.ranks import RankTraining, TrainTask, train_rank
-from verify.programs.training.resume import check_resumed
-from verify.programs.training.trained import Trained
-from verify.programs.vouch import vouch
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verify.programs.training.course import Course
 from verify.programs.training.eager import EagerModel, EagerRun
+from verify.programs.training.join_shards import JoinedTensor
 from verify.programs.training.ranks import RankTraining
-from verify.programs.training.together import JoinedTensor
+from verify.programs.training.training_recipe import Course
 from verify.results.tolerance import Key
 
 Candidate = Tensor | Mapping[int, Tensor]  # what a mistake would have made: logical, or of each rank another

@@ -9,7 +9,7 @@ from math import gcd, prod
 import numpy as np
 import numpy.typing as npt
 
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 
 from nnscaler.ir import gradient_flow
 from nnscaler.ir.graph import Graph, LogicalTensor
@@ -27,10 +27,10 @@ from nnscaler.ir.layout import (
 )
 from nnscaler.runtime.shards import logical_coordinates, unravel
 from verify.evidence.oracle.random_calls import runtime_state
-from verify.programs.typing.lines.arguments import same_shape, shape_text
-from verify.programs.typing.lines.uniform import NO_DIMS, Dims
+from verify.programs.typing.lines.constant_dims import NO_DIMS, Dims
+from verify.programs.typing.lines.match_call import same_shape, shape_text
 from verify.programs.typing.lines.walk import Noted, Reading
-from verify.programs.typing.roles.text import ExchangeText, MessageText, Piece, StageText
+from verify.programs.typing.roles.role_syntax import ExchangeText, MessageText, Piece, StageText
 from verify.programs.typing.typed_value import Axes, Held, Mistake, axes_of
 
 # Transfers between meshes of different shape: the listed pieces, judged element by element.

@@ -25,8 +25,8 @@ from nnscaler.instructions import (
     total_order,
     waits_of,
 )
-from verify.programs.training.delays import semantics, staleness_of
-from verify.programs.typing.roles.text import RoleText, StageText
+from verify.programs.training.delayed_sgd import semantics, staleness_of
+from verify.programs.typing.roles.role_syntax import RoleText, StageText
 from verify.programs.typing.typed_value import Mistake
 
 

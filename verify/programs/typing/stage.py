@@ -9,8 +9,8 @@ from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.ir.layout import IN_STEP, INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded, explain_illegal
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.walk import Reading, Scope, Walk
-from verify.programs.typing.roles.bodies import shadowing
-from verify.programs.typing.roles.text import Body, InputText, StageText, StoredText, Variable
+from verify.programs.typing.roles.parse_stage_body import shadowing
+from verify.programs.typing.roles.role_syntax import Body, InputText, StageText, StoredText, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, axes_of, normal
 
 

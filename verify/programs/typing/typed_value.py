@@ -12,8 +12,8 @@ from op_registry.spec import SourceLocation
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, MICRO, SLICE, Layout, Replicated, State
 from verify.programs.checks.context import SHOWN
-from verify.programs.role_text import SourceMap
-from verify.programs.typing.roles.text import StageText
+from verify.programs.source_map import SourceMap
+from verify.programs.typing.roles.role_syntax import StageText
 from verify.results.finding import Finding
 
 

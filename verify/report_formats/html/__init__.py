@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verify.report_formats.html.bars import communication_panel, memory_panel
+from verify.report_formats.html.comm_memory_bars import communication_panel, memory_panel
 from verify.report_formats.html.errors_plot import errors_panel
 from verify.report_formats.html.findings import certificate_panel, checks_panel, findings_panel, lemmas_panel
-from verify.report_formats.html.text import badge, count, escape, facts, folded, page, panel, prose, seconds, table
+from verify.report_formats.html.page_elements import (
+    badge,
+    count,
+    escape,
+    facts,
+    folded,
+    page,
+    panel,
+    prose,
+    seconds,
+    table,
+)
 from verify.report_formats.html.timeline import timeline_panel
-from verify.results.line import StyledLine, counts, plain_lines, style_of
 from verify.results.report import Report, Totals, totals
+from verify.results.styled_line import StyledLine, counts, plain_lines, style_of
 from verify.results.verdict import Verdict
 
 OPEN = 20  # of several reports, those that do not pass and are open from the start

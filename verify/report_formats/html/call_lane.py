@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 from nnscaler.communication.profile_calls import ranks_text
-from nnscaler.events import RECEIVED, SENT, Event, Ranks, StepEvents
 from nnscaler.instructions import read_instruction
 from nnscaler.manifest import Bar, TimelineRow, TimelineRows
-from verify.report_formats.html.text import escape, percent, size
+from nnscaler.timeline_events import RECEIVED, SENT, Event, Ranks, StepEvents
+from verify.report_formats.html.page_elements import escape, percent, size
 
 FINEST = 2400  # marks of a lane; calls that are nearer to each other than that share one
 _HEIGHT = 9  # pixels

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from verify.report_formats.html.text import count, escape, panel, percent
-from verify.results.attachments import ComparedTensor
-from verify.results.line import style_of
+from verify.report_formats.html.page_elements import count, escape, panel, percent
+from verify.results.styled_line import style_of
+from verify.results.typed_attachments import ComparedTensor
 
 HEIGHT = 44
 DOTS = 1500  # dots of one kind that are drawn each; beyond, dots at one place are drawn once

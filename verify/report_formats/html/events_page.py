@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nnscaler.events import StepEvents, call_sums
 from nnscaler.planning.cluster.description import show_seconds
+from nnscaler.timeline_events import StepEvents, call_sums
 from verify.report_formats.html.call_lane import pictured
-from verify.report_formats.html.text import escape, page, panel, size, table
+from verify.report_formats.html.page_elements import escape, page, panel, size, table
 from verify.report_formats.html.timeline import timeline_panel
 
 _MOST = 40  # kinds of calls in the table

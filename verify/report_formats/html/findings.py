@@ -10,7 +10,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.records import encode
 from verify.report_formats.finding_text import caret_line
-from verify.report_formats.html.text import (
+from verify.report_formats.html.page_elements import (
     badge,
     code,
     count,
@@ -24,10 +24,10 @@ from verify.report_formats.html.text import (
     value_html,
 )
 from verify.report_formats.problems import findings_of
-from verify.results.attachments import Certificate, LemmaRow
 from verify.results.catalogue import CODES, UNDECIDED
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
+from verify.results.typed_attachments import Certificate, LemmaRow
 from verify.results.verdict import Verdict
 
 # The basis of a static proof: its lemmas, and the certificate that the schedule has no deadlock.

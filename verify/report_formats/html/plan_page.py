@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nnscaler.communication.profile_calls import ranks_text
-from nnscaler.communication.profile_memory import stage_memory
+from nnscaler.communication.stage_memory import stage_memory
 from nnscaler.performance.predict import Replay
-from nnscaler.performance.step_events import step_events
+from nnscaler.performance.predicted_events import step_events
 from nnscaler.planning.cluster.description import show_bytes, show_seconds
 from nnscaler.planning.planner.find_plan import Found
-from verify.report_formats.html.bars import communication_panel, memory_panel
 from verify.report_formats.html.call_lane import Pictured, pictured
-from verify.report_formats.html.text import escape, facts, page, panel, table
+from verify.report_formats.html.comm_memory_bars import communication_panel, memory_panel
+from verify.report_formats.html.page_elements import escape, facts, page, panel, table
 from verify.report_formats.html.timeline import timeline_panel
 
 BARS = 4000  # of the timeline that are drawn

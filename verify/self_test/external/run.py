@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from verify.external.case import ExternalSettings
+from verify.external.differential_run import ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.verify import verify_program
-from verify.results.line import StyledLine, plain
 from verify.results.report import Report
+from verify.results.styled_line import StyledLine, plain
 from verify.results.verdict import Verdict
 from verify.self_test.external import (
     known_bugs,
@@ -27,8 +27,8 @@ from verify.self_test.external import (
     right_tensor_parallel,
 )
 from verify.self_test.external.edits import ExternalMutant
-from verify.self_test.external.mutants import by_hand, data, meetings, plans, sharded, stages
-from verify.self_test.runner import Progress, closing_line, run_rows, run_rows_apart
+from verify.self_test.external.mutants import by_hand, data_parallelism, meetings, plans, sharded, stages
+from verify.self_test.run_rows import Progress, closing_line, run_rows, run_rows_apart
 
 _TABLES = (right_tensor_parallel, right_sharded, right_replicated, right_pipelines, right_by_hand)
 PROGRAMS: Mapping[str, ExternalProgram] = {name: p for table in _TABLES for name, p in table.PROGRAMS.items()}
@@ -38,7 +38,7 @@ assert len(PROGRAMS) == sum(len(table.PROGRAMS) for table in _TABLES), "two prog
 ROWS: tuple[ExternalMutant, ...] = (
     *plans.ROWS,
     *sharded.ROWS,
-    *data.ROWS,
+    *data_parallelism.ROWS,
     *stages.ROWS,
     *by_hand.ROWS,
     *meetings.ROWS,

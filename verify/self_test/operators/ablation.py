@@ -14,11 +14,11 @@ from typing import Any
 
 from verify.evidence.options import KINDS, OpOptions, Safeguards
 from verify.evidence.oracle.runner import OperatorRunner
-from verify.self_test.operators.claims import AskedClaim, ask
+from verify.self_test.operators.annotation_run import AskedClaim, ask
 from verify.self_test.operators.corpus import SampledCall
 from verify.self_test.operators.mutants.mutant import OperatorMutant
 from verify.self_test.operators.operator_run import Judged, killed_by
-from verify.self_test.runner import Progress
+from verify.self_test.run_rows import Progress
 
 EARNERS = ("random cotangents", "parts 3 and 4", "finite differences", "outputs compared", "gradients compared")
 ANNOTATIONS = "annotations"

@@ -29,7 +29,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.syntax import (
+from op_registry.annotation.syntax_tree import (
     Annotation,
     Concat,
     Dim,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from op_registry.annotation.syntax import Annotation
+from op_registry.annotation.syntax_tree import Annotation
 from op_registry.annotation.well_formed import parse_checked, tied_identifiers
 from op_registry.builtin import SPECS
 from op_registry.spec import OperatorSpec

@@ -24,7 +24,7 @@ from verify.programs.prepare import Prepared, prepare
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
 from verify.self_test.programs import models, tiny_models
-from verify.self_test.programs.mutants.role_source import RightProgram, take_apart
+from verify.self_test.programs.mutants.parsed_role import RightProgram, take_apart
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LAYERS = 2  # blocks that are left of each example

@@ -23,13 +23,13 @@ from verify.programs.localise import localise_apart
 from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared
 from verify.programs.reference.eager import ReferenceSettings, logical_state, run_reference
-from verify.programs.role_text import SourceMap
-from verify.programs.single_steps import make_comparison, make_task
+from verify.programs.source_map import SourceMap
+from verify.programs.step_variants import make_comparison, make_task
+from verify.programs.training.compare_delayed_sgd import PLAIN, is_stream, make_stream
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.run import Training, compare_runs, run_ranks
-from verify.programs.training.stream import PLAIN, is_stream, make_stream
 from verify.programs.typing import check_program
-from verify.programs.typing.roles.record import Stored, check_state
+from verify.programs.typing.roles.check_manifest import Stored, check_state
 from verify.results.report import Check
 from verify.results.tolerance import FLOAT64_BOUND, difference, family_scale
 from verify.results.verdict import Verdict

@@ -23,14 +23,14 @@ from verify.processes.subprocess_isolation import run_apart
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.opened_program import open_program
 from verify.programs.run import run_and_compare
-from verify.programs.single_steps import Beside
+from verify.programs.step_variants import Beside
 from verify.self_test.programs.corpus import BASES, NAMES, SMALL, TIMEOUT, TINY, Spec, build, specs
 from verify.self_test.programs.judge import Answer, Executed, Execution, answer_of, read_folder, read_statically
 from verify.self_test.programs.known_bugs import ROWS, PlantedBug
 from verify.self_test.programs.mutants.catalogue import mutants_of, provable_mutants
 from verify.self_test.programs.mutants.mutant import Mutant
 from verify.self_test.programs.third_oracle import RUNS, OracleAnswer, compare_programs
-from verify.self_test.runner import Progress, run_rows, run_rows_apart
+from verify.self_test.run_rows import Progress, run_rows, run_rows_apart
 
 LEVELS = ("L0", "L2")
 PROVABLE = 4  # times as many mutants of each kind in the smallest programs, which have few kinds

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from verify.results.line import StyledLine, plain
+from verify.results.styled_line import StyledLine, plain
 from verify.self_test.programs.mutants.layout import CONSTANTS, COPIES, LAYOUT, STATE
 from verify.self_test.programs.run import JudgedMutant, MutantSelection, Original, RowResult, TableT, judge_all
-from verify.self_test.runner import Progress, closing_line
+from verify.self_test.run_rows import Progress, closing_line
 
 REQUIRED = 0.97  # of the mutants that are not equivalent must be refuted
 REQUIRED_STATIC = 0.80  # by the text alone

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
 from verify.processes.pool import Died, Note, TimedOut
 from verify.self_test.rules.calls import DrawnCall, drawn_calls
-from verify.self_test.rules.direct import direct_calls
+from verify.self_test.rules.handwritten_calls import direct_calls
 from verify.self_test.rules.planted import PLANTED, Planted
 from verify.self_test.rules.rule_fuzz import (
     THOROUGH,
@@ -21,7 +21,7 @@ from verify.self_test.rules.rule_fuzz import (
     fuzz_rule,
     replaced,
 )
-from verify.self_test.runner import died_unexpectedly, ended_by_a_kernel, run_rows_apart
+from verify.self_test.run_rows import died_unexpectedly, ended_by_a_kernel, run_rows_apart
 
 ENOUGH = 50  # claims of a rule that must have been compared
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard
-from nnscaler.runtime.training.saving.stored import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import Running
+from nnscaler.training.program_runner import Running
 from verify.programs.training import ranks
-from verify.programs.training.course import KNOWN, Batch, Course
 from verify.programs.training.ranks import Loop
+from verify.programs.training.training_recipe import KNOWN, Batch, Course
 from verify.self_test.training.faults import Change, Fault, changed
 
 # -- the loop ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from verify.results.line import StyledLine
+from verify.results.styled_line import StyledLine
 from verify.results.verdict import Verdict
-from verify.self_test.runner import Progress, closing_line, run_rows, run_rows_apart
+from verify.self_test.run_rows import Progress, closing_line, run_rows, run_rows_apart
 from verify.self_test.training.bases import BASES, PRECISIONS, Bench, bench
 from verify.self_test.training.mutants import ROWS, TrainingMutant
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.planner.layer_chain import Chain, ChainSegment, Priced, price
+from nnscaler.planning.planner.equal_layer_chain import Chain, ChainSegment, Priced, price
 from nnscaler.planning.planner.lean_tables import WHOLE_PASS, Numbers, of_conversions, seconds_of
 from nnscaler.planning.sharding.tables import Column, Columns
 from nnscaler.scheduling.schedule import Ramp

@@ -29,10 +29,10 @@ from nnscaler.planning.planner.bounds.lagrangian import (
     values_of,
 )
 from nnscaler.planning.planner.bounds.pipeline import HIGH, LOW, added_of, adding, around, between
-from nnscaler.planning.planner.layer_chain import Chain
+from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.lean_tables import Numbers
 from nnscaler.planning.planner.stage_partition_dp import best_cut
-from nnscaler.planning.sharding.parameter_placement import Rates
+from nnscaler.planning.sharding.zero_placement import Rates
 
 ROUGH, ROUGH_LIVES = 6, 5  # prices, and numbers of live micro-batches
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.shards import logical_indices
-from nnscaler.runtime.training.saving.stored import StoredTensor
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from nnscaler.runtime.communication.communicator import Communicator, ProgramErr
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.boxes import boxes_of
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, complete, sync_folder, whole, write_part
-from nnscaler.runtime.training.saving.stored import StoredTensor, stored_tensors
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
 
 FORMAT = 1
 MODEL, RUN = "model", "run"

@@ -13,11 +13,11 @@ from nnscaler.ir.layout import local_shape
 from nnscaler.ir.signature import signatures
 from nnscaler.performance.measure_operators import time_call
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.cost.measure import measure
+from nnscaler.planning.cost.build_profile import measure
 from nnscaler.planning.cost.shards import meshes, shard_calls, signature_text
 from nnscaler.planning.cost.table_cost import TableCost
 from nnscaler.planning.cost.work import shard_work
-from nnscaler.planning.policies import make_plan
+from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 

@@ -14,6 +14,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster, Level
 from nnscaler.planning.cost.analytic import EFFICIENCY, AnalyticCost
+from nnscaler.planning.cost.build_profile import collective_calls, crowded
 from nnscaler.planning.cost.calibrate import (
     collectives_error,
     fit_device,
@@ -22,7 +23,6 @@ from nnscaler.planning.cost.calibrate import (
     operators_error,
 )
 from nnscaler.planning.cost.collectives import seconds
-from nnscaler.planning.cost.measure import collective_calls, crowded
 from nnscaler.planning.cost.model import AxisPlace, Overheads
 from nnscaler.planning.cost.shards import key_of
 from nnscaler.planning.cost.table import CollectiveEntry, CostEntry, Profile, load_profile

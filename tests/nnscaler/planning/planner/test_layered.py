@@ -15,13 +15,13 @@ from nnscaler.planning.cluster.description import quantity
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration, configurations, uneven_ramps
 from nnscaler.planning.constraints import sizes
-from nnscaler.planning.planner import layer_chain
+from nnscaler.planning.planner import equal_layer_chain
 from nnscaler.planning.planner.bounds.configuration import bound_within, coarse_bound, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import evaluate_chain, search
+from nnscaler.planning.planner.equal_layer_chain import price
 from nnscaler.planning.planner.find_plan import find_plan
-from nnscaler.planning.planner.layer_chain import price
-from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.lean_tables import WHOLE_PASS, of_conversions, seconds_of
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.stage_partition_dp import Together, best_cut
 from nnscaler.planning.sharding.memory import MemoryBudget
@@ -85,8 +85,8 @@ def test_what_stages_take_and_add_together_bounds_every_cut(seed: int) -> None:
 def test_no_strategy_goes_that_is_best_in_some_ramp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each form is eliminated by itself, on tables that keep all strategies."""
     lean = subject_of(deep(9), 4).chain(2, 4)
-    monkeypatch.setattr(layer_chain, "WIDE", 10**6)
-    monkeypatch.setattr(layer_chain, "lean", lambda tables, fixed: (tables, ()))
+    monkeypatch.setattr(equal_layer_chain, "WIDE", 10**6)
+    monkeypatch.setattr(equal_layer_chain, "lean", lambda tables, fixed: (tables, ()))
     whole = subject_of(deep(9), 4).chain(2, 4)
     assert lean is not None and whole is not None and sum(lean.sizes) < sum(whole.sizes)
     forms = (WHOLE_PASS, *uneven_ramps())

@@ -17,8 +17,8 @@ from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration, configurations, divisors
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
+from nnscaler.planning.planner.choice_alternatives import alternatives
 from nnscaler.planning.planner.evaluate import evaluate
-from nnscaler.planning.planner.explain import alternatives
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
 from nnscaler.planning.sharding.memory import MemoryBudget, parameter_memory

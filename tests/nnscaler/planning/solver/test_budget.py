@@ -12,6 +12,7 @@ from nnscaler.planning.planner.bounds.configuration import bound_by_prices
 from nnscaler.planning.solver import eliminate as elimination
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import relax
+from nnscaler.planning.solver.local_search import best_crossing, flatten
 from nnscaler.planning.solver.pareto_frontier import Point, bound_at, hull, line_at
 from nnscaler.planning.solver.problem import (
     ChoiceProblem,
@@ -24,7 +25,6 @@ from nnscaler.planning.solver.problem import (
     memory_of,
     to_json,
 )
-from nnscaler.planning.solver.repair import best_crossing, flatten
 from nnscaler.planning.solver.solve import branch, solve, solve_within
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem
 from tests.sampling import every

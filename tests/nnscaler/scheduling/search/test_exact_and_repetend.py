@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from nnscaler.scheduling.search.bound import bound_of, memory_needed
 from nnscaler.scheduling.search.exact import search_states
+from nnscaler.scheduling.search.extend_schedule import longer_step
 from nnscaler.scheduling.search.find import in_units
+from nnscaler.scheduling.search.job_shop_model import Shop, Starts, makespan_of, sequences, shop_of
 from nnscaler.scheduling.search.legal import violations
 from nnscaler.scheduling.search.placements import equal_stages, folded, looped, pipeline_problem, with_shared
 from nnscaler.scheduling.search.portfolio import settled
 from nnscaler.scheduling.search.problem import PassBlock, ScheduleProblem, make_problem
 from nnscaler.scheduling.search.repetend import Repetend, search_repetend
-from nnscaler.scheduling.search.segments import longer_step
-from nnscaler.scheduling.search.shop import Shop, Starts, makespan_of, sequences, shop_of
 from tests.nnscaler.scheduling.search.problems import shortest, small_problems
 
 SLOW = [HealthCheck.too_slow]

@@ -15,6 +15,7 @@ from nnscaler.instructions import total_order
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.search.bound import bound, memory_needed
 from nnscaler.scheduling.search.find import SearchBudget, find_schedule
+from nnscaler.scheduling.search.job_shop_model import shop_of
 from nnscaler.scheduling.search.legal import violations
 from nnscaler.scheduling.search.placements import (
     StagePlan,
@@ -27,7 +28,6 @@ from nnscaler.scheduling.search.placements import (
     with_shared,
 )
 from nnscaler.scheduling.search.problem import PassBlock, ScheduleProblem, make_problem
-from nnscaler.scheduling.search.shop import shop_of
 from nnscaler.scheduling.timeline import simulate
 from tests.nnscaler.scheduling.search.problems import shortest, small_problems
 

@@ -17,7 +17,7 @@ from nnscaler.runtime.ops.random import logical_uniform
 from nnscaler.training.part.engine import PartEngine
 from nnscaler.training.part.module import Part
 from nnscaler.training.part.program import PartProgram, compile_part
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 from tests.sampling import every
 
 WIDTH, HIDDEN, LENGTH, WORDS = 8, 10, 4, 11

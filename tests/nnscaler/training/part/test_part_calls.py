@@ -17,7 +17,7 @@ from nnscaler.runtime.communication.communicator import CommunicatorBase
 from nnscaler.training.part.engine import PartEngine
 from nnscaler.training.part.module import Part
 from nnscaler.training.part.program import compile_part
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 from tests.nnscaler.training.part.test_part import (
     CASES,
     FLOAT64,

@@ -23,7 +23,7 @@ from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.shards import same_bits, shard
 from nnscaler.tracing import Traced, trace
 from nnscaler.training.engine import Engine
-from nnscaler.training.running import EngineSettings
+from nnscaler.training.program_runner import EngineSettings
 from nnscaler.training.saving import weights
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.export import Export, export, open_checkpoint

@@ -14,11 +14,11 @@ import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from verify.external.ranks.agreement import disagreement_of
-from verify.external.ranks.answers import CollectiveShare, answer
+from verify.external.ranks.call_sites import is_program, place_in_stack, place_of_call, place_of_error
+from verify.external.ranks.collective_semantics import CollectiveShare, answer
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of, load_state, save_state
-from verify.external.ranks.places import is_program, place_in_stack, place_of_call, place_of_error
 from verify.external.ranks.processes.call_log import CallReader, CallWriter, Entry
-from verify.external.ranks.records import RankCall, RanksFailed
+from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.exchange import WatchedTensors
 from verify.external.ranks.threads.simulator import kept_memory
 from verify.results.catalogue import CATALOGUE
@@ -177,7 +177,7 @@ def test_a_failure_survives_pickling() -> None:
 
 
 def test_codes_of_failures_are_in_the_catalogue() -> None:
-    from verify.external.ranks.records import FAILURES
+    from verify.external.ranks.run_result import FAILURES
 
     assert set(FAILURES) <= set(CATALOGUE)
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 
-from nnscaler.runtime.autograd_engine import start_autograd
+from nnscaler.runtime.start_autograd import start_autograd
 from verify.external.ranks import torch_private as private
 from verify.external.ranks import torch_private_trace as trace
 from verify.external.ranks.run import run_ranks

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.sampling import every
-from verify.external.ranks.records import FAILURES
+from verify.external.ranks.run_result import FAILURES
 from verify.results.catalogue import CODES
 from verify.self_test.external.edits import ExternalMutant
 from verify.self_test.external.run import PROGRAMS, ROWS, JudgedExternal, ask

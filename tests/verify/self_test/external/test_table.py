@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verify.self_test.external.edits import row, same
-from verify.self_test.external.mutants import data
+from verify.self_test.external.mutants import data_parallelism
 from verify.self_test.external.run import run_table, table_lines
 
 BASE = "ddp=2 mlp"
-(SILENT,) = [r for r in data.ROWS if (r.base, r.bug) == (BASE, "the hook reduces nothing")]
+(SILENT,) = [r for r in data_parallelism.ROWS if (r.base, r.bug) == (BASE, "the hook reduces nothing")]
 
 
 def _text(*rows: object) -> tuple[bool, str]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verify.evidence.smt.algebra import Element, Numbers
-from verify.evidence.smt.trace import StoragePlace
+from verify.evidence.smt.storage_trace import StoragePlace
 
 Array = NDArray[np.object_]
 

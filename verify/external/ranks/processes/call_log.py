@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.agreement import GroupKey, disagreement_of
-from verify.external.ranks.records import RankCall
+from verify.external.ranks.run_result import RankCall
 
 _LENGTH = struct.Struct("<I")
 

@@ -28,16 +28,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nnscaler.runtime.autograd_engine import start_autograd
-from nnscaler.runtime.communication.process_group import local_environment
+from nnscaler.runtime.communication.rendezvous import local_environment
 from nnscaler.runtime.jobs.job import StatusWriter, create_status_file
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
+from nnscaler.runtime.start_autograd import start_autograd
+from verify.external.ranks.call_sites import place_of_error, traceback_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of
-from verify.external.ranks.places import place_of_error, traceback_of
 from verify.external.ranks.processes.call_log import CallWriter
-from verify.external.ranks.processes.gloo_group import GlooGroup, ReportedStore, Reporter
 from verify.external.ranks.processes.gloo_watch import ProcessWatch, RankAnswer
-from verify.external.ranks.records import RankRun
+from verify.external.ranks.processes.logged_gloo_group import GlooGroup, ReportedStore, Reporter
+from verify.external.ranks.run_result import RankRun
 from verify.external.ranks.torch_private import FileStore, our_groups, preload, unwaited_collectives
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from pathlib import Path
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.fair_clock import FairClock
 from nnscaler.runtime.jobs.job import Activity, StatusReader
-from verify.external.ranks.places import place_in_stack
+from verify.external.ranks.call_sites import place_in_stack
 from verify.external.ranks.processes.call_log import CallReader
-from verify.external.ranks.records import RankCall, RanksFailed
+from verify.external.ranks.run_result import RankCall, RanksFailed
 
 _TICK = 0.05  # seconds between two looks
 _STALL = 2.5  # seconds of a FairClock, without progress, that make a deadlock

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from verify.external.ranks.agreement import GroupKey, disagreement_of
-from verify.external.ranks.answers import CollectiveShare, answer
-from verify.external.ranks.records import RankCall, RanksFailed
+from verify.external.ranks.collective_semantics import CollectiveShare, answer
+from verify.external.ranks.run_result import RankCall, RanksFailed
 from verify.external.ranks.threads.turns import RankStopped, Turns
 
 _WHOLE = 4096  # elements: tensors up to this size are watched whole

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from verify.external.ranks.answers import CollectiveShare
-from verify.external.ranks.group import RankGroup, Real, completed
-from verify.external.ranks.places import place_of_call
+from verify.external.ranks.call_sites import place_of_call
+from verify.external.ranks.collective_semantics import CollectiveShare
+from verify.external.ranks.process_group_base import RankGroup, Real, completed
 from verify.external.ranks.threads.exchange import MessageEnd, ThreadExchange
 from verify.external.ranks.torch_private import Store, Work
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from nnscaler.runtime.communication.simulator import await_exit
 from nnscaler.runtime.jobs.fair_clock import LEAST, FairClock
+from verify.external.ranks.call_sites import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state
-from verify.external.ranks.places import place_of_error, place_of_thread, traceback_of
-from verify.external.ranks.records import RankRun, RanksFailed
+from verify.external.ranks.run_result import RankRun, RanksFailed
 from verify.external.ranks.threads.exchange import ThreadExchange
-from verify.external.ranks.threads.helpers import helpers_of_ranks
+from verify.external.ranks.threads.helper_threads import helpers_of_ranks
 from verify.external.ranks.threads.simulated_group import SimulatedGroup, SimulatedStore
 from verify.external.ranks.threads.turns import RankStopped, Turns
 from verify.external.ranks.torch_private import RankWorlds, new_world, ranks_as_threads, unwaited_collectives

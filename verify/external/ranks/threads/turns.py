@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from verify.external.ranks.globals_of_ranks import RankState, load_state, save_state
-from verify.external.ranks.records import RanksFailed
+from verify.external.ranks.run_result import RanksFailed
 
 Ready = Callable[[], bool]
 

@@ -14,14 +14,14 @@ from math import gcd, prod
 from typing import Any
 
 from op_registry.annotation.splits import balanced
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 
 from nnscaler.ir.derive import around_axis, is_legal, over_slices, resolve
 from nnscaler.ir.layout import Invariant, Prefix, Replicated, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
-from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
-from verify.programs.typing.roles.text import Assignment
+from verify.programs.typing.lines.constant_dims import NO_DIMS, Dims, same_piece
+from verify.programs.typing.roles.role_syntax import Assignment
 from verify.programs.typing.typed_value import Axes
 
 # Read the layout from a line's comment. It is never trusted, only tried first where several typings are legal.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from nnscaler.ir.conversion import ROWS, ConversionRow
 from nnscaler.ir.graph import LogicalTensor
 from nnscaler.ir.layout import (
     INVARIANT,
@@ -26,10 +25,11 @@ from nnscaler.ir.layout import (
     intervals_nest,
     local_outer,
 )
+from nnscaler.ir.layout_conversion import ROWS, ConversionRow
 from nnscaler.runtime.cut import Cut
 from verify.programs.typing.explain_mismatch import converted, disagreement
-from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
-from verify.programs.typing.roles.text import Assignment, Variable
+from verify.programs.typing.lines.constant_dims import NO_DIMS, Dims, same_piece
+from verify.programs.typing.roles.role_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
 _BY_FUNCTION: Mapping[str, tuple[type, type, ConversionRow]] = {

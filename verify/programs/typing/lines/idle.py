@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from op_registry.call import DType
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import shape_of_rank
-from verify.programs.typing.lines.arguments import variables
-from verify.programs.typing.lines.forms import has_dims, operator_of
-from verify.programs.typing.roles.text import Assignment, Variable
+from verify.programs.typing.lines.canonical_calls import has_dims, operator_of
+from verify.programs.typing.lines.match_call import variables
+from verify.programs.typing.roles.role_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held
 
 # pure, and nothing makes them fail but shapes and dtypes

@@ -13,27 +13,19 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from op_registry.bind_call import Shape, localise
+from op_registry.bind_annotation import Shape, localise
 from op_registry.call import Call, iterate_tensors
 from op_registry.spec import Refusal
 
 from nnscaler.codegen.expressions import layout_text
-from nnscaler.codegen.operators import returns_sequence
+from nnscaler.codegen.operator_names import returns_sequence
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Axis, Invariant, Layout, Partial, Replicated, Sharded, State, shape_of_rank
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
 from verify.programs.typing.explain_mismatch import disagreement, reads_other, region_differs, rounding
-from verify.programs.typing.lines.arguments import (
-    difference,
-    draws_numbers,
-    explain_draw,
-    other_draws,
-    place_of_draw,
-    variables,
-    without_place,
-)
+from verify.programs.typing.lines.canonical_calls import NoCall, arguments_of, forms, operator_of
 from verify.programs.typing.lines.choices import (
     as_told,
     every_split,
@@ -43,9 +35,17 @@ from verify.programs.typing.lines.choices import (
     told_by,
     whole_choices,
 )
-from verify.programs.typing.lines.forms import NoCall, arguments_of, forms, operator_of
-from verify.programs.typing.lines.uniform import NO_DIMS, Dims
-from verify.programs.typing.roles.text import Assignment, Mark, Variable
+from verify.programs.typing.lines.constant_dims import NO_DIMS, Dims
+from verify.programs.typing.lines.match_call import (
+    difference,
+    draws_numbers,
+    explain_draw,
+    other_draws,
+    place_of_draw,
+    variables,
+    without_place,
+)
+from verify.programs.typing.roles.role_syntax import Assignment, Mark, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
 _MANY = 256  # combinations of choices over the axes that are looked through

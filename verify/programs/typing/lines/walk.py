@@ -12,9 +12,10 @@ from itertools import islice, product
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout
-from verify.programs.typing.lines.arguments import draws_numbers, variables, with_axes
+from verify.programs.typing.lines.canonical_calls import NoCall, canonical
+from verify.programs.typing.lines.chunked_region import JOIN, entered, left, number_of_pieces
+from verify.programs.typing.lines.constant_dims import NO_DIMS, equal_layouts
 from verify.programs.typing.lines.conversions import convert
-from verify.programs.typing.lines.forms import NoCall, canonical
 from verify.programs.typing.lines.idle import (
     Locals,
     MovedTensor,
@@ -24,10 +25,9 @@ from verify.programs.typing.lines.idle import (
     local_tensors,
     moves,
 )
+from verify.programs.typing.lines.match_call import draws_numbers, variables, with_axes
 from verify.programs.typing.lines.operations import Typed, Typer
-from verify.programs.typing.lines.pieces import JOIN, entered, left, number_of_pieces
-from verify.programs.typing.lines.uniform import NO_DIMS, equal_layouts
-from verify.programs.typing.roles.text import (
+from verify.programs.typing.roles.role_syntax import (
     ALIAS,
     ITEM,
     Assignment,

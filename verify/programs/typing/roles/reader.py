@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from op_registry.expression import Expression
+from op_registry.rank_expression import Expression
 
-from nnscaler.codegen.operators import is_builtin, operator_origins
+from nnscaler.codegen.operator_names import is_builtin, operator_origins
 from nnscaler.ir.layout import State
 from nnscaler.tracing.export.custom_gradients import function_of
-from verify.programs.typing.roles.bodies import first_line, read_body
-from verify.programs.typing.roles.text import (
+from verify.programs.typing.roles.parse_stage_body import first_line, read_body
+from verify.programs.typing.roles.role_syntax import (
     STREAM,
     Body,
     ExchangeText,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from op_registry.builtin import SPECS
 from op_registry.call import AxisShard, Call
-from op_registry.expression import Expression, block_start, index
+from op_registry.rank_expression import Expression, block_start, index
 from op_registry.spec import OperatorSpec, Shards
 
 from verify.self_test.operators.mutants.mutant import (

@@ -12,14 +12,14 @@ from verify.self_test.programs.mutants import (
     communication,
     declared,
     layout,
+    pipedream_updates,
     schedule,
-    updates,
     values,
 )
 from verify.self_test.programs.mutants.graph import generated_mutants
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
-from verify.self_test.programs.mutants.role_source import RightProgram
+from verify.self_test.programs.mutants.parsed_role import RightProgram
 
 TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *communication.OPERATORS,
@@ -27,7 +27,7 @@ TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *arguments.OPERATORS,
     *declared.OPERATORS,
     *schedule.OPERATORS,
-    *updates.OPERATORS,
+    *pipedream_updates.OPERATORS,
     *layout.OPERATORS,
 )
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from op_registry.annotation.splits import splittable
-from op_registry.bind_call import bind_call
+from op_registry.bind_annotation import bind_call
 from op_registry.errors import NnscalerError
 
 from nnscaler.communication.communicated_graph import (
@@ -27,10 +27,10 @@ from nnscaler.communication.communicated_graph import (
     reads,
     writes,
 )
-from nnscaler.ir.conversion import ROWS, ConversionStep
 from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded, State
+from nnscaler.ir.layout_conversion import ROWS, ConversionStep
 from nnscaler.ir.placement import RunPartial, Split
 from nnscaler.ir.signature import Signature
 from verify.self_test.operators.annotation_mutants import annotation_mutants

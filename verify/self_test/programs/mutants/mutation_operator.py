@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.role_source import RightProgram, Statement
+from verify.self_test.programs.mutants.parsed_role import RightProgram, Statement
 
 Find = Callable[[RightProgram], Iterator[Edits] | Iterator[Edit]]
 Place = TypeVar("Place")

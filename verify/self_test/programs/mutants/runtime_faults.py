@@ -18,7 +18,7 @@ from nnscaler.runtime.training.gradients.accumulate import Gradients
 from nnscaler.runtime.training.gradients.buckets import SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import Holding, WantedGradient
 from nnscaler.runtime.training.saving import checkpoint
-from nnscaler.runtime.training.saving.stored import StoredTensor, stored_tensors
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
 from nnscaler.runtime.training.stream import StreamExecutor, Versions
 
 Fault = Callable[[], AbstractContextManager[None]]

@@ -10,7 +10,7 @@ from nnscaler.scheduling.dependencies import chain, dependencies
 from nnscaler.scheduling.schedule import Schedule, parse_order
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
-from verify.self_test.programs.mutants.role_source import RightProgram, Role, micro_of
+from verify.self_test.programs.mutants.parsed_role import RightProgram, Role, micro_of
 
 
 def _several(subject: RightProgram) -> bool:

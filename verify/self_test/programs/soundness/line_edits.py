@@ -10,10 +10,10 @@ from random import Random
 
 import torch
 
-from nnscaler.ir.conversion import ROWS
+from nnscaler.ir.layout_conversion import ROWS
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.role_source import Role, Statement
-from verify.self_test.programs.soundness.harmless import FORMS, PYTHON
+from verify.self_test.programs.mutants.parsed_role import Role, Statement
+from verify.self_test.programs.soundness.harmless_edits import FORMS, PYTHON
 from verify.self_test.programs.soundness.role_draft import FED, NEAR, STORED, Draft, Propose
 
 _WHOLE = ("replicate", "invariant", "all_reduce", "all_reduce_replicated", "keep_first", "keep_first_replicated")

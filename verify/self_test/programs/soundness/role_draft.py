@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from nnscaler.ir.layout import MICRO, SLICE
 from verify.self_test.programs.mutants.mutant import Edits, apply_edits
-from verify.self_test.programs.mutants.role_source import (
+from verify.self_test.programs.mutants.parsed_role import (
     DeclarationEntry,
     RightProgram,
     Statement,

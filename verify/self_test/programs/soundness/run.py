@@ -14,7 +14,7 @@ from random import Random
 import torch
 
 from verify.processes.pool import Died, Note, TimedOut
-from verify.results.line import StyledLine, plain
+from verify.results.styled_line import StyledLine, plain
 from verify.self_test.programs.corpus import TINY, build
 from verify.self_test.programs.judge import Execution
 from verify.self_test.programs.soundness.fuzz import (
@@ -27,7 +27,7 @@ from verify.self_test.programs.soundness.fuzz import (
     Fuzz,
     Violation,
 )
-from verify.self_test.runner import Progress, closing_line, died_unexpectedly, run_rows_apart
+from verify.self_test.run_rows import Progress, closing_line, died_unexpectedly, run_rows_apart
 
 COUNT = 20_000
 PATIENCE = 900.0  # seconds for a task, which takes a few

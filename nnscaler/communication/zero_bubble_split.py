@@ -1,0 +1,96 @@
+"""Which statements of a stage the two halves of a backward run, as `nnscaler.backward_partition` divides them.
+
+A node is a statement, or a variable that is stored or received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+
+from op_registry.registry import default_registry
+
+from nnscaler.backward_partition import halves_of
+from nnscaler.communication.communicated_graph import (
+    Compute,
+    StageProgram,
+    again_in,
+    differentiated,
+    reads,
+    runs_again,
+    writes,
+)
+from nnscaler.communication.gathered_parameters import gathered_again
+from nnscaler.ir.graph import Graph
+
+BOTH = 0.5  # an operator takes as long for the gradients of one side as for those of the other
+
+
+@dataclass(frozen=True, slots=True)
+class StatementHalves:
+    """The part of a statement's backward that W runs; I runs the rest.
+
+    gradients  0, 1, or BOTH where it gives gradients to both sides
+    again      the same of what is computed, or gathered, again: in the first half that reads a value of its group, or
+               the parameter
+    """
+
+    gradients: float
+    again: float
+
+
+def statement_halves(graph: Graph, program: StageProgram) -> tuple[StatementHalves, ...]:
+    """Return the halves of each statement of `forward`, in order."""
+    live, statements = differentiated(graph, program), program.forward
+    below: dict[Hashable, Sequence[Hashable]] = {}
+    made: dict[str, int] = {}
+    for i, statement in enumerate(statements):
+        if not any(v.variable in live and graph.tensors[v.tensor].needs_grad for v in writes(statement)):
+            continue
+        found: dict[Hashable, None] = {}
+        for v in reads(statement):
+            if graph.tensors[v.tensor].needs_grad:
+                node = made.get(v.variable, v.variable)
+                below.setdefault(node, ())
+                found[node] = None
+        below[i] = tuple(found)
+        made.update((v.variable, i) for v in writes(statement))
+    received = {m.target.variable for m in program.receives if m.needs_grad}
+
+    def at_once(node: Hashable) -> bool:
+        statement = statements[node] if isinstance(node, int) else None
+        return isinstance(statement, Compute) and _at_once(statement.operation.operator)
+
+    halves = halves_of(below, received, at_once)
+    shares: list[float] = []
+    for i in range(len(statements)):
+        if i in halves.trunk:
+            shares.append(BOTH if any(map(halves.waits, (n for n in below[i] if n not in halves.trunk))) else 0.0)
+        else:
+            shares.append(1.0 if i not in below or halves.waits(i) else 0.0)
+    gathered = gathered_again(graph, program)
+    regions = [again_in(graph, statements, i) for i in range(len(statements))] if _recomputes(program) else []
+    first = {region for i, region in enumerate(regions) if i in below and shares[i] < 1}
+
+    def again(i: int) -> float:
+        if i in gathered:
+            return float(all(again(j) if regions and regions[j] else shares[j] == 1.0 for j in gathered[i]))
+        return 1.0 if regions and regions[i] not in first else 0.0
+
+    return tuple(StatementHalves(share if i in below else 0.0, again(i)) for i, share in enumerate(shares))
+
+
+def _recomputes(program: StageProgram) -> bool:
+    return any(isinstance(s, Compute) and runs_again(s) for s in program.forward)
+
+
+@cache
+def _at_once(operator: str) -> bool:
+    """Return whether an operator's backward is one function: it is no operator of ours, nor a user's plain function,
+    which is differentiated step by step."""
+    if operator.startswith(("aten.", "nnscaler.")):
+        return False
+    spec = default_registry().lookup(operator)
+    return spec is None or not isinstance(getattr(spec.target, "_torchdynamo_orig_callable", spec.target), FunctionType)

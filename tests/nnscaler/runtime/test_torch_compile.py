@@ -1,0 +1,84 @@
+"""Stages that are compiled compute, bit for bit, what they compute as they are written."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nnscaler
+from nnscaler.model_file import import_user_file
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor_settings import ExecutorSettings
+from nnscaler.training.recompilation import folder_of
+from tests.sampling import only
+from tests.timings import Small, sample
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+Result = tuple[list[float | None], dict[Any, Tensor]]
+
+
+def plans() -> list[object]:
+    """By default a small model on one plan: to compile takes long, and longer the layers of the examples."""
+    rows = (
+        ("small", "dp=2,zero=3", None),
+        ("small", "tp=2", None),
+        ("gpt", "dp=2", None),
+        ("gpt", "tp=2", None),
+        ("gpt", "cp=2", None),
+        ("gpt", "data:dp=2,recompute=1", None),
+        ("gpt", "megatron:tp=2,recompute=1", None),
+        ("gpt", "dp=2,zero=3", None),
+        ("gpt", "pp=2", "zb-v"),
+        ("moe", "ep=2", None),
+    )
+    return only((0,), rows)
+
+
+@pytest.mark.parametrize(("model", "plan", "schedule"), plans())
+def test_compiled_stages_compute_the_same(
+    model: str, plan: str, schedule: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # without inductor, whose kernels may round otherwise, and which takes long
+    compile_by, options = torch.compile, []
+
+    def without_kernels(forward: Any, **asked: Any) -> Any:
+        options.append(asked.pop("options"))
+        return compile_by(forward, backend="aot_eager", **asked)
+
+    monkeypatch.setattr(torch, "compile", without_kernels)
+    torch.manual_seed(0)
+    if model == "small":
+        module, inputs = Small(), sample()
+    else:
+        example = import_user_file(EXAMPLES / f"{model}.py")
+        module, inputs = example.build_model(), example.sample_inputs()
+    batches = 4 if schedule else 1
+    made = nnscaler.parallelize(module, inputs, ranks=2, plan=plan, schedule=schedule, micro_batches=batches)
+
+    def run(communicator: Communicator, compiled: bool) -> Result:
+        role = load_role(folder_of(made.sources, None) / made.manifest.role_of(communicator.rank).file)
+        settings = ExecutorSettings(precision="float64", shapes=made.manifest.shapes, compiled=compiled)
+        executor = RankExecutor(role, communicator.rank, communicator, made.state, settings)
+        losses: list[float | None] = []
+        for _ in range(2):
+            executor.zero_grad()
+            loss = executor.step(inputs)
+            losses.append(None if loss is None else float(loss.detach()))
+        return losses, {key: p.grad for key, p in executor.parameters.items() if p.grad is not None}
+
+    plain = Simulator(2).run(partial(run, compiled=False))
+    torch._dynamo.utils.counters.clear()
+    found = Simulator(2).run(partial(run, compiled=True))
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
+    assert options and all(asked == {"deterministic": True} for asked in options)
+    for (losses, gradients), (known_losses, known) in zip(found, plain, strict=True):
+        assert losses == known_losses and gradients.keys() == known.keys()
+        assert all(torch.equal(gradient, known[key]) for key, gradient in gradients.items())

@@ -1,0 +1,308 @@
+"""Enumerate the test cases of an operator, from its annotation and a seed.
+
+Each identifier that may be split, alone: 2, 3 and 4 parts (or the smallest number that divides its size), contiguous
+and strided, even and uneven, section by section, on three kinds of draws; shards of one element and other dims of
+size 1; float32 and bfloat16. Each set of operands in which the operator is linear, on partial sums. Then pairs of these
+on a mesh of two axes, and one identifier over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from op_registry.annotation.syntax_tree import UNSPLIT
+from op_registry.annotation.well_formed import parse_checked
+from op_registry.spec import OperatorSpec
+
+from nnscaler.errors import AnnotationError
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.signature import Signature
+from verify.evidence.cases import Inputs, SplitCase
+from verify.evidence.inputs.draw_calls import SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes
+from verify.evidence.options import DRAWS, Kind, OpOptions
+from verify.evidence.oracle.claims import Claimed, Target, form_of
+from verify.evidence.oracle.first_inputs import Unusable, first_inputs, first_line
+from verify.evidence.oracle.runner import OperatorRunner, Prepared, WholeRaised
+
+FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given")
+PAIRS = 15  # of two targets; the seed says which ones, where there are more
+LOW = ("float32", "bfloat16")
+NESTED = (3, 2)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A sample call, or a choice of sizes, that cases vary.
+
+    leaders  identifiers that may be split, one of each set that is split together
+    linear   sets of operands that may be partial sums together
+    style    of the sizes, where they are drawn
+    """
+
+    inputs: Inputs
+    signature: Signature
+    leaders: tuple[str, ...]
+    linear: tuple[frozenset[int], ...]
+    style: Style = "distinct"
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Everything that is claimed of it."""
+        found: list[Target] = [*self.leaders]
+        found += self.linear
+        return tuple(found)
+
+
+def leaders_of(signature: Signature, ones: bool = False) -> tuple[str, ...]:
+    """Identifiers that the annotation says may be split, one of each set that is split together.
+
+    `ones`: also those of size 1, which this call cannot show.
+    """
+    bound = signature.bound
+    assert bound is not None
+    names = [n for n in bound.sizes if bound.marks.get(n) not in UNSPLIT and bound.tied.get(n, (n,))[0] == n]
+    return tuple(n for n in names if ones or bound.sizes[n] != 1)
+
+
+def bases(runner: OperatorRunner) -> list[Base]:
+    """Return the calls that the cases vary: samples, or else a drawn one.
+
+    Raises Unusable where the operator cannot run.
+    """
+    if runner.samples:
+        found = [base for i in range(runner.samples) if (base := _sample_base(runner, i)) is not None]
+        if not found:
+            _raise_unusable(runner)
+        return found
+    style, inputs = first_inputs(runner)
+    signature = runner.prepare(inputs).signature
+    return [Base(inputs, signature, leaders_of(signature), signature.linear, style)]
+
+
+def _raise_unusable(runner: OperatorRunner) -> None:
+    raised = why_unused(runner, 0)
+    if raised:
+        raise Unusable("uninformative", f"on its sample inputs `{runner.spec.name}` raises {raised}")
+    raise Unusable("uninformative", f"`{runner.spec.name}` gives NaN, infinity or only zeros on its sample inputs")
+
+
+def why_unused(runner: OperatorRunner, sample: int) -> str:
+    """Return the error message of the operator on a sample call; empty if it runs."""
+    try:
+        runner.prepare(Inputs(sample, (), "given", runner.options.seed))
+    except WholeRaised as raised:
+        return first_line(raised.error)
+    return ""
+
+
+def _sample_base(runner: OperatorRunner, index: int) -> Base | None:
+    for kind in ("normal", "given"):
+        inputs = Inputs(index, (), kind, runner.options.seed)
+        try:
+            signature = runner.prepare(inputs).signature
+        except WholeRaised:
+            continue
+        return Base(inputs, signature, leaders_of(signature), signature.linear)
+    return None
+
+
+def _sizes(annotation: object, split: Sequence[str], style: Style) -> tuple[tuple[str, int], ...]:
+    return tuple(choose_sizes(annotation, split, style).items())  # type: ignore[arg-type]
+
+
+class Enumerator:
+    """Cases of one base. Wholes are run on the way: uninformative draws are replaced."""
+
+    def __init__(self, runner: OperatorRunner, base: Base) -> None:
+        self.runner = runner
+        self.base = base
+        self.options = runner.options
+        self.guards = runner.options.safeguards
+        self.drawn = base.inputs.sample is None
+        self.seed = runner.options.seed
+        self.half_line = False  # whether only positive inputs show anything
+
+    def draws(self, sizes: tuple[tuple[str, int], ...], count: int = DRAWS, again: int = 0) -> list[Inputs]:
+        """Return up to `count` inputs of these sizes on which the whole operator shows something; others for each
+        number of `again`."""
+        found: list[Inputs] = []
+        beyond: list[Inputs] = []  # with infinities, as of a mask
+        zeros: list[Inputs] = []
+        candidates = [*enumerate(self.guards.values), *enumerate(FALLBACKS, 10), *enumerate(FALLBACKS, 20)]
+        for number, kind in candidates:
+            inputs = replace(self.base.inputs, sizes=sizes, kind=kind, seed=self.seed * 1000 + 100 * again + number)
+            if kind == "given" and (self.drawn or any(i.kind == "given" for i in found)):
+                continue
+            prepared = self.prepared(inputs)
+            if prepared is None:
+                continue
+            whole = prepared.whole
+            finite = whole.finite or not whole.concrete.compare
+            (zeros if not whole.shows_something else found if finite else beyond).append(inputs)
+            if len(found) == count:
+                break
+        if {i.kind for i in found} and {i.kind for i in found} <= {"positive", "given"}:
+            self.half_line = True
+        # of a built-in operator we know that a constant zero is meant (`zeros_like`); what cannot show is then said
+        return found or beyond[:count] or (zeros[:count] if self.runner.rows else [])
+
+    def prepared(self, inputs: Inputs) -> Prepared | None:
+        """Return the whole's run, if it can be run and there is something to compare."""
+        try:
+            prepared = self.runner.prepare(inputs)
+        except (WholeRaised, AnnotationError, Exception) as error:
+            if isinstance(error, AnnotationError) and not inputs.sizes:
+                raise
+            return None
+        return prepared if prepared.whole.comparable or not prepared.whole.concrete.compare else None
+
+    def sizes_for(self, targets: Sequence[Target]) -> tuple[tuple[str, int], ...]:
+        """Return sizes under which these targets can be split in 2, 3 and 4."""
+        names = [t for t in targets if isinstance(t, str)]
+        bound = self.base.signature.bound
+        assert bound is not None
+        if self.drawn:
+            found = _sizes(parse_checked(str(self.runner.spec.annotation)), names, self.base.style)
+            if self.prepared(replace(self.base.inputs, sizes=found)) is not None:
+                return found
+            # The others may depend on each other (k of the largest of n): they stay as they are.
+            own = {n: size for n, size in found if any(n in bound.tied.get(name, (name,)) for name in names)}
+            return tuple({**dict(self.base.inputs.sizes), **own}.items())
+        wanted = zip(names, (SPLIT_SIZE, SECOND_SIZE), strict=False)
+        changed = tuple((n, size) for n, size in wanted if self.runner.given and bound.sizes[n] % 6)
+        if changed and self.prepared(Inputs(self.base.inputs.sample, changed, "normal", self.seed)) is not None:
+            return changed
+        return ()
+
+    def singles(self, target: Target) -> Iterator[SplitCase]:
+        """Yield one identifier or linear set, over one axis."""
+        sizes = self.sizes_for([target])
+        draws = self.draws(sizes)
+        for inputs in draws:
+            yield from self.forms(target, inputs)
+        if isinstance(target, str) and self.guards.small:
+            yield from self.small(target)
+        if self.guards.dtypes and draws:
+            yield from self.low(target, draws)
+
+    def more(self, target: Target, again: int) -> Iterator[SplitCase]:
+        """Yield the same partitions on other inputs, where those of `singles` let a wrong result look right."""
+        for inputs in self.draws(self.sizes_for([target]), again=again):
+            if inputs.kind != "given":
+                yield from self.forms(target, inputs)
+
+    def forms(self, target: Target, inputs: Inputs) -> Iterator[SplitCase]:
+        """Yield every way of splitting these inputs in a few numbers of shards."""
+        for parts in self.parts(target, inputs.sizes):
+            for choice in self.choices(target, parts, inputs.sizes):
+                yield SplitCase(inputs, (choice,), (parts,))
+            if isinstance(target, str) and self.guards.uneven:
+                yield SplitCase(inputs, (Split(target),), (parts,), uneven=True)
+
+    def resized(self, claim: Claimed) -> Iterator[SplitCase]:
+        """Yield the cases of one claim that no sample's own sizes exercise: the same call with sizes that divide, if it
+        runs."""
+        bound = self.base.signature.bound
+        if self.drawn or not isinstance(claim.target, str) or bound is None:
+            return
+        together = bound.tied.get(claim.target, (claim.target,))
+        for size in (SPLIT_SIZE, 2 * SPLIT_SIZE):
+            for inputs in self.draws(tuple((name, size * (1 + i)) for i, name in enumerate(together))):
+                yield from (case for case in self.forms(claim.target, inputs) if form_of(case) == claim.form)
+
+    def size(self, target: str, sizes: tuple[tuple[str, int], ...]) -> int:
+        assert self.base.signature.bound is not None
+        return dict(sizes).get(target, self.base.signature.bound.sizes[target])
+
+    def parts(self, target: Target, sizes: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+        """Return the numbers of shards; beside the usual ones the smallest that divides, where none of those does."""
+        usual = self.guards.parts
+        if not isinstance(target, str) or any(self.size(target, sizes) % parts == 0 for parts in usual):
+            return usual
+        size = self.size(target, sizes)
+        return (*usual, *(p for p in range(max(usual) + 1, size + 1) if size % p == 0))[: len(usual) + 1]
+
+    def choices(self, target: Target, parts: int, sizes: tuple[tuple[str, int], ...]) -> tuple[Choice, ...]:
+        """Return the choices to test for a target: contiguous blocks first, then strided ones and sections of unequal
+        sizes."""
+        if not isinstance(target, str):
+            return (RunPartial(target),)
+        found: list[Choice] = [Split(target)]
+        size = self.size(target, sizes)
+        outer = next((o for o in range(2, size) if size % (o * parts) == 0), None)
+        if self.guards.outers and outer is not None:
+            found.append(Split(target, outer))
+        if self.guards.sections and size % parts == 0 and size >= 2 * parts:
+            first = parts * max(size // parts // 3, 1)
+            found.append(Split(target, sections=(first, size - first)))
+        return tuple(found)
+
+    def small(self, target: str) -> Iterator[SplitCase]:
+        """Yield cases with shards of one element, then with every other identifier of size 1."""
+        bound = self.base.signature.bound
+        assert bound is not None
+        if not self.drawn and not self.runner.given:
+            size = bound.sizes[target]
+            if max(self.guards.parts) < size <= 6:
+                for inputs in self.draws((), 1):
+                    yield SplitCase(inputs, (Split(target),), (size,))
+            return
+        full = dict(self.sizes_for([target]))
+        together = bound.tied.get(target, (target,))
+        for parts in self.guards.parts[:2]:
+            ones = {**full, **{name: parts * (1 + i) for i, name in enumerate(together)}}
+            for inputs in self.draws(tuple(ones.items()), 1):
+                yield SplitCase(inputs, (Split(target),), (parts,))
+        for other in [n for n in bound.sizes if n not in together][:6]:
+            for inputs in self.draws(tuple({**full, other: 1}.items()), 1):
+                yield SplitCase(inputs, (Split(target),), (self.guards.parts[0],))
+
+    def low(self, target: Target, draws: Sequence[Inputs]) -> Iterator[SplitCase]:
+        """Yield cases in float32 and bfloat16, where the operator runs in them."""
+        inputs = draws[min(1, len(draws) - 1)]
+        for dtype in LOW:
+            other = replace(inputs, dtype=dtype)
+            try:
+                self.runner.prepare(other)
+            except (WholeRaised, AnnotationError):
+                continue
+            for parts in self.guards.parts[:2]:
+                yield SplitCase(other, (self.plain(target),), (parts,))
+
+    def plain(self, target: Target) -> Choice:
+        return Split(target) if isinstance(target, str) else RunPartial(target)
+
+    def pairs(self, targets: Sequence[Target]) -> Iterator[tuple[tuple[Target, Target], SplitCase]]:
+        """Yield two targets on a mesh of two axes, and one identifier over both of them."""
+        chosen: list[tuple[Target, Target]] = [*combinations(targets, 2)]
+        if len(chosen) > PAIRS:
+            start = (self.seed * PAIRS) % len(chosen)
+            chosen = [*chosen[start:], *chosen[:start]][:PAIRS]
+        chosen += [(t, t) for t in targets if isinstance(t, str)]
+        for pair in chosen:
+            first, second = pair
+            same = first == second
+            draws = self.draws(self.sizes_for([first] if same else pair), 1)
+            for inputs in draws:
+                if same and isinstance(first, str):
+                    yield pair, SplitCase(inputs, (Split(first, 2), Split(first)), (3, 2))
+                    continue
+                yield pair, SplitCase(inputs, (self.plain(first), self.plain(second)), NESTED)
+
+
+def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Iterator[tuple[OperatorRunner, SplitCase]]:
+    """Yield every case of an operator, with the runner that runs it. Raises Unusable."""
+    runner = OperatorRunner(spec, options or OpOptions())
+    for base in bases(runner):
+        enumerator = Enumerator(runner, base)
+        for target in base.targets:
+            for case in enumerator.singles(target):
+                yield runner, case
+        if runner.options.safeguards.pairs:
+            for _, case in enumerator.pairs(base.targets):
+                yield runner, case
+
+
+__all__ = ["Base", "Enumerator", "Target", "Unusable", "bases", "enumerate_cases", "first_line"]

@@ -1,0 +1,93 @@
+"""Records of one run of a program: what is compared, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from verify.external.comparison.cause import Cause
+from verify.external.comparison.micro_batch_reference import MicroMeans
+from verify.external.comparison.noise import Noise
+from verify.external.observe import RankRecord
+from verify.external.program import ExternalProgram
+from verify.external.reference import PlainReference
+from verify.results.report import Check
+from verify.results.verdict import Verdict, merge
+
+PartGradients = Callable[[int, int], Tensor]  # step and data part -> gradients over all addresses
+
+
+@dataclass(frozen=True)
+class ProgramRun:
+    """One run of a program in one dtype, and its oracle.
+
+    tolerance       what agrees
+    part_gradients  make the gradients of one data part by itself
+    micro_means     make losses and gradients of the plain model over micro-batches; none where that cannot be run
+    """
+
+    program: ExternalProgram
+    reference: PlainReference
+    records: tuple[RankRecord, ...]
+    tolerance: Noise
+    part_gradients: PartGradients
+    micro_means: MicroMeans = lambda step: iter(())
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of each mesh axis."""
+        return dict(self.program.mesh)
+
+    @cached_property
+    def at(self) -> Mapping[int, Mapping[str, int]]:
+        """Return the coordinate of each rank."""
+        return {record.rank: record.coordinate for record in self.records}
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype of the run, as torch names it."""
+        return str(self.reference.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value of one rank that is not the model's.
+
+    code      of the finding
+    name      in the plain model
+    relative  difference
+    verdict   INCONCLUSIVE where rounding may explain it
+    cause     by arithmetic
+    """
+
+    code: str
+    name: str
+    rank: int
+    step: int
+    verdict: Verdict
+    relative: float = 0.0
+    expected: str = ""
+    actual: str = ""
+    cause: Cause = field(default_factory=lambda: Cause("differs", ""))
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """The result of one kind of comparison."""
+
+    name: str
+    count: int
+    differences: tuple[Difference, ...]
+    worst: float = 0.0
+
+    def check(self, level: Verdict) -> Check:
+        """Return the row of the report."""
+        bad = [d.verdict for d in self.differences]
+        verdict = merge([level, *bad]) if self.count or bad else Verdict.INCONCLUSIVE
+        refuted = sum(v is Verdict.REFUTED for v in bad)
+        detail = f"worst relative difference {self.worst:.2g}" if self.count else "nothing to compare"
+        return Check(self.name, verdict, self.count, refuted, detail=detail)

@@ -1,0 +1,258 @@
+"""One program with its oracle in one dtype: run it on the ranks, compare, localise, try repairs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from nnscaler.errors import NnscalerError
+from verify.external.comparison.compare import compare
+from verify.external.comparison.comparison_records import ComparisonResult, ProgramRun
+from verify.external.comparison.findings import findings
+from verify.external.comparison.localise import FirstDifference, first_differences, traced_model, traced_rank
+from verify.external.comparison.micro_batch_reference import micro_means
+from verify.external.comparison.noise import Noise, measure
+from verify.external.comparison.repair import Repair, repair_of
+from verify.external.comparison.replicas import NAME as COPIES
+from verify.external.comparison.replicas import draws, unequal
+from verify.external.observe import RankRecord, observe
+from verify.external.program import ExternalProgram
+from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
+from verify.external.reference import PlainReference, data_parts, piece_of_step, run_reference
+from verify.external.unequal_label_counts import NAME as LABELS
+from verify.external.unequal_label_counts import UnequalLabels, unequal_labels
+from verify.results.finding import Finding
+from verify.results.report import Check
+from verify.results.verdict import Verdict
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ExternalSettings:
+    """How a program is run.
+
+    executor  simulator: a thread per rank; gloo: a process per rank
+    seed      of the model's parameters
+    steps     of the optimizer, at least 1
+    timeout   seconds of one run of the ranks
+    isolate   run the simulator in a child process, so that a crash of the program is a finding
+    checkpoint
+              save after the steps, in each way that the program has, and load into the plain model and on another mesh
+    """
+
+    executor: str = "simulator"
+    seed: int = 0
+    steps: int = 2
+    timeout: float = 120.0
+    isolate: bool = True
+    checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class ExternalCase:
+    """A program with its oracle in one dtype.
+
+    truth      the plain model in float64
+    reference  the same, with the dtype in which the ranks compute
+    """
+
+    program: ExternalProgram
+    how: ExternalSettings
+    model: nn.Module
+    truth: PlainReference
+    reference: PlainReference
+
+    def run(self, known: Sequence[RankRecord] = ()) -> RankRun[RankRecord]:
+        """Run the program on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
+        lookup = self.truth.lookup()
+        pieces = {record.rank: record.pieces for record in known}
+
+        def on_rank(rank: int) -> RankRecord:
+            return observe(self.program, self.model, self.reference, lookup, rank, pieces.get(rank, ()))
+
+        return self.on_ranks(on_rank)
+
+    def tried(self, known: Sequence[RankRecord] = ()) -> RankRun[RankRecord] | RanksFailed:
+        """Run the program as `run` does, and return its failure instead of raising it."""
+        try:
+            return self.run(known)
+        except RanksFailed as failure:
+            return failure
+
+    def on_ranks(self, function: Callable[[int], T]) -> RankRun[T]:
+        """Call a function on every rank. Raises RanksFailed, and NnscalerError for what a rank refuses."""
+
+        def guarded(rank: int) -> T | NnscalerError:
+            try:
+                return function(rank)
+            except NnscalerError as error:
+                return error
+
+        with _quiet():
+            run = self._runner()(guarded, self.program.ranks, self.how.executor, timeout=self.how.timeout)
+        for result in run.results:
+            if isinstance(result, NnscalerError):
+                raise result
+        return cast(RankRun[T], run)
+
+    def alone(self, function: Callable[[int], T]) -> T:
+        """Call a function, with 0, where ranks run, and without any process group. Raises RanksFailed."""
+        with _quiet():
+            run = self._runner()(function, 1, self.how.executor, initialise=False, timeout=self.how.timeout)
+        return cast(T, run.results[0])
+
+    def _runner(self) -> Callable[..., RankRun[Any]]:
+        return run_ranks_isolated if self.how.isolate and self.how.executor == "simulator" else run_ranks
+
+    def compare(
+        self, records: tuple[RankRecord, ...], tolerance: Noise
+    ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
+        """Compare the records with the oracle."""
+        piece, parts = piece_of_step(self.program, self.model, self.truth), data_parts(self.program)
+        means = micro_means(self.program, self.truth, piece)
+        run = ProgramRun(
+            self.program, self.reference, records, tolerance, lambda step, part: piece(step, part, parts)[1], means
+        )
+        return run, compare(run)
+
+    @property
+    def level(self) -> Verdict:
+        """The verdict on what agrees."""
+        return Verdict.TESTED_EXACT if self.reference.dtype == torch.float64 else Verdict.TESTED_CALIBRATED
+
+    def judge(
+        self, records: tuple[RankRecord, ...], narrow: torch.dtype
+    ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
+        """Compare the records with the oracle, up to the rounding of `narrow`, the narrowest dtype on the way."""
+        exact = self.reference.dtype == torch.float64
+        run, compared = self.compare(records, Noise() if exact else self._noise(narrow))
+        if exact and any(result.differences for result in compared):
+            run, compared = self.compare(records, self._noise(narrow))  # an ill-conditioned model
+        return run, compared
+
+    def _noise(self, narrow: torch.dtype) -> Noise:
+        return measure(self.program, self.model, self.truth, narrow)
+
+    def explained(
+        self, run: ProgramRun, compared: Sequence[ComparisonResult], found: tuple[Finding, ...]
+    ) -> tuple[Finding, ...]:
+        """Add the first module that differs, and a repair that was tried, to the first finding that is refuted."""
+        first = self._first_difference()
+        repair = repair_of(self.program, compared)
+        mended = repair is not None and self._mends(repair, run.tolerance)
+        result = []
+        for finding in found:
+            example = dict(finding.counter_example)
+            if first is not None and finding.code in _LOCALISED:
+                example["first difference"] = str(first)
+            help = finding.help
+            if mended and repair is not None and finding.code in _REPAIRED:
+                help = f"{repair.text} (tried: with it every check passes)"
+            result.append(replace(finding, counter_example=example, help=help))
+        return tuple(result)
+
+    def copies(self) -> tuple[Check, tuple[Finding, ...]] | None:
+        """Compare copies with dropout on, in float64; None where the plain model drops nothing."""
+        if not draws(self.program, copy.deepcopy(self.model), self.truth.batch):
+            return None
+        one = replace(self.truth, steps=self.truth.steps[:1])
+        lookup = self.truth.lookup()
+        try:
+            ran = self.on_ranks(lambda rank: observe(self.program, self.model, one, lookup, rank, dropout=True))
+        except RanksFailed as failure:
+            finding = Finding(failure.code, f"{failure.message}, with dropout on", self.program.where)
+            return Check(COPIES, Verdict.INCONCLUSIVE, 0), (finding,)
+        count, wrong = unequal(ran.results)
+        found = tuple(
+            Finding(
+                "random_numbers_differ",
+                f"copies of {one.name} on ranks {one.ranks[0]} and {one.ranks[1]} get other gradients with dropout on",
+                self.program.where,
+                {"relative difference": f"{one.relative:.3g}", "cause": "random_numbers"},
+                "ranks that hold copies and see the same rows do not drop the same elements",
+                "seed the ranks of one data part alike before they draw for copies",
+            )
+            for one in wrong[:1]
+        )
+        verdict = Verdict.REFUTED if wrong else Verdict.TESTED_EXACT if count else Verdict.INCONCLUSIVE
+        return (Check(COPIES, verdict, count, len(wrong), supporting=True), found) if count else None
+
+    def with_labels(
+        self, known: Sequence[RankRecord], narrow: torch.dtype
+    ) -> tuple[Check | None, tuple[Finding, ...], tuple[str, ...]]:
+        """Run one step on a batch whose data parts count different numbers of labels, where there is one."""
+        found, rate = unequal_labels(self.program, self.model, self.truth.batch), self.truth.learning_rate or None
+        try:
+            truth = (
+                None
+                if found.batch is None
+                else run_reference(
+                    self.program, self.model, found.batch, steps=1, dtype=torch.float64, learning_rate=rate
+                )
+            )
+        except NnscalerError as error:  # a loss that some rows without labels make infinite, say
+            found, truth = UnequalLabels(why=error.message), None
+        if truth is None:
+            return None, (), () if found.why is None else (f"unequal numbers of labels were not tried: {found.why}",)
+        case = replace(self, truth=truth, reference=replace(truth, dtype=self.reference.dtype))
+        ran = case.tried(known)
+        if isinstance(ran, RanksFailed):
+            finding = Finding(ran.code, f"{ran.message}, with unequal numbers of labels", self.program.where)
+            return Check(LABELS, Verdict.INCONCLUSIVE, 0), (finding,), ()
+        run, compared = case.judge(ran.results, narrow)
+        differences = tuple(one for result in compared for one in result.differences)
+        whole = ComparisonResult(LABELS, sum(r.count for r in compared), differences, max(r.worst for r in compared))
+        refuted = tuple(
+            replace(f, message=f"with unequal numbers of labels: {f.message}") for f in findings(run, compared)
+        )
+        return whole.check(self.level), refuted, ()
+
+    def _first_difference(self) -> FirstDifference | None:
+        """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""
+        right = traced_model(self.program, self.model, self.truth)
+        try:
+            ranks = self.on_ranks(lambda rank: traced_rank(self.program, self.model, self.reference, rank))
+        except RanksFailed:
+            return None
+        return next(iter(first_differences(self.program, self.reference, right, ranks.results)), None)
+
+    def _mends(self, repair: Repair, tolerance: Noise) -> bool:
+        """Return whether the program with the repair passes every comparison."""
+        case = replace(self, program=repair.applied(self.program, self.truth.lookup()))
+        try:
+            _, compared = case.compare(case.run().results, tolerance)
+        except RanksFailed:
+            return False
+        return all(not result.differences for result in compared)
+
+
+_LOCALISED = frozenset(("loss_differs", "gradient_differs", "not_finite"))
+_REPAIRED = frozenset(("gradient_differs", "replicas_differ"))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what torch warns of from every rank to itself: the program's author sees it in runs of their own.
+
+    What torch logs as an error it raises as well (fake tensors of DTensor do), and a finding tells it once.
+    """
+    torch_log = logging.getLogger("torch")
+    before, level = logging.root.manager.disable, torch_log.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        torch_log.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            torch_log.setLevel(level)
+            logging.disable(before)

@@ -1,0 +1,105 @@
+"""Where in a program torch was called: the line, and the phase of the step."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+from nnscaler.tracing import float64_run
+
+_FOREIGN = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    str(Path(__file__).resolve().parents[1] / "torchrun") + os.sep,  # wraps torch
+    str(Path(__file__).resolve().parents[1] / "observe.py"),  # calls the program
+    str(Path(__file__).resolve().parents[1] / "differential_run.py"),
+    os.path.abspath(float64_run.__file__),  # its mode is around every function of torch
+    "<",  # frozen modules, and code that was made at run time
+)
+_STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+_PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_WRAPPERS = frozenset({"typing_extensions.py"})  # decorators of torch's deprecated functions
+
+
+_here = threading.local()
+
+
+@contextmanager
+def in_phase(name: str) -> Iterator[None]:
+    """While open, calls of this thread are recorded as made in that phase of a step: "forward", "backward"."""
+    before = phase()
+    _here.phase = name
+    try:
+        yield
+    finally:
+        _here.phase = before
+
+
+def phase() -> str:
+    """Return the phase in which this thread is; empty where none was named."""
+    return getattr(_here, "phase", "")
+
+
+def place_of_call() -> str | None:
+    """Return "file:line" of the innermost frame outside of torch, the standard library and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def place_of_error(trace: TracebackType | None) -> str | None:
+    """Return "file:line" of the innermost frame of a traceback that is the program's; None without one."""
+    place = None
+    while trace is not None:
+        if is_program(trace.tb_frame.f_code.co_filename):
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def place_in_stack(text: str) -> str | None:
+    """Return "file:line" of the program's innermost frame in a stack that `faulthandler` wrote, innermost first."""
+    for frame in _FRAME.finditer(text):
+        if is_program(frame["file"]):
+            return f"{frame['file']}:{frame['line']}"
+    return None
+
+
+def place_of_thread(identifier: int | None) -> str | None:
+    """Return "file:line" of the program's innermost frame in a thread that runs."""
+    frame = sys._current_frames().get(identifier) if identifier is not None else None
+    while frame is not None and not is_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error from the program's first line on, for what called it is ours; without a line of
+    the program, the error alone."""
+    trace = error.__traceback__
+    while trace is not None and not is_program(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    if trace is None:
+        return "".join(traceback.format_exception_only(type(error), error))
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+@cache
+def is_program(file: str) -> bool:
+    """Tell whether a file is the program's, or of a library that it uses, rather than torch's or ours."""
+    if file.startswith(_FOREIGN) or os.path.basename(file) in _WRAPPERS:
+        return False
+    return file.startswith(_PACKAGES) or not file.startswith(_STANDARD)

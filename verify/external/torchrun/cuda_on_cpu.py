@@ -1,0 +1,257 @@
+"""Let a script that was written for GPUs run on the CPU: its devices, its backend and its calls of torch.cuda.
+
+`torch.cuda.is_available()` says no, as it does on this machine, so that a script with a branch for the CPU takes it.
+A script without one is served: devices named "cuda" are the CPU, `.cuda()` returns the tensor, nccl is gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh as device_mesh
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from verify.external.parameter_mapping import local_value
+
+Tell = Callable[[str], None]
+Change = tuple[Any, str, Any]  # owner, attribute, value
+Groups = list[tuple[int, ...]]  # ranks of each
+CPU = torch.device("cpu")
+_FILLED, _STRIDE = 0.0371, 7919  # the largest number that memory is filled with; a prime: neighbours differ
+_CUDA_NOTE = "the script asks for cuda devices: they were the CPU"
+
+
+def on_cpu(value: Any, tell: Tell) -> Any:
+    """Return the CPU for a device of a GPU, by its name or as an object; anything else as it is."""
+    if isinstance(value, str):
+        name, _, number = value.partition(":")
+    elif isinstance(value, torch.device):
+        name, number = value.type, "" if value.index is None else str(value.index)
+    else:
+        return value
+    if name not in ("cuda", "cpu") or (name == "cpu" and not number.isdecimal()):
+        return value
+    if name == "cuda":
+        tell(_CUDA_NOTE)
+    return CPU
+
+
+def without_gpu(func: Any, args: list[Any], kwargs: dict[str, Any], tell: Tell) -> Any:
+    """Put the CPU into the arguments of a function of torch. Return the result of one that is about GPUs alone; None
+    for others."""
+    if func in (Tensor.cuda, Tensor.pin_memory):
+        if func is Tensor.cuda:
+            tell(_CUDA_NOTE)
+        return args[0]
+    if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
+        tell(_CUDA_NOTE)
+        args[1] = CPU
+    if "device" in kwargs:
+        number = type(kwargs["device"]) is int
+        kwargs["device"] = CPU if number else on_cpu(kwargs["device"], tell)
+    elif func is Tensor.to and len(args) > 1:
+        args[1] = on_cpu(args[1], tell)
+    return None
+
+
+@contextmanager
+def replaced(changes: Sequence[Change]) -> Iterator[None]:
+    """Set attributes, and set them back."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes if hasattr(owner, name)]
+    for owner, name, value in changes:
+        if hasattr(owner, name):
+            setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)
+
+
+def cpu_changes(
+    ranks: int, here: int, store: Any, tell: Tell, groups: list[tuple[int, ...]], devices: int
+) -> list[Change]:
+    """Return what is to be replaced in torch: (owner, attribute, value). `groups`: where ranks of new groups go;
+    `devices`: how many this machine is said to have."""
+    init_process_group = _joining(ranks, here, store, tell)
+    end = dist.destroy_process_group
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            end(group)  # the default one is destroyed when all have ended: no rank loses its connections to another
+
+    return [
+        *((owner, "init_process_group", init_process_group) for owner in (dist, dist.distributed_c10d, device_mesh)),
+        *((owner, "destroy_process_group", destroy_process_group) for owner in (dist, dist.distributed_c10d)),
+        *_meshes(tell, init_process_group),
+        *_modules(tell),
+        *_groups(tell, groups),
+        *_wrappers(tell),
+        *_calls(devices, here),
+    ]
+
+
+def _joining(ranks: int, here: int, store: Any, tell: Tell) -> Callable[..., None]:
+    """Return what makes the default group, one of gloo over the ranks that were started."""
+    start = dist.init_process_group
+
+    def init_process_group(*args: Any, **named: Any) -> None:
+        backend = args[0] if args else named.get("backend")
+        if backend is not None and "nccl" in str(backend):
+            tell("the script asks for nccl: gloo took its place")
+        rank, size = named.get("rank", -1), named.get("world_size", -1)
+        rank, size = (here if rank < 0 else rank), (ranks if size < 0 else size)
+        if (rank, size) != (here, ranks):
+            raise ValueError(f"the script joins as rank {rank} of {size}, and torchrun started rank {here} of {ranks}")
+        options = {name: named[name] for name in ("timeout", "group_name") if named.get(name)}
+        if store is not None:
+            options["store"] = store
+        start("gloo", rank=rank, world_size=size, **options)
+
+    return init_process_group
+
+
+def _meshes(tell: Tell, start: Callable[[], None]) -> list[Change]:
+    """Return what makes meshes lie on the CPU; `start` makes the default group where there is none yet."""
+    mesh, mesh_class = device_mesh.init_device_mesh, device_mesh.DeviceMesh.__init__
+
+    def init_device_mesh(device_type: str, *args: Any, **named: Any) -> Any:
+        named.pop("backend_override", None)
+        if not dist.is_initialized():
+            start()
+        return mesh(str(on_cpu(str(device_type), tell)), *args, **named)
+
+    def new_mesh(self: Any, device_type: str, *args: Any, **named: Any) -> None:
+        mesh_class(self, str(on_cpu(str(device_type), tell)), *args, **named)
+
+    return [
+        *((owner, "init_device_mesh", init_device_mesh) for owner in (dist, device_mesh)),
+        (device_mesh.DeviceMesh, "__init__", new_mesh),
+    ]
+
+
+def _modules(tell: Tell) -> list[Change]:
+    """Return what keeps modules on the CPU when a script moves them."""
+    module_to: Callable[..., nn.Module] = nn.Module.to
+    module_to_empty: Callable[..., nn.Module] = nn.Module.to_empty
+
+    def to(self: nn.Module, *args: Any, **named: Any) -> nn.Module:
+        given = [CPU if type(value) is int else on_cpu(value, tell) for value in args]
+        named = {n: CPU if type(v) is int and n == "device" else on_cpu(v, tell) for n, v in named.items()}
+        return module_to(self, *given, **named)
+
+    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        made: nn.Module = module_to_empty(
+            self, device=CPU if type(device) is int else on_cpu(device, tell), recurse=recurse
+        )
+        fill(made)
+        return made
+
+    def cuda(self: nn.Module, device: Any = None) -> nn.Module:
+        del device
+        tell(_CUDA_NOTE)
+        return module_to(self, CPU)
+
+    return [(nn.Module, "to", to), (nn.Module, "to_empty", to_empty), (nn.Module, "cuda", cuda)]
+
+
+def fill(module: nn.Module) -> None:
+    """Give memory that nobody has initialised small numbers, the same in each run: a script that forgets to initialise
+    it can then be verified, and `left_as_filled` tells."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        local = local_value(tensor)
+        if local.is_floating_point():
+            with torch.no_grad():
+                local.copy_(_filling(local))
+
+
+def left_as_filled(tensor: Tensor) -> bool:
+    """Return whether a parameter still has the numbers of `fill`."""
+    local = local_value(tensor)
+    return local.numel() > 0 and local.is_floating_point() and torch.equal(local.detach(), _filling(local))
+
+
+def _filling(local: Tensor) -> Tensor:
+    values = torch.linspace(-_FILLED, _FILLED, local.numel(), dtype=torch.float64)
+    return values[torch.arange(local.numel()) * _STRIDE % max(local.numel(), 1)].view(local.shape).to(local.dtype)
+
+
+def _groups(tell: Tell, seen: Groups) -> list[Change]:
+    """Make every group one of gloo, whatever backend it asks for."""
+    new_group = dist.new_group
+
+    def group(*args: Any, **named: Any) -> Any:
+        given = list(args)
+        if len(given) > 2:
+            given[2] = "gloo"
+        if named.get("backend") is not None:
+            if "nccl" in str(named["backend"]):
+                tell("the script asks for nccl: gloo took its place")
+            named["backend"] = "gloo"
+        made = new_group(*given, **{n: v for n, v in named.items() if n not in ("device_id", "pg_options")})
+        if made is not dist.GroupMember.NON_GROUP_MEMBER:
+            seen.append(tuple(dist.get_process_group_ranks(made)))
+        return made
+
+    return [(owner, "new_group", group) for owner in (dist, dist.distributed_c10d, device_mesh)]
+
+
+def _wrappers(tell: Tell) -> list[Change]:
+    """Keep DDP from asking for a GPU, the loader from starting processes, and the compiler from compiling."""
+    wrap, load = DistributedDataParallel.__init__, DataLoader.__init__
+
+    def ddp(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *a: Any, **n: Any) -> None:
+        if device_ids or output_device is not None:
+            tell(_CUDA_NOTE)
+        wrap(self, module, None, None, *a, **n)
+
+    def loader(self: Any, *args: Any, **named: Any) -> None:
+        if named.get("num_workers"):
+            tell("data loaders had no worker processes")
+        gone = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+        load(self, *args[:5], **{n: v for n, v in named.items() if n not in (*gone, "timeout", "pin_memory_device")})
+
+    def compiled(model: Any = None, **named: Any) -> Any:
+        del named
+        tell("torch.compile was left out: the eager program was run")
+        return (lambda function: function) if model is None else model
+
+    def compile_here(self: nn.Module, *_: Any, **__: Any) -> None:
+        compiled(self)
+
+    return [
+        (DistributedDataParallel, "__init__", ddp),
+        (DataLoader, "__init__", loader),
+        (torch, "compile", compiled),
+        (nn.Module, "compile", compile_here),
+    ]
+
+
+def _calls(devices: int, here: int) -> list[Change]:
+    """Return calls of torch.cuda and torch.accelerator that scripts make without asking whether there is a GPU."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    cuda, accelerator = torch.cuda, torch.accelerator
+    idle = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+    numbers: Mapping[str, int] = {"memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0}
+    return [
+        *((cuda, name, nothing) for name in idle),
+        *((cuda, name, lambda *a, v=value, **n: v) for name, value in numbers.items()),
+        (cuda, "max_memory_reserved", lambda *a, **n: 0),
+        (cuda, "current_device", lambda: here),
+        (cuda, "device", lambda *a, **n: nullcontext()),
+        *((accelerator, name, nothing) for name in ("set_device_index", "set_device_idx", "synchronize")),
+        (accelerator, "device_index", lambda *a, **n: nullcontext()),
+        (accelerator, "is_available", lambda: True),
+        (accelerator, "current_accelerator", lambda *a, **n: CPU),
+        (accelerator, "device_count", lambda: devices),
+        (accelerator, "current_device_index", lambda: here),
+    ]

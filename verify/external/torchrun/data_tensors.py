@@ -1,0 +1,145 @@
+"""Find the data among the values that a script hands to its model and its loss, and put other data in their place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from nnscaler.tracing.float64_run import without_drop
+from verify.external.parameter_mapping import local_value
+from verify.external.torchrun.cuda_on_cpu import Tell, without_gpu
+from verify.external.torchrun.records import Settings, Tensors
+
+Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
+
+
+def is_data(value: Any) -> bool:
+    """Return whether a value is a tensor with numbers that no parameter had a part in."""
+    plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    return plain and not value.requires_grad and not value.is_meta
+
+
+def exchanged(value: Any, kind: str, take: Take) -> Any:
+    """Return a nested value with each tensor of data in it replaced by what `take` says of all of them together.
+
+    Where nothing is replaced, the value itself is returned.
+    """
+    found: list[Tensor] = []
+    _mapped(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    if not found:
+        return value
+    local = tuple(local_value(tensor) for tensor in found)
+    taken = take(kind, local)
+    if all(one is other for one, other in zip(taken, local, strict=True)):
+        return value
+    made = iter([_like(new, old) for new, old in zip(taken, found, strict=True)])
+    return _mapped(value, lambda tensor: next(made))
+
+
+def _like(value: Tensor, old: Tensor) -> Tensor:
+    if isinstance(old, DTensor):
+        return DTensor.from_local(value, old.device_mesh, old.placements, run_check=False)
+    return value
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the value with `function` of each tensor of data in its place."""
+    if isinstance(value, Tensor):
+        return function(value) if is_data(value) else value
+    if isinstance(value, Mapping):
+        items = {key: _mapped(item, function) for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        if type(value) is dict:
+            return items
+        made: Any = copy.copy(value)  # a batch of a library: a mapping with methods
+        for key, item in items.items():
+            made[key] = item
+        return made
+    if isinstance(value, tuple | list):
+        parts = [_mapped(item, function) for item in value]
+        if all(one is other for one, other in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+class ScriptMode(TorchFunctionMode):
+    """While open, functions of torch that a script calls compute on the CPU and drop nothing, and what it computes of a
+    model's output and other data is told: targets, masks and counts, as events of the kind "target"."""
+
+    def __init__(self, tell: Tell, outside: Callable[[], bool], take: Take) -> None:
+        super().__init__()
+        self._tell = tell
+        self._outside = outside  # of models and backward passes, with gradients on
+        self._take = take
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given, named = list(args), dict(kwargs or {})
+        there = without_gpu(func, given, named, self._tell)
+        if there is not None:
+            return there
+        without_drop(func, given, named)
+        if self._outside() and func.__name__ not in ("__get__", "__set__") and _meets_data(given, named):
+            given, named = exchanged([given, named], "target", self._take)
+        return func(*given, **named)
+
+
+def _meets_data(given: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Return whether a function combines what a model made with data."""
+    values = [*given, *named.values()]
+    values += [part for value in given if isinstance(value, tuple | list) for part in value]
+    made = any(isinstance(value, Tensor) and value.grad_fn is not None for value in values)
+    return made and any(is_data(value) for value in values)
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same data, up to the rounding of what was computed before."""
+    if one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other.to(one.dtype)) if not other.is_floating_point() else False
+    wide = one.double() if one.is_floating_point() else one.to(torch.complex128)
+    tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
+    scale = float(other.abs().max()) if other.numel() else 0.0
+    return bool(((wide - other).abs() <= tolerance * (scale + 1e-300)).all()) or torch.equal(one, other)
+
+
+def varied(tensor: Tensor, rank: int, number: int) -> Tensor:
+    """Return data that are others on every rank, and as good: the same numbers in other places, floating ones scaled.
+
+    Rank 0 keeps its own. Ids stay ids of the same vocabulary, and zeros stay zeros.
+    """
+    if rank == 0:
+        return tensor
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    places = torch.randperm(tensor.numel(), generator=generator)
+    moved = tensor.reshape(-1)[places].view(tensor.shape)
+    return moved * (1 + rank / 8) if tensor.is_floating_point() else moved
+
+
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """Return the numbers that an optimizer goes by for one group of parameters: the learning rate, betas and so on."""
+    found: dict[str, float | tuple[float, ...]] = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor):
+            found |= {name: float(value)} if value.numel() == 1 else {}
+        elif _is_number(value) or (isinstance(value, tuple) and all(map(_is_number, value))):
+            found[name] = value
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,111 @@
+"""Interpret the graph on the whole batch: the value of every logical tensor, the gradient that each operation sends
+back, and the parameters after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nnscaler.ir.graph import Graph, Operation
+from nnscaler.tracing.run_graph import run_graph
+from nnscaler.transform.hoist_prepare import SUFFIX
+from verify.programs.localise.deal_shards import Dealer
+
+
+@dataclass(frozen=True)
+class Logical:
+    """One step of the graph, interpreted on the whole batch in float64. Each map is by tensor, `[*global shape]`.
+
+    values      of every tensor
+    gradients   of the loss
+    cotangents  a random tensor for each that needs a gradient. It stands for the gradient in every test of a single
+                statement, so that zeros in the real one hide nothing.
+    """
+
+    graph: Graph
+    step: int
+    values: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    cotangents: Mapping[str, Tensor]
+
+    def name_of(self, tensor: str) -> str:
+        """Return the tensor of the model: what is computed once per step is computed again for each micro-batch."""
+        return tensor.removesuffix(SUFFIX) if tensor not in self.values else tensor
+
+    def value(self, tensor: str) -> Tensor | None:
+        return self.values.get(self.name_of(tensor))
+
+    @cached_property
+    def _sent_back(self) -> dict[str, dict[str, Tensor]]:
+        return {}
+
+    def sent_back(self, operation: Operation) -> Mapping[str, Tensor]:
+        """Return, by input, what the operation adds to its gradient when the outputs' gradients are the cotangents."""
+        if operation.name not in self._sent_back:
+            self._sent_back[operation.name] = _sent_back(self, operation)
+        return self._sent_back[operation.name]
+
+
+def interpret(
+    graph: Graph, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], dealer: Dealer, step: int = 0
+) -> Logical:
+    """Interpret one step of the graph from `state`."""
+    trainable = {t.fqns[0] for t in graph.with_role("parameter") if t.needs_grad}
+    leaves = {
+        name: t.double().detach().requires_grad_(name in trainable) if t.is_floating_point() else t
+        for name, t in state.items()
+    }
+    with torch.enable_grad():
+        values = run_graph(graph, leaves, inputs, precision="float64")
+    wanted = {name: t for name, t in values.items() if t.requires_grad}
+    loss = values[graph.loss]
+    found = torch.autograd.grad(loss, list(wanted.values()), torch.ones_like(loss), allow_unused=True)
+    gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+    cotangents = {name: dealer.random_like((name, "cotangent"), t) for name, t in wanted.items()}
+    return Logical(graph, step, {name: t.detach() for name, t in values.items()}, gradients, cotangents)
+
+
+def next_state(logical: Logical, state: Mapping[str, Tensor], learning_rate: float) -> dict[str, Tensor]:
+    """Return the state after a step of SGD."""
+    after = {name: t.double() if t.is_floating_point() else t for name, t in state.items()}
+    for tensor in logical.graph.with_role("parameter"):
+        gradient = logical.gradients.get(tensor.name)
+        if gradient is not None:
+            value = logical.values[tensor.name] - learning_rate * gradient
+            after.update(dict.fromkeys(tensor.fqns, value))
+    for buffer, value_name in logical.graph.updates:
+        after.update(dict.fromkeys(logical.graph.tensors[buffer].fqns, logical.values[value_name]))
+    return after
+
+
+def _sent_back(logical: Logical, operation: Operation) -> dict[str, Tensor]:
+    """Run the operation alone. Empty where it records no gradient."""
+    made = [name for name in operation.outputs if name is not None]
+    cotangents = {name: logical.cotangents[name] for name in made if name in logical.cotangents}
+    if not operation.region.grad_enabled or not cotangents:
+        return {}
+    tensors = {
+        name: replace(logical.graph.tensors[name], role="input" if name in operation.inputs else "activation")
+        for name in (*operation.inputs, *made)
+    }
+    alone = logical.graph.replace(tensors=tensors, operations=(operation,), updates=())
+    leaves = {
+        name: logical.values[name].detach().requires_grad_(name in logical.cotangents) for name in operation.inputs
+    }
+    with torch.enable_grad():
+        values = run_graph(alone, {}, leaves, precision="float64")
+    outputs = {name: values[name] for name in cotangents if values[name].requires_grad}
+    trained = [name for name in leaves if leaves[name].requires_grad]
+    if not outputs or not trained:
+        return {}
+    found = torch.autograd.grad(
+        list(outputs.values()),
+        [leaves[name] for name in trained],
+        [cotangents[name] for name in outputs],
+        allow_unused=True,
+    )
+    return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
