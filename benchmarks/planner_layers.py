@@ -78,7 +78,7 @@ def answer(question: Question, chained: bool) -> Answer:
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.planner.find_plan import find_plan
-    from nnscaler.planning.planner.planning_cache import PlanningCache
+    from nnscaler.planning.planner.planner_graph import PlanningCache
     from nnscaler.planning.sharding.memory import MemoryBudget
 
     cluster = load_cluster(CLUSTER).scaled(question.ranks)

@@ -23,8 +23,8 @@ from torch import nn
 import nnscaler
 from nnscaler.errors import NnscalerError
 from verify.programs.execution.backends import Failure
-from verify.programs.prepare import prepare
 from verify.programs.request import PlanRequest
+from verify.programs.setup_verification import prepare
 from verify.programs.subject import PlanSubject
 from verify.programs.training.comparison import compare
 from verify.programs.training.run import make_training, run_ranks

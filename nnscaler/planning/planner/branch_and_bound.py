@@ -34,7 +34,7 @@ from nnscaler.planning.planner.bounds.rough import Least
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.evaluate import Evaluated, beside, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.layer_strategies import Way
-from nnscaler.planning.planner.planning_cache import PlanningCache
+from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.planner.stage_partition_dp import StagePartition
 from nnscaler.planning.planner.stage_strategy_mix import StageFill, fill
 from nnscaler.planning.sharding.tables import Tables

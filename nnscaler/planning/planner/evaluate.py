@@ -14,7 +14,7 @@ from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.interlaced_ends import ends_of
-from nnscaler.planning.planner.planning_cache import EndsEstimate, PlanningCache
+from nnscaler.planning.planner.planner_graph import EndsEstimate, PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.sharding.tables import Tables, when_backward_ends
 from nnscaler.planning.solver.pareto_frontier import bound_at, hull

@@ -84,7 +84,7 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.branch_and_bound import Search, search
 from nnscaler.planning.planner.evaluate import Evaluated, cuts_of
-from nnscaler.planning.planner.planning_cache import FREE, PlanningCache
+from nnscaler.planning.planner.planner_graph import FREE, PlanningCache
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
 from nnscaler.planning.sharding.memory import CLUSTERS_MEMORY, MemoryBudget, bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible

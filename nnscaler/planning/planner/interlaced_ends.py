@@ -15,7 +15,7 @@ from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import Constraint, SharedEnds
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import AxisPlace
-from nnscaler.planning.planner.planning_cache import EndsEstimate, PlanningCache
+from nnscaler.planning.planner.planner_graph import EndsEstimate, PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.plan import DP, PP, TP

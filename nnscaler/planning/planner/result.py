@@ -16,7 +16,7 @@ from nnscaler.planning.plan_from_axes import assign_steps, steps_of
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.interlaced_ends import ends_of
-from nnscaler.planning.planner.planning_cache import PlanningCache
+from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.scheduling.registry import planned_schedules, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.partition_stages import StagePartition, StageRules, partition_stages, random_operators

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import LogicalTensor, Operation, Slot
-from nnscaler.tracing.canonical_names import canonical, with_names
+from nnscaler.tracing.canonical_graph import canonical, with_names
 from nnscaler.tracing.export.importer import import_program
 from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.run_export import Exported, export_loss

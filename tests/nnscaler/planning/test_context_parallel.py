@@ -21,7 +21,7 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.planner.branch_and_bound import evaluate
-from nnscaler.planning.planner.planning_cache import PlanningCache
+from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.planner.result import plan_of
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, SplitStep

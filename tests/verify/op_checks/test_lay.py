@@ -13,7 +13,7 @@ from nnscaler.runtime import shards
 from tests.layouts import positions
 from verify.evidence.cases import uneven_sizes
 from verify.evidence.inputs.operand_shards import gather, lay_of, local_shape, spread
-from verify.evidence.oracle.random_calls import runtime_state
+from verify.evidence.oracle.run_random_operators import runtime_state
 
 SHAPE = (12, 36, 4)
 STATES: tuple[State, ...] = (

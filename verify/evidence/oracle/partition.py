@@ -26,7 +26,7 @@ from nnscaler.runtime.cut import Cut, PrefixCut
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
 from verify.evidence.options import Safeguards
-from verify.evidence.oracle.random_calls import random_arguments
+from verify.evidence.oracle.run_random_operators import random_arguments
 from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.oracle.whole import WholeRun, as_leaves, gradients_of
 from verify.evidence.oracle.wrong_variants import Variant, variants_of

@@ -36,7 +36,7 @@ from verify.evidence.oracle.partition import (
     make_partition,
     states_of,
 )
-from verify.evidence.oracle.random_calls import whole_arguments
+from verify.evidence.oracle.run_random_operators import whole_arguments
 from verify.evidence.oracle.size_checked_kernels import runs_checked
 from verify.evidence.oracle.tolerance import Bound, float64_bound, low_bound
 from verify.evidence.oracle.whole import WholeRun, run_whole

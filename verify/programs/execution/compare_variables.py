@@ -16,7 +16,7 @@ from nnscaler.manifest import Manifest
 from nnscaler.runtime.layout import Partial, Sharded, State
 from nnscaler.runtime.role import IN_STEP, MICRO, SLICE, Stage, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import Assembled, Coordinates, assemble, ravel, shard, unravel
-from verify.evidence.oracle.random_calls import runtime_state
+from verify.evidence.oracle.run_random_operators import runtime_state
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
 
 Pieces = dict[tuple[int, int], Tensor]  # (rank, micro-batch) -> what was seen

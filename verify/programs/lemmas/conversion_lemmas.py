@@ -46,7 +46,7 @@ from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simu
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.cut import cut_of
 from verify.evidence.inputs.operand_shards import gather, lay_of
-from verify.evidence.oracle.random_calls import runtime_state
+from verify.evidence.oracle.run_random_operators import runtime_state
 from verify.programs.checks.context import SHOWN, CheckOutcome
 from verify.programs.typing.lines.chunked_region import JOIN
 from verify.results.finding import Finding

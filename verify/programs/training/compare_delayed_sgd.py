@@ -18,9 +18,9 @@ from nnscaler.runtime.role import Stage
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.execution.backends import Failure
 from verify.programs.opened_program import OpenedProgram
-from verify.programs.prepare import Prepared
 from verify.programs.reference.eager import ReferenceSettings, Trajectory
 from verify.programs.request import PlanRequest
+from verify.programs.setup_verification import Prepared
 from verify.programs.training.delayed_sgd import semantics, staleness_of
 from verify.programs.training.eager import EagerRun, eager_model
 from verify.programs.training.run import (

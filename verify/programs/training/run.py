@@ -37,9 +37,9 @@ from verify.programs.execution.backends import (
     start_server,
 )
 from verify.programs.pre_run_check import vouch
-from verify.programs.prepare import Prepared, matched_draws
 from verify.programs.reference.eager import choose_learning_rate, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
+from verify.programs.setup_verification import Prepared, matched_draws
 from verify.programs.source_map import SourceMap
 from verify.programs.training.comparison import compare
 from verify.programs.training.dtypes import check_dtypes, is_mixed

@@ -26,7 +26,7 @@ from nnscaler.ir.layout import (
     shape_of_rank,
 )
 from nnscaler.runtime.shards import logical_coordinates, unravel
-from verify.evidence.oracle.random_calls import runtime_state
+from verify.evidence.oracle.run_random_operators import runtime_state
 from verify.programs.typing.lines.constant_dims import NO_DIMS, Dims
 from verify.programs.typing.lines.match_call import same_shape, shape_text
 from verify.programs.typing.lines.walk import Noted, Reading

@@ -20,8 +20,8 @@ from nnscaler.ir.graph import Graph
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, SplitStep, Step
-from verify.programs.prepare import Prepared, prepare
 from verify.programs.request import PlanRequest
+from verify.programs.setup_verification import Prepared, prepare
 from verify.programs.subject import PlanSubject
 from verify.self_test.programs import models, tiny_models
 from verify.self_test.programs.mutants.parsed_role import RightProgram, take_apart

@@ -24,7 +24,7 @@ from nnscaler.planning.planner.bounds.rough import Rough
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.lean_tables import Numbers
-from nnscaler.planning.planner.planning_cache import PlanningCache
+from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.sharding.build_problem import pose
 from nnscaler.planning.sharding.tables import when_backward_ends
 from nnscaler.planning.sharding.zero_placement import Rates

@@ -10,7 +10,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.planner.planning_cache import PlanningCache
+from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.tracing import trace
 from tests.traced_examples import traced
 

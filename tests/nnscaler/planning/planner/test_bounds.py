@@ -8,7 +8,6 @@ import pytest
 
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import replicate
-from nnscaler.planning.planner import planning_cache
 from nnscaler.planning.planner.bounds.configuration import bound_within
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
 from nnscaler.planning.planner.evaluate import evaluate

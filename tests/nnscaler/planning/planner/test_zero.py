@@ -21,7 +21,7 @@ from nnscaler.planning.planner.bounds.configuration import bound_within, near_bo
 from nnscaler.planning.planner.branch_and_bound import CLOSE, evaluate_chain, search
 from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.find_plan import Found, find_plan
-from nnscaler.planning.planner.planning_cache import PlanningCache
+from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.sharding.memory import MemoryBudget, parameter_memory
 from nnscaler.planning.sharding.zero_placement import PLACEMENTS, WHOLE, ZERO_1, ZERO_2, ZERO_3, AtRest
 from nnscaler.transform.plan import Plan, RestStep
