@@ -8,6 +8,7 @@ import pytest
 
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import replicate
+from nnscaler.planning.planner import planner_graph
 from nnscaler.planning.planner.bounds.configuration import bound_within
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
 from nnscaler.planning.planner.evaluate import evaluate
@@ -69,7 +70,7 @@ def test_what_is_found_with_a_chain_is_no_slower_than_without(monkeypatch: pytes
         return c.micro_batches <= 2
 
     chained = search(subject_of(deep(10), 2), 2, PLENTY, few)
-    monkeypatch.setattr(planning_cache, "MANY", 100)
+    monkeypatch.setattr(planner_graph, "MANY", 100)
     whole = search(subject_of(deep(10), 2), 2, PLENTY, few)
     assert chained.best is not None and whole.best is not None
     assert chained.best.seconds <= whole.best.seconds / (1 - CLOSE)
