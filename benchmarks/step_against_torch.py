@@ -44,7 +44,7 @@ from torch_peers import GPT, SIZES, Size, Step
 import nnscaler
 from nnscaler.runtime.communication import cross_memory_attach
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.communication.rendezvous import ProcessPlace
+from nnscaler.runtime.communication.join_process_group import ProcessPlace
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
 from nnscaler.training.compile_once import pack_program, unpack_program

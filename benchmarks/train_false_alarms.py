@@ -23,12 +23,12 @@ from torch import nn
 import nnscaler
 from nnscaler.errors import NnscalerError
 from verify.programs.execution.backends import Failure
+from verify.programs.prepare_verification import prepare
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import prepare
 from verify.programs.subject import PlanSubject
 from verify.programs.training.comparison import compare
 from verify.programs.training.run import make_training, run_ranks
-from verify.programs.training.trained import Trained
+from verify.programs.training.training_run_pair import Trained
 from verify.self_test.programs import models, tiny_models
 from verify.self_test.programs.corpus import SmallModel
 from verify.self_test.run_rows import run_rows_apart

@@ -16,12 +16,12 @@ from op_registry.registry import default_registry
 from nnscaler.codegen.generate import generate, manifest
 from nnscaler.codegen.operator_names import operator_origins
 from nnscaler.codegen.program import Origin, Program
-from nnscaler.communication.check_pipedream import check_stream
 from nnscaler.communication.communicated_graph import CommunicatedGraph
+from nnscaler.communication.communication_volume import step_communication
 from nnscaler.communication.materialise import materialise
-from nnscaler.communication.profile import step_communication
-from nnscaler.communication.profile_calls import ranks_text
-from nnscaler.communication.searched_schedule import with_orders
+from nnscaler.communication.pipedream_restrictions import check_stream
+from nnscaler.communication.search_pass_order import with_orders
+from nnscaler.communication.stage_calls import ranks_text
 from nnscaler.communication.stage_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation

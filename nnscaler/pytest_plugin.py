@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from nnscaler.cli.pytest_checks import Gate
+    from nnscaler.cli.pytest_assertions import Gate
 
 MARKER = "nnscaler_plan"
 _OPTION = "--nnscaler-gate"
@@ -148,6 +148,6 @@ def _tool(kind: Callable[[str], BaseException] = pytest.fail.Exception) -> Any:
     if problem is not None:
         raise kind(f"nnscaler cannot verify anything in this process: {problem}")
 
-    from nnscaler.cli import pytest_checks
+    from nnscaler.cli import pytest_assertions
 
-    return pytest_checks
+    return pytest_assertions

@@ -11,8 +11,8 @@ import jsonschema
 import torch
 
 from nnscaler.codegen.program import Program
+from nnscaler.communication.communication_volume import StepCommunication, step_communication
 from nnscaler.communication.materialise import materialise
-from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
 from nnscaler.records import encode

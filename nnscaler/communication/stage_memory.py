@@ -50,7 +50,7 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.communication.gathered_parameters import let_go
-from nnscaler.communication.profile_calls import ranks_text
+from nnscaler.communication.stage_calls import ranks_text
 from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.layout import SLICE, Layout, Prefix, is_owned, local_shape

@@ -19,7 +19,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.performance.time_steps import Listener, Steps, Workplace, time_steps, with_overheads
 from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.planning.cost.build_profile import collective_calls, measure
-from nnscaler.planning.cost.shards import ShardCall
+from nnscaler.planning.cost.calls_to_measure import ShardCall
 from nnscaler.planning.cost.table import CollectiveEntry, Profile
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
@@ -186,7 +186,7 @@ def _collectives(
     start = time.perf_counter()
     sizes = sorted({size for _, size, _, _ in calls})
     groups = [tuple(range(first, first + n)) for n in sizes for first in range(0, ranks, n)]
-    target = "nnscaler.runtime.communication.collective_times:time_collectives"
+    target = "nnscaler.runtime.communication.benchmark_collectives:time_collectives"
     job = JobSpecification(target, ranks, {"calls": calls, "seconds": within}, groups=tuple(groups))
     outcome = launch(job, timeout=_LIMIT, server=server)
     if not outcome.ok:

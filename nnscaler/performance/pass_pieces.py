@@ -21,12 +21,12 @@ from nnscaler.communication.communicated_graph import (
     again_in,
     repeated_in_backward,
 )
+from nnscaler.communication.communication_volume import call_sites
 from nnscaler.communication.gathered_parameters import gathered_again
-from nnscaler.communication.profile import call_sites
-from nnscaler.communication.profile_calls import CallSite, Part
+from nnscaler.communication.stage_calls import CallSite, Part
 from nnscaler.instructions import Kind
+from nnscaler.performance.collectives_outside_passes import in_turn
 from nnscaler.performance.predict import Prediction
-from nnscaler.performance.step_collectives import in_turn
 from nnscaler.timeline_events import RECEIVED, SENT, Ranks
 
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from math import inf
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram
+from nnscaler.communication.communication_volume import StepCommunication, step_communication
 from nnscaler.communication.materialise import materialise
-from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
-from nnscaler.communication.searched_schedule import with_orders
+from nnscaler.communication.search_pass_order import with_orders
 from nnscaler.communication.stage_memory import stage_work
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.signature import Signature
+from nnscaler.performance.collectives_outside_passes import PricedCall, calls_around, last_of, taken
 from nnscaler.performance.stage_prices import StagePrices, place_of, stage_prices
-from nnscaler.performance.step_collectives import PricedCall, calls_around, last_of, taken
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.scheduling.dependencies import check_acyclic, dependencies

@@ -27,7 +27,7 @@ from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.rotations import Direction, as_computed, rotations
 from nnscaler.ir.signature import Signature
-from nnscaler.performance.step_collectives import PricedCall, last_of, taken
+from nnscaler.performance.collectives_outside_passes import PricedCall, last_of, taken
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
 

@@ -171,7 +171,7 @@ def time_steps(
         return Steps()
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
     job = JobSpecification(
-        "nnscaler.runtime.jobs.core_contention:time_crowded",
+        "nnscaler.runtime.jobs.measure_oversubscription:time_crowded",
         ranks,
         {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS, "within": within},
     )

@@ -23,8 +23,8 @@ import torch
 
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase, ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
+from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.runtime.communication.recording import RecordedEvent, RecordingCommunicator, write_records
-from nnscaler.runtime.communication.rendezvous import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.runtime.program.program_directory import (
     ProgramDirectory,
     groups_of,

@@ -27,14 +27,14 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.communication.factory import torch_communicator
-from nnscaler.runtime.communication.rendezvous import ProcessPlace, choose_device, join, torchrun_place
+from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of
 from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
+from nnscaler.runtime.training.async_pipeline import StreamExecutor
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.boxes import gathered_state
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
-from nnscaler.runtime.training.stream import StreamExecutor
 from nnscaler.training.check_replicas import check_replicas, check_same_model
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.optimizers import build_optimizer

@@ -16,10 +16,10 @@ from nnscaler.runtime.layout import Partial
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
 from nnscaler.runtime.role import Stage
+from nnscaler.runtime.training.async_pipeline import executor_of
 from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
-from nnscaler.runtime.training.stream import executor_of
 from nnscaler.training.recompilation import SentProgram, Vouch, folder_of
 
 NO_LOSS, EVERY_RANK = -1, -2

@@ -23,7 +23,7 @@ from torch import nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.communication.rendezvous import ProcessPlace, choose_device, join, leave, torchrun_place
+from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.runtime.training.saving.checkpoint import check_writable
 from nnscaler.training.assemble import (
     Parts,
@@ -38,11 +38,11 @@ from nnscaler.training.assemble import (
     training_order,
 )
 from nnscaler.training.check_replicas import check_replicas
-from nnscaler.training.config import ranks_of, settings_of
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepReport, ValidationReport, make_loggers, memory_in_use
+from nnscaler.training.read_settings import ranks_of, settings_of
 from nnscaler.training.recompilation import Vouch
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.weights import as_user_error, load_weights

@@ -15,7 +15,7 @@ from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.chunk import ChunkedRegion, check_chunks, choose_pieces, regions_of
 from nnscaler.transform.complete_plan import choose, illegal
-from nnscaler.transform.hoist_prepare import hoist
+from nnscaler.transform.hoist_batch_values import hoist
 from nnscaler.transform.plan import (
     SHARED,
     AssignStep,

@@ -13,8 +13,8 @@ from op_registry.builtin.layers import (
 )
 from op_registry.builtin.numeric import (
     elementwise,
-    linear_algebra,
     matmul,
+    matrix_decompositions,
     reductions,
     spectral,
 )
@@ -30,7 +30,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     *factories.SPECS,
     *index.SPECS,
     *interpolation.SPECS,
-    *linear_algebra.SPECS,
+    *matrix_decompositions.SPECS,
     *loss.SPECS,
     *matmul.SPECS,
     *normalization.SPECS,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 from op_registry.samples import (
-    dims,
     factories,
     indexing,
     linear_algebra,
@@ -14,6 +13,7 @@ from op_registry.samples import (
     pointwise,
     recurrent_spectral,
     reductions,
+    views_joins,
     windows,
 )
 from op_registry.samples.sample import Sample, replace_tensors
@@ -22,7 +22,7 @@ __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 
 SAMPLES: tuple[Sample, ...] = (
     *pointwise.SAMPLES,
-    *dims.SAMPLES,
+    *views_joins.SAMPLES,
     *nn_layers.SAMPLES,
     *indexing.SAMPLES,
     *factories.SAMPLES,

@@ -30,7 +30,7 @@ LATE = {
     ("nnscaler.plan_source", "nnscaler.*"): "a plan that cannot be is told without torch",
     ("nnscaler.planning.auto", "nnscaler.planning.*"): "plans that are named need neither planner nor HiGHS",
     ("nnscaler.model_file", "nnscaler.runtime*"): "a file that is there is found without torch",
-    ("op_registry.register", "op_registry.torch_library"): "annotations are read without torch",
+    ("op_registry.register", "op_registry.define_torch_operators"): "annotations are read without torch",
     ("op_registry.registry", "op_registry.builtin*"): "the front door of the registry is open before its operators are",
     ("verify", "verify.operators*"): "the names of the front door are imported on first use",
     ("verify", "verify.programs*"): "the same",

@@ -18,7 +18,7 @@ import yaml
 from ci.site.docstrings_text import with_lists
 from ci.site.pages import API, COMMANDS, FINDINGS, PACKAGES, link_codes, make_pages, outside_links
 from nnscaler.cli.main import build_parser
-from nnscaler.training.config import all_options
+from nnscaler.training.read_settings import all_options
 from verify.results.catalogue import CODES
 
 

@@ -217,7 +217,7 @@ def test_operators(suite: Suite) -> None:
     assert suite.outcomes("test_operators.py") == expected
     suite.lines.fnmatch_lines(["REFUTED  plugin_wrong*", "annotation_wrong *", "*reproduce: nnscaler reproduce nns1:*"])
     suite.lines.fnmatch_lines(["could not be verified: *plugin_ops.py::nothing does not exist*"])
-    suite.lines.no_fnmatch_line("*pytest_checks.py*")
+    suite.lines.no_fnmatch_line("*pytest_assertions.py*")
 
 
 def test_plans(suite: Suite) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from nnscaler.codegen.program import Program
 from verify.programs.checks import losses
+from verify.programs.checks.compare_gradients import check_coverage
 from verify.programs.checks.context import Comparison
 from verify.programs.checks.logical_tensors import Holding
-from verify.programs.checks.tensors import check_coverage
 from verify.programs.execution.backends import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.reference.eager import Trajectory

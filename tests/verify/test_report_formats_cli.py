@@ -15,7 +15,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.cli.main import main
 from nnscaler.cli.options import MACHINE_FORMATS, TEXT_FORMATS, OutputFormat, add_report_options
-from nnscaler.cli.output.show import destinations
+from nnscaler.cli.output.print_reports import destinations
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
 from verify.report_formats.github import BYTES, step_summary

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from nnscaler.communication.profile import CollectiveClass, StepCommunication
-from nnscaler.communication.profile_calls import CallClass
+from nnscaler.communication.communication_volume import CollectiveClass, StepCommunication
+from nnscaler.communication.stage_calls import CallClass
 from nnscaler.manifest import CommunicationProfile, StageMemory, When
 from verify.external.observe import PHASES, RankRecord, phase_of_step
 from verify.external.program import ExternalProgram

@@ -15,9 +15,9 @@ from nnscaler.ir.placement import Split
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.findings import wrong
 from verify.evidence.oracle.runner import CaseResult, OperatorRunner
+from verify.operators.all_checks import Reproduce, Verification, verify_record
+from verify.operators.suggest.repair_annotation import Advice, frozen, plain_name, repair, widen
 from verify.operators.suggest.tested import add_derived, claims_hold, with_annotation
-from verify.operators.suggest.widen import Advice, frozen, plain_name, repair, widen
-from verify.operators.verification import Reproduce, Verification, verify_record
 from verify.results.finding import Finding
 from verify.results.report import Report
 

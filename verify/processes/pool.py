@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 import torch
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.jobs.fair_clock import FairClock
+from nnscaler.runtime.jobs.load_adjusted_clock import FairClock
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
 from nnscaler.runtime.start_autograd import start_autograd
 

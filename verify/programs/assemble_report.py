@@ -14,11 +14,11 @@ from op_registry.spec import SourceLocation
 
 from verify.processes.pool import LASTING
 from verify.programs.checks.context import LOCALISED, CheckOutcome
+from verify.programs.prepare_verification import Prepared
 from verify.programs.proof import Proof
 from verify.programs.reference.eager import Trajectory
 from verify.programs.reproduce_token import reproduce_line
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import Prepared
 from verify.programs.training.compare_delayed_sgd import semantics_of
 from verify.programs.typing.roles.check_manifest import NAME as STATE_CHECK
 from verify.results.finding import Finding

@@ -34,10 +34,10 @@ from nnscaler.transform.candidates import Candidates, all_candidates
 from nnscaler.transform.complete_plan import follow_batch, tokens_of
 from nnscaler.transform.plan import PP, AssignStep, Axes, ChunkStep, Plan, RestStep, Step
 from verify.programs.opened_program import open_program
+from verify.programs.prepare_verification import Prepared, matched_draws
 from verify.programs.reference.eager import ReferenceSettings, randomise_parameters, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.run import run_and_compare
-from verify.programs.setup_verification import Prepared, matched_draws
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict, merge
 

@@ -34,6 +34,7 @@ from verify.programs.execution.rank_program import Task
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.minimise_plan import PlanTrial, minimise
+from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.proof import Proof, ProofOptions, combine, prove_program
 from verify.programs.reference.eager import (
     ReferenceSettings,
@@ -45,7 +46,6 @@ from verify.programs.reference.eager import (
 )
 from verify.programs.reference.program_draws import UnmatchedDraws
 from verify.programs.request import PlanRequest, check_values
-from verify.programs.setup_verification import Prepared, prepare
 from verify.programs.source_map import SourceMap
 from verify.programs.step_variants import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.subject import PlanSubject, RunContext

@@ -26,9 +26,9 @@ from verify.programs.checks.logical_tensors import holdings_of, results_of
 from verify.programs.execution.backends import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult, Task, TrialTask
 from verify.programs.opened_program import OpenedProgram
+from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, run_reference
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import Prepared
 from verify.programs.source_map import SourceMap
 from verify.results.report import Check
 from verify.results.tolerance import exact_tolerance, is_finite

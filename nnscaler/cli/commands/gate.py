@@ -308,7 +308,7 @@ def deliver(
     Raises NnscalerError `cannot_write` where a file cannot be written, after everything else was.
     """
     from nnscaler.cli.options import TEXT_FORMATS
-    from nnscaler.cli.output.show import destinations, write_files
+    from nnscaler.cli.output.print_reports import destinations, write_files
     from verify.gate.formats import render, summary
 
     console: Console = options.console

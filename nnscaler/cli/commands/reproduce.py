@@ -50,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Replays, prints the report, and returns its exit code: 1 if it is still wrong, 0 if it is not."""
-    from nnscaler.cli.output.show import print_report
+    from nnscaler.cli.output.print_reports import print_report
     from verify.operators.run.reproduce_token import decode
 
     console: Console = options.console
@@ -86,7 +86,7 @@ def _replay_plan(options: argparse.Namespace) -> int:
     another torch, are warned of: the question may be whether a correction helped.
     """
     from nnscaler.cli.commands import verify_plan
-    from nnscaler.cli.output.show import print_report
+    from nnscaler.cli.output.print_reports import print_report
     from verify.programs.reproduce_token import decode, request_of
 
     console: Console = options.console

@@ -57,7 +57,7 @@ class _Help(argparse.Action):
 
 def help_text() -> str:
     """Return what `nnscaler train --help` shows."""
-    from nnscaler.training.config import SHORT, all_options
+    from nnscaler.training.read_settings import SHORT, all_options
 
     lines = [
         HEAD,
@@ -84,7 +84,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Train on this rank, or start the ranks of this machine and wait for them."""
-    from nnscaler.training.config import ranks_of, read_settings
+    from nnscaler.training.read_settings import ranks_of, read_settings
 
     console: Console = options.console
     words = _without_verbosity(options, console)

@@ -209,7 +209,7 @@ def verify(request: ExternalRequest, console: Console) -> list[Report]:
 
 def show(reports: list[Report], options: argparse.Namespace, taken: float = 0.0) -> int:
     """Print the reports as asked, and return the exit code of the worst. `taken`: seconds; 0: the sum of theirs."""
-    from nnscaler.cli.output.show import print_reports
+    from nnscaler.cli.output.print_reports import print_reports
     from verify.results.verdict import merge
 
     print_reports(reports, options.output_format, options.console, taken)

@@ -194,7 +194,7 @@ def _line(result: JobResult) -> str:
 
 
 def _print(results: list[JobResult], options: argparse.Namespace, taken: float) -> None:
-    from nnscaler.cli.output.show import destinations, print_reports
+    from nnscaler.cli.output.print_reports import destinations, print_reports
     from verify.operators.run.many import summary
 
     console: Console = options.console

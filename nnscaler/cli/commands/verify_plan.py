@@ -147,7 +147,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Verify, print the report, and return the verdict's exit code."""
-    from nnscaler.cli.output.show import print_report
+    from nnscaler.cli.output.print_reports import print_report
 
     request = plan_request(options)
     _check_outputs(options, request)

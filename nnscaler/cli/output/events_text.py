@@ -29,7 +29,7 @@ class DeviceShare:
 
 def shares(events: StepEvents) -> list[DeviceShare]:
     """Return how the time of each device is divided."""
-    from nnscaler.communication.profile_calls import ranks_text
+    from nnscaler.communication.stage_calls import ranks_text
 
     found = []
     for device in events.devices:

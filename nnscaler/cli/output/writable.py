@@ -25,7 +25,7 @@ def check_outputs(options: argparse.Namespace, environment: Mapping[str, str]) -
 
 
 def _paths(options: argparse.Namespace, environment: Mapping[str, str]) -> Iterator[str | Path]:
-    from nnscaler.cli.output.show import destinations
+    from nnscaler.cli.output.print_reports import destinations
 
     asked: tuple[OutputFormat, ...] = getattr(options, "output_format", None) or ()
     if hasattr(options, "output_format"):

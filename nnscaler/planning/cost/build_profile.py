@@ -13,8 +13,8 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.calibrate import collectives_error, fit_device, fit_level, operators_error
+from nnscaler.planning.cost.calls_to_measure import ShardCall, shard_calls
 from nnscaler.planning.cost.model import KINDS, Collective, Overheads
-from nnscaler.planning.cost.shards import ShardCall, shard_calls
 from nnscaler.planning.cost.table import CollectiveEntry, CostEntry, Profile
 from nnscaler.planning.cost.work import Work, shard_work
 

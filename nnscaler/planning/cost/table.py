@@ -13,8 +13,8 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.files import write_text
 from nnscaler.planning.cluster.description import Cluster
+from nnscaler.planning.cost.calls_to_measure import Key
 from nnscaler.planning.cost.model import KINDS, Collective, Overheads, Shape
-from nnscaler.planning.cost.shards import Key
 
 VERSION = 3
 _HELP = "`nnscaler profile MODEL.py --out FILE` writes a profile"

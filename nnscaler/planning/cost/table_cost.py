@@ -13,9 +13,9 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.calibrate import Factors, operator_factors
+from nnscaler.planning.cost.calls_to_measure import Key, key_of
 from nnscaler.planning.cost.collectives import Curve, fit_curves
 from nnscaler.planning.cost.model import AxisPlace, Collective, Overheads, Shapes
-from nnscaler.planning.cost.shards import Key, key_of
 from nnscaler.planning.cost.table import CostEntry, Profile
 
 

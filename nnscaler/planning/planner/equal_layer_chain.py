@@ -17,7 +17,7 @@ import numpy as np
 
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.configurations import uneven_ramps
-from nnscaler.planning.planner.lean_tables import Kept, Numbers, lean, of_conversions, often_counted, seconds_of
+from nnscaler.planning.planner.prune_dominated import Kept, Numbers, lean, of_conversions, often_counted, seconds_of
 from nnscaler.planning.sharding.tables import Tables, when_backward_ends
 from nnscaler.planning.solver.eliminate import (
     Elimination,

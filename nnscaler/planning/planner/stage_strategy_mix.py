@@ -19,7 +19,7 @@ from nnscaler.planning.planner.bounds.lagrangian import Pieces, Prices, StageKin
 from nnscaler.planning.planner.bounds.pipeline import Layered, adding
 from nnscaler.planning.planner.equal_layer_chain import Priced
 from nnscaler.planning.planner.layer_strategies import Ends, Way, ways_of
-from nnscaler.planning.planner.lean_tables import Numbers
+from nnscaler.planning.planner.prune_dominated import Numbers
 from nnscaler.planning.planner.stage_partition_dp import StagePartition, best_cut
 
 STATES = 4  # of the cut that are tried

@@ -25,15 +25,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nnscaler.runtime.communication.async_collectives import (
-    Awaited,
-    OneRound,
-    Outbox,
-    gathering,
-    post,
-    summing,
-    wait_for,
-)
+from nnscaler.runtime.communication.async_calls import Awaited, OneRound, Outbox, gathering, post, summing, wait_for
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.cross_memory_attach import PeerMemory
 from nnscaler.runtime.communication.distributed import (

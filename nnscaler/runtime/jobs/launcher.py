@@ -22,8 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nnscaler.runtime.communication.rendezvous import local_environment
-from nnscaler.runtime.jobs.fair_clock import FairClock
+from nnscaler.runtime.communication.join_process_group import local_environment
 from nnscaler.runtime.jobs.job import (
     Activity,
     JobDirectory,
@@ -38,6 +37,7 @@ from nnscaler.runtime.jobs.job import (
     create_status_file,
     log_tail,
 )
+from nnscaler.runtime.jobs.load_adjusted_clock import FairClock
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

@@ -19,7 +19,7 @@ import torch
 
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
-from nnscaler.runtime.communication.rendezvous import join
+from nnscaler.runtime.communication.join_process_group import join
 from nnscaler.runtime.jobs.job import JobDirectory, StatusWriter
 from nnscaler.runtime.program.load_python import load_user_module
 

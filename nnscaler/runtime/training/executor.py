@@ -37,13 +37,13 @@ from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, dtype_of_run, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.batch import Batch, BatchCutter
-from nnscaler.runtime.training.build import Held, Key, StageBuilder, adopted, stages_of
+from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adopted, stages_of
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.gradients.accumulate import Gradients
 from nnscaler.runtime.training.gradients.clipping import clip_gradients, gradient_norm
+from nnscaler.runtime.training.instrument_role import observed_copy
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.model_outputs import Kept, Results, check_outputs, total_loss
-from nnscaler.runtime.training.observe import observed_copy
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 

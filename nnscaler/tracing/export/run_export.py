@@ -26,12 +26,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.start_autograd import start_autograd
 from nnscaler.runtime.training.autocast import AutocastUnknown
-from nnscaler.tracing.export.checkpoints import checkpoints_marked
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_autograd_functions
 from nnscaler.tracing.export.known_values import KnownValues
 from nnscaler.tracing.export.locations import OURS, TORCH, location_of_exception
 from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.mutated_attributes import attributes_kept
+from nnscaler.tracing.export.recompute_regions import checkpoints_marked
 from nnscaler.tracing.export.vmaps import vmaps_expanded
 
 # Make a model's own code, and the libraries that it uses, believe that they are not being exported.

@@ -15,7 +15,7 @@ import pytest
 from nnscaler import files
 from nnscaler.cli.main import main
 from nnscaler.cli.options import OutputFormat
-from nnscaler.cli.output import show
+from nnscaler.cli.output import print_reports
 from nnscaler.cli.output.console import Console
 from nnscaler.errors import NnscalerError
 from verify import Check, Report, Verdict
@@ -151,7 +151,7 @@ def test_a_disk_that_fills_up_loses_nothing(
 ) -> None:
     asked = [OutputFormat("html", str(tmp_path / "r.html")), OutputFormat("concise", str(tmp_path / "r.txt"))]
     with pytest.raises(NnscalerError, match=r"cannot write .*r\.html: File too large"):
-        show.print_report(REPORT, asked, Console("never"))
+        print_reports.print_report(REPORT, asked, Console("never"))
     assert capsys.readouterr().out.splitlines()[-1].startswith("VERIFIED  my_op")
     assert (tmp_path / "r.txt").read_text().startswith("VERIFIED  my_op")  # the other file is written
     assert not (tmp_path / "r.html").exists()  # half a page is no page

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nnscaler.codegen.program import Program
-from nnscaler.communication.profile import step_communication
+from nnscaler.communication.communication_volume import step_communication
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
@@ -27,7 +27,7 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import Overheads
 from nnscaler.records import encode
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.jobs.record_step import recorded_step
+from nnscaler.runtime.jobs.record_step_times import recorded_step
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.timeline_events import Event, StepEvents

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.cli.main import main
-from nnscaler.cli.pytest_checks import check_plan
+from nnscaler.cli.pytest_assertions import check_plan
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures

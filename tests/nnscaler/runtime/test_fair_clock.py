@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.runtime.jobs import fair_clock
-from nnscaler.runtime.jobs.fair_clock import LEAST, SLOWEST, FairClock, join_within
+from nnscaler.runtime.jobs import load_adjusted_clock
+from nnscaler.runtime.jobs.load_adjusted_clock import LEAST, SLOWEST, FairClock, join_within
 
 SPIN, SLEEP = "while True: pass", "import time; time.sleep(600)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}])"
@@ -66,7 +66,7 @@ def test_it_runs_while_nobody_wants_a_processor() -> None:
 
 
 def test_it_is_the_clock_on_the_wall_where_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_clock, "_threads", lambda root: {})
+    monkeypatch.setattr(load_adjusted_clock, "_threads", lambda root: {})
     wall, fair = watched(os.getpid(), 0.5)
     assert wall - 2 * LEAST - 0.5 < fair <= wall
 
@@ -74,7 +74,7 @@ def test_it_is_the_clock_on_the_wall_where_nobody_counts(monkeypatch: pytest.Mon
 def test_it_never_stands_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand threads of its own that all want one processor."""
     waited = iter(range(0, 10**15, 10**12))
-    monkeypatch.setattr(fair_clock, "_threads", lambda root: {1: (0, next(waited))})
+    monkeypatch.setattr(load_adjusted_clock, "_threads", lambda root: {1: (0, next(waited))})
     wall, fair = watched(os.getpid(), 0.5)
     assert fair >= 0.5 * wall / SLOWEST
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from nnscaler.runtime.training.observe import instrument
+from nnscaler.runtime.training.instrument_role import instrument
 
 SOURCE = """
 class Stage:

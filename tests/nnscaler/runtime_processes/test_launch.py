@@ -18,7 +18,7 @@ import torch
 from nnscaler.records import encode
 from nnscaler.runtime import launch
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.communication.rendezvous import ProcessPlace, torchrun_place
+from nnscaler.runtime.communication.join_process_group import ProcessPlace, torchrun_place
 from nnscaler.runtime.program.program_directory import (
     describe_state,
     groups_of,

@@ -12,7 +12,7 @@ import nnscaler
 from nnscaler.compile import checkpoint_steps, with_checkpoints
 from nnscaler.ir.text import parse_graph, print_graph
 from nnscaler.tracing import trace
-from nnscaler.tracing.export import checkpoints
+from nnscaler.tracing.export import recompute_regions
 from nnscaler.transform.plan import Plan, RecomputeStep
 from verify import verify_plan
 
@@ -61,7 +61,7 @@ def test_checkpointed_calls_are_recomputed(reentrant: bool) -> None:
 def test_what_is_kept_in_memory_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
     program = nnscaler.parallelize(Model(False), BATCH, ranks=2, plan="dp=2")
     kept = program.manifest.memory[0].activations
-    monkeypatch.setattr(checkpoints, "_KEY", "another")
+    monkeypatch.setattr(recompute_regions, "_KEY", "another")
     monkeypatch.setattr("nnscaler.tracing.export.importer.checkpoint_of", lambda node: None)
     lost = nnscaler.parallelize(Model(False), BATCH, ranks=2, plan="dp=2")
     assert not any(isinstance(s, RecomputeStep) for s in lost.plan.steps)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nnscaler.errors import NnscalerError
-from nnscaler.training.config import all_options, ranks_of, read_settings, settings_of
+from nnscaler.training.read_settings import all_options, ranks_of, read_settings, settings_of
 
 FILE = """\
 model = "models/gpt.py::small"

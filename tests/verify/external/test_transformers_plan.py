@@ -8,8 +8,7 @@ import pytest
 
 from verify.external.transformers.build_program import build
 from verify.external.transformers.config_variants import flag_variants
-from verify.external.transformers.parallel_degrees import PlanSizes
-from verify.external.transformers.plan import (
+from verify.external.transformers.lint_plan import (
     PlanLint,
     WrongParameter,
     generic,
@@ -17,6 +16,7 @@ from verify.external.transformers.plan import (
     plan_repairs,
     styles,
 )
+from verify.external.transformers.parallel_degrees import PlanSizes
 
 TWO = PlanSizes(tp=2)
 

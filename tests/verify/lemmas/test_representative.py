@@ -12,7 +12,7 @@ from op_registry.call import TensorArgument
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
-from verify.programs.lemmas.call_tensors import Unrepresented
+from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import LARGEST, represent
 from verify.results.verdict import Verdict
 

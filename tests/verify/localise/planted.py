@@ -18,9 +18,9 @@ from tests.broken.planting import Edit, plant
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise import localise_all
 from verify.programs.opened_program import open_program
+from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.reference.eager import logical_state
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import Prepared, prepare
 from verify.programs.source_map import SourceMap
 from verify.programs.subject import PlanSubject
 from verify.results.finding import Finding

@@ -18,9 +18,9 @@ from tests.broken import models
 from tests.sampling import every
 from verify.programs.execution.rank_program import Task
 from verify.programs.minimise_plan import PlanTrial, minimise, minimise_plan, units_of
+from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.reference.eager import logical_state, run_reference
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import Prepared, prepare
 from verify.programs.subject import PlanSubject
 
 SPEC = "dp=2,tp=2,pp=2"

@@ -10,7 +10,7 @@ from op_registry.registry import default_registry
 from nnscaler.ir.layout import PARTIAL, Sharded
 from verify.evidence.inputs.operand_shards import lay_of
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.wrong_variants import variants_of
+from verify.evidence.oracle.wrong_results import variants_of
 from verify.operators.verify_spec import verify_spec
 
 

@@ -8,7 +8,7 @@ import torch
 from sympy import Symbol
 
 from verify.evidence.dimension_types.guards import reduced
-from verify.evidence.dimension_types.rules.try_rule import Sized, conclude_on
+from verify.evidence.dimension_types.rules.rule_harness import Sized, conclude_on
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,

@@ -18,9 +18,9 @@ from tests.sampling import every
 from tests.verify.op_proofs_bounded.calls import CALLS, Call, draw, wants_gradient
 from verify.evidence.inputs.concrete_call import dtype_name, outputs_of
 from verify.evidence.smt import interpret as interpreter
-from verify.evidence.smt.algebra import Numbers, Unsupported, literal
+from verify.evidence.smt.element_arithmetic import Numbers, Unsupported, literal
 from verify.evidence.smt.interpret import RULES, interpret
-from verify.evidence.smt.semantics.rule import Array
+from verify.evidence.smt.semantics.element_arrays import Array
 from verify.evidence.smt.storage_trace import DECOMPOSED, Blank, StorageTrace, decomposition_of, record
 
 DRAWS = 20

@@ -12,8 +12,8 @@ import z3
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from verify.evidence.smt.algebra import Numbers, Unsupported
 from verify.evidence.smt.decide_equality import Limits, Prover, Translator, answer_of
+from verify.evidence.smt.element_arithmetic import Numbers, Unsupported
 from verify.evidence.smt.polynomial import Polynomial
 from verify.evidence.smt.terms import Formula, Terms
 

@@ -381,7 +381,7 @@ def test_proofs_that_were_cut_short_are_tried_again(tmp_path: Path, monkeypatch:
         return result.report
 
     with monkeypatch.context() as patch:
-        patch.setattr("verify.operators.verification.PROOF_SHARE", -1.0)
+        patch.setattr("verify.operators.all_checks.PROOF_SHARE", -1.0)
         assert verified().verdict is Verdict.TESTED_EXACT
     assert verified().verdict is Verdict.PROVED_ALL_SIZES
     assert CACHED in verified().notes

@@ -34,7 +34,7 @@ from nnscaler.ir.signature import Signature, signatures
 from tests.layouts import gradient_of, positions
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole
 from verify.programs.typing.lines.choices import FreeSplits, legal_choices
-from verify.programs.typing.lines.constant_dims import Dims, uniform_outputs
+from verify.programs.typing.lines.uniform_value_dims import Dims, uniform_outputs
 
 AXIS = "r"
 

@@ -21,7 +21,7 @@ from nnscaler.runtime.shards import shard
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, ReplicateStep
 from verify.programs.typing import StaticResult, check_program
-from verify.programs.typing.lines.constant_dims import Dims, equal_layouts, uniform_dims
+from verify.programs.typing.lines.uniform_value_dims import Dims, equal_layouts, uniform_dims
 
 
 class Attention(nn.Module):

@@ -24,7 +24,7 @@ from nnscaler.ir.derive import explain_illegal_choice, shards_of
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.cases import uneven_sizes
-from verify.evidence.dimension_types.localize_hooks import NoProof, content, followed_in, leaves, resolved
+from verify.evidence.dimension_types.shard_argument_hooks import NoProof, content, followed_in, leaves, resolved
 from verify.evidence.dimension_types.symbolic_call import operand_sizes, resized
 from verify.evidence.smt.shrink import same_kind
 

@@ -28,7 +28,7 @@ from nnscaler.ir.signature import Signature
 from verify.evidence.dimension_types.check_localize_hooks import asked_otherwise
 from verify.evidence.dimension_types.guards import granted
 from verify.evidence.dimension_types.interpret import interpret
-from verify.evidence.dimension_types.localize_hooks import NoProof, whole_call
+from verify.evidence.dimension_types.shard_argument_hooks import NoProof, whole_call
 from verify.evidence.dimension_types.states import (
     PARTIAL_MAX,
     PARTIAL_SUM,

@@ -26,7 +26,7 @@ from op_registry.call import Call, DType, TensorArgument
 
 from nnscaler.ir.signature import Signature
 from nnscaler.runtime.start_autograd import start_autograd
-from verify.evidence.dimension_types.localize_hooks import resolved
+from verify.evidence.dimension_types.shard_argument_hooks import resolved
 from verify.evidence.dimension_types.states import Size, size_of
 
 # Record who asked about a size: the operator's own code, or torch's kernels.

@@ -17,7 +17,7 @@ import torch
 
 from op_registry.call import Call
 
-from nnscaler.runtime.jobs.fair_clock import FairClock
+from nnscaler.runtime.jobs.load_adjusted_clock import FairClock
 from nnscaler.runtime.jobs.rank_process import leave_stopping_to_parent
 from verify.evidence.inputs.concrete_call import with_tensors
 

@@ -29,7 +29,7 @@ from verify.evidence.options import Safeguards
 from verify.evidence.oracle.run_random_operators import random_arguments
 from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.oracle.whole import WholeRun, as_leaves, gradients_of
-from verify.evidence.oracle.wrong_variants import Variant, variants_of
+from verify.evidence.oracle.wrong_results import Variant, variants_of
 from verify.results.tolerance import TensorDifference, difference, largest
 
 AXES = ("shards", "groups")

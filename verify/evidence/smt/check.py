@@ -10,9 +10,9 @@ from fractions import Fraction
 import numpy as np
 
 from nnscaler.ir.placement import Choice
-from verify.evidence.smt.algebra import Element, Kind, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
 from verify.evidence.smt.claims import Claims, ShardRaises, TracedCall, TracedShards, claims, make_problem
 from verify.evidence.smt.decide_equality import Limits, Prover, Verdict
+from verify.evidence.smt.element_arithmetic import Element, Kind, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
 from verify.evidence.smt.layout import Symbol, spread
 from verify.evidence.smt.terms import ProofBudget, Terms
 

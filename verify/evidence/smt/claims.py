@@ -17,10 +17,10 @@ from nnscaler.ir.layout import Partial, State, gradient_state
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_tensors
-from verify.evidence.smt.algebra import Element, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
+from verify.evidence.smt.element_arithmetic import Element, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
 from verify.evidence.smt.interpret import Values, interpret
 from verify.evidence.smt.layout import Pairs, Spread, Symbol, equations, local_shape, spread, zeros
-from verify.evidence.smt.semantics.rule import Array
+from verify.evidence.smt.semantics.element_arrays import Array
 from verify.evidence.smt.storage_trace import Blank, StoragePlace, StorageTrace, record
 from verify.evidence.smt.terms import Terms
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import z3  # type: ignore[import-untyped]
 
-from verify.evidence.smt.algebra import Element, Unsupported
+from verify.evidence.smt.element_arithmetic import Element, Unsupported
 from verify.evidence.smt.polynomial import Coefficient, Monomial, Polynomial
 from verify.evidence.smt.terms import Formula, Terms
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verify.evidence.smt.algebra import Numbers, Unsupported, kind_of_dtype, literal
+from verify.evidence.smt.element_arithmetic import Numbers, Unsupported, kind_of_dtype, literal
 from verify.evidence.smt.semantics import index, loss, make, normalise, pointwise, reduce, window
-from verify.evidence.smt.semantics.rule import Array, Given, Rule
+from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule
 from verify.evidence.smt.storage_trace import StoragePlace, StorageStep, StorageTrace
 
 # The semantics of ATen operators on elements: one table. Views need none.

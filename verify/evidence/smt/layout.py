@@ -16,8 +16,8 @@ import torch
 
 from nnscaler.ir.layout import Partial, Sharded, State
 from nnscaler.runtime.cut import cut_of
-from verify.evidence.smt.algebra import Element, Kind, Numbers
-from verify.evidence.smt.semantics.rule import Array, array
+from verify.evidence.smt.element_arithmetic import Element, Kind, Numbers
+from verify.evidence.smt.semantics.element_arrays import Array, array
 
 Pairs = list[tuple[Element, Element]]
 Symbol = Callable[[str, Kind], Element]

@@ -24,10 +24,10 @@ from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.evidence.smt.algebra import NoCall, Unsupported
 from verify.evidence.smt.check import BoundedResult, check
 from verify.evidence.smt.claims import TracedCall, trace_whole
 from verify.evidence.smt.decide_equality import Limits
+from verify.evidence.smt.element_arithmetic import NoCall, Unsupported
 from verify.evidence.smt.shrink import same_kind, variants
 from verify.evidence.smt.terms import ProofBudget
 

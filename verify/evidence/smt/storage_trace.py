@@ -27,7 +27,7 @@ from verify.evidence.operator_trace import (
     TensorUse,
     functional,
 )
-from verify.evidence.smt.algebra import Unsupported
+from verify.evidence.smt.element_arithmetic import Unsupported
 
 # ATen operators that a trace follows into torch's core decompositions, so that they need no semantics here.
 # Each one is compared with torch's own kernel on random numbers by the tests of the semantics. What is not in this

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from verify.evidence.smt.algebra import Element, Kind, Numbers, Unsupported, kind_of, number
+from verify.evidence.smt.element_arithmetic import Element, Kind, Numbers, Unsupported, kind_of, number
 from verify.evidence.smt.polynomial import Coefficient, Monomial, Polynomial, added, multiplied, scaled, tidy
 
 MONOMIAL = 3  # steps; a step is about a microsecond

@@ -20,10 +20,10 @@ from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Shard
 from verify.external.proof import facts as layouts
 from verify.external.proof.align_ranks import Aligned
 from verify.external.proof.call_layouts import Lifting
+from verify.external.proof.derive_facts import FactsOf, Operators
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.graph import CallOutput, Form, RecordedCall
 from verify.external.proof.normal import ConstantForm, Identity, OperatorForm, Permutation, Sum, View, normal_form
-from verify.external.proof.operators import FactsOf, Operators
 from verify.external.proof.reference import ProofReference, captured
 from verify.external.proof.scalar_factors import tensors_of
 from verify.external.proof.vocab_parallel_embedding import VocabularyLookup, vocabulary_lookup

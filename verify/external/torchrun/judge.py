@@ -17,7 +17,14 @@ from verify.external.observe import RankRecord
 from verify.external.parameter_mapping import RankPiece
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.feed import Material, Way
-from verify.external.torchrun.match import Layout, own_gradients, program_of, rank_records, reference_of, unmatched
+from verify.external.torchrun.match_one_rank import (
+    Layout,
+    own_gradients,
+    program_of,
+    rank_records,
+    reference_of,
+    unmatched,
+)
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, NotMatched
 from verify.external.torchrun.runs import ScriptRunner

@@ -15,7 +15,7 @@ from op_registry.spec import SourceLocation
 from verify.external.ranks.fsdp_in_float64 import register_policies
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.judge import SAID, Judged, are_copies, counts_for_each_rank, judge
-from verify.external.torchrun.match import Layout, NoParts, material_of, parts_of, unequal_starts
+from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
 from verify.external.torchrun.runs import ScriptRunner

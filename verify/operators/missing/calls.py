@@ -25,7 +25,7 @@ from nnscaler.tracing.rewrite import dtype_of
 from nnscaler.tracing.run_graph import run_graph
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, make_call
 from verify.evidence.inputs.find_operator import record_of
-from verify.operators.suggest.probe_call import Number, Question, make_question
+from verify.operators.suggest.repeatable_call import Number, Question, make_question
 from verify.operators.suggest.size_groups import Group, find_groups, size_of
 
 # The operators of a graph that have no annotation: where they are called, and whether it matters.

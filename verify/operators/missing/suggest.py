@@ -22,7 +22,7 @@ from nnscaler.errors import AnnotationError, NnscalerError
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.missing.calls import Form, Missing, shown
 from verify.operators.suggest.infer import Suggestion, infer_annotation
-from verify.operators.suggest.probe_call import make_question
+from verify.operators.suggest.repeatable_call import make_question
 from verify.operators.suggest.tested import report_on, with_annotation
 from verify.results.verdict import Verdict, merge
 

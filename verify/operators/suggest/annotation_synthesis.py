@@ -29,7 +29,7 @@ from op_registry.call import iterate_tensors
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.layout import Partial, Replicated, Sharded, State
-from verify.operators.suggest.probe_call import Outputs, Question
+from verify.operators.suggest.repeatable_call import Outputs, Question
 from verify.operators.suggest.size_groups import Group as Sizes
 from verify.operators.suggest.truth_table import Fact
 

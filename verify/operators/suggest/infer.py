@@ -26,7 +26,7 @@ from verify.evidence.inputs.draw_calls import sample_calls
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.operators.suggest.annotation_synthesis import Evidence, compose, consistent
-from verify.operators.suggest.probe_call import Number, Question, make_question
+from verify.operators.suggest.repeatable_call import Number, Question, make_question
 from verify.operators.suggest.size_groups import Element, Group, find_groups, growth, size_of
 from verify.operators.suggest.tested import report_on, with_annotation
 from verify.operators.suggest.truth_table import Fact, truth_table

@@ -22,7 +22,7 @@ from verify.evidence.inputs.values import random_terms, refill
 from verify.evidence.options import Kind
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.evidence.oracle.whole import as_leaves, draw_cotangent, gradients_of
-from verify.operators.suggest.probe_call import Outputs, Question
+from verify.operators.suggest.repeatable_call import Outputs, Question
 from verify.results.tolerance import is_finite, largest
 
 RANKS = 3

@@ -27,7 +27,7 @@ from verify.evidence.oracle.enumerate_cases import Enumerator, Unusable, bases
 from verify.evidence.oracle.partition import ShardRaised, make_partition, run_shards
 from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 from verify.evidence.oracle.whole import as_leaves
-from verify.operators.suggest.widen import frozen, repair
+from verify.operators.suggest.repair_annotation import frozen, repair
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.tolerance import difference, largest

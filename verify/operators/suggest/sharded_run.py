@@ -17,7 +17,7 @@ from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.runtime.cut import Cut, cut_of
 from verify.evidence.inputs.values import random_terms, refill
 from verify.evidence.options import Kind
-from verify.operators.suggest.probe_call import Number, Outputs, Question
+from verify.operators.suggest.repeatable_call import Number, Outputs, Question
 from verify.results.tolerance import is_finite, largest
 
 States = tuple[State | None, ...]

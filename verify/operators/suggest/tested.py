@@ -17,9 +17,9 @@ from verify.evidence.oracle.check import TargetOutcome, as_check, check_target
 from verify.evidence.oracle.claims import Claimed, claims_of, untested
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator, Unusable, bases
 from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
+from verify.operators.all_checks import Verification, verify_record
 from verify.operators.suggest.linear import derive_linear
-from verify.operators.suggest.probe_call import Question
-from verify.operators.verification import Verification, verify_record
+from verify.operators.suggest.repeatable_call import Question
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
 

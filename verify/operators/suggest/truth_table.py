@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, Sharded, State
 from verify.evidence.operator_trace import Observer
-from verify.operators.suggest.probe_call import Outputs, Question
+from verify.operators.suggest.repeatable_call import Outputs, Question
 from verify.operators.suggest.sharded_run import States, Trial, close, divides, make_trial
 from verify.operators.suggest.size_groups import Element, Group, find_groups, size_of
 

@@ -8,20 +8,20 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from verify.programs.checks import compare_outputs, losses, norm, replicas, tensors
+from verify.programs.checks import compare_gradients, compare_outputs, losses, norm, replicas
 from verify.programs.checks.context import CheckOutcome, Comparison
 
 
 def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> list[CheckOutcome]:
     """Run every check, and record its time."""
     checks: tuple[Callable[[], CheckOutcome], ...] = (
-        lambda: tensors.check_coverage(comparison, initial_buffers),
+        lambda: compare_gradients.check_coverage(comparison, initial_buffers),
         lambda: losses.check(comparison),
         lambda: compare_outputs.check(comparison),
-        lambda: tensors.check_gradients(comparison),
+        lambda: compare_gradients.check_gradients(comparison),
         lambda: norm.check(comparison),
-        lambda: tensors.check_parameters(comparison),
-        lambda: tensors.check_buffers(comparison),
+        lambda: compare_gradients.check_parameters(comparison),
+        lambda: compare_gradients.check_buffers(comparison),
         lambda: replicas.check(comparison),
     )
     outcomes = timed(checks)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from verify.programs.checks.compare_gradients import Reference, compare
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import by_rank, put_together
-from verify.programs.checks.tensors import Reference, compare
 from verify.results.finding import Finding
 from verify.results.tolerance import difference, family_scale
 from verify.results.verdict import Verdict

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verify.programs.checks import losses, tensors
+from verify.programs.checks import compare_gradients, losses
 from verify.programs.checks.context import CheckOutcome, Comparison, merge_outcomes
 from verify.programs.execution.rank_program import Entry
 from verify.programs.reference.eager import Trajectory
@@ -29,7 +29,7 @@ def check(comparison: Comparison, trial: SingleStep) -> CheckOutcome:
         if trial.name in r.trials
     )
     other = replace(comparison, reference=trial.reference, results=results, steps=1)
-    outcomes = [losses.check(other), tensors.check_gradients(other)]
+    outcomes = [losses.check(other), compare_gradients.check_gradients(other)]
     if trial.scaled and _unchanged(comparison.reference, trial.reference):
         outcomes.append(_same_bits(comparison, trial))
     return merge_outcomes(trial.name, f"with {_with(trial)}: ", outcomes)

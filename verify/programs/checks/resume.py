@@ -19,8 +19,8 @@ from verify.programs.checks.logical_tensors import Holding, holdings_of
 from verify.programs.execution.backends import Failure, finding_of, run_simulator
 from verify.programs.execution.rank_program import RankResult, Task
 from verify.programs.opened_program import open_program
+from verify.programs.prepare_verification import Prepared
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import Prepared
 from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 from verify.results.report import Check

@@ -18,9 +18,9 @@ from op_registry.spec import SourceLocation
 from nnscaler.files import NO_ROOM, no_room
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError, UnderWayError
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.jobs.fair_clock import join_within
 from nnscaler.runtime.jobs.job import JobOutcome, JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
+from nnscaler.runtime.jobs.load_adjusted_clock import join_within
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read_program
 from verify.processes.pool import Died, TimedOut
 from verify.processes.subprocess_isolation import run_apart

@@ -23,7 +23,7 @@ from verify.evidence.oracle.enumerate_cases import Base, Target
 from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
 from verify.evidence.oracle.runner import CaseResult, WholeRaised
 from verify.evidence.provers import prove_base
-from verify.programs.lemmas.call_tensors import Unrepresented
+from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import FREE, Representative, represent
 from verify.programs.lemmas.statement import Claim, Passes, Splits, Together
 from verify.results.finding import Finding

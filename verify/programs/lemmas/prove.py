@@ -25,8 +25,8 @@ from verify.evidence.dimension_types.trace import record, simplified
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.audit.side_effects import audit
 from verify.programs.lemmas import check_claims
-from verify.programs.lemmas.call_tensors import Unrepresented
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
+from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
 from verify.programs.lemmas.small_call import Representative, represent
 from verify.programs.lemmas.statement import Claim, Obligation, RunsWhole, claims_of, strided

@@ -14,7 +14,7 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.jobs.fair_clock import join_within
+from nnscaler.runtime.jobs.load_adjusted_clock import join_within
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import same_bits, shard
@@ -24,7 +24,7 @@ from verify.programs.execution.compare_variables import variables_of
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise.deal_shards import Dealer
 from verify.programs.localise.instrument_statements import Foreign, Instrumented, Statement, instrument
-from verify.programs.localise.logical_values import Logical, interpret, next_state
+from verify.programs.localise.reference_values import Logical, interpret, next_state
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.programs.opened_program import OpenedProgram
 

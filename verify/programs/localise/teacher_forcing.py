@@ -66,7 +66,7 @@ from nnscaler.runtime.shards import unravel
 from verify.programs.execution.compare_variables import Pieces, Variable, gradient_states
 from verify.programs.localise.deal_shards import Dealer
 from verify.programs.localise.instrument_statements import Statement
-from verify.programs.localise.logical_values import Logical
+from verify.programs.localise.reference_values import Logical
 
 At = tuple[int, int]  # rank, micro-batch (-1: `prepare`)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from verify.programs.training import causes_of_losses, causes_of_staleness, causes_of_updates
-from verify.programs.training.trained import Alternatives, Candidate, ComparedValue, Trained
+from verify.programs.training import causes_of_losses, causes_of_staleness, mistake_effects
+from verify.programs.training.training_run_pair import Alternatives, Candidate, ComparedValue, Trained
 from verify.results.tolerance import largest
 
 CLOSE = 1e-8  # an alternative that is this near is the one
@@ -154,10 +154,10 @@ def _unsummed(found: ComparedValue) -> str | None:
 _ALTERNATIVES: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = {
     "learning rate": causes_of_losses.of_rate,
     "loss": causes_of_losses.of_loss,
-    "gradient": causes_of_updates.of_gradient,
-    "norm": causes_of_updates.of_norm,
-    "state": causes_of_updates.of_state,
-    "parameter": causes_of_updates.of_parameter,
+    "gradient": mistake_effects.of_gradient,
+    "norm": mistake_effects.of_norm,
+    "state": mistake_effects.of_state,
+    "parameter": mistake_effects.of_parameter,
     "buffer": causes_of_losses.of_buffer,
     "evaluation": causes_of_losses.of_evaluation,
 }

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from verify.programs.training.join_shards import indices_of
-from verify.programs.training.trained import NARROW, Alternatives, ComparedValue, Trained
 from verify.programs.training.training_recipe import Batch, rate_at
+from verify.programs.training.training_run_pair import NARROW, Alternatives, ComparedValue, Trained
 
 SINGLE = 64  # parameters that are tried one by one
 

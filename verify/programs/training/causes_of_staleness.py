@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from verify.programs.training.trained import Alternatives, ComparedValue, Trained
+from verify.programs.training.training_run_pair import Alternatives, ComparedValue, Trained
 
 UNSTASHED = (
     "its backward goes through the newest parameters, and its forward went through older ones: the stage does not keep "

@@ -18,9 +18,9 @@ from nnscaler.runtime.role import Stage
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.execution.backends import Failure
 from verify.programs.opened_program import OpenedProgram
+from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import ReferenceSettings, Trajectory
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import Prepared
 from verify.programs.training.delayed_sgd import semantics, staleness_of
 from verify.programs.training.eager import EagerRun, eager_model
 from verify.programs.training.run import (
@@ -33,8 +33,8 @@ from verify.programs.training.run import (
     scales,
 )
 from verify.programs.training.training_recipe import Course, carried_by, class_of, undecayed_of
-from verify.programs.typing.roles.reader import read_role
-from verify.programs.typing.roles.role_syntax import Unreadable
+from verify.programs.typing.roles.parse_rank_program import read_role
+from verify.programs.typing.roles.rank_program_syntax import Unreadable
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 

@@ -18,7 +18,7 @@ from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.join_shards import JoinedTensor, UnequalElements, put_together, unequal
 from verify.programs.training.ranks import StepRecord
-from verify.programs.training.trained import ComparedValue, Trained
+from verify.programs.training.training_run_pair import ComparedValue, Trained
 from verify.results.finding import Finding
 from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
 from verify.results.verdict import Verdict

@@ -16,9 +16,9 @@ from nnscaler.codegen.program import Origin, Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.jobs.fair_clock import join_within
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
+from nnscaler.runtime.jobs.load_adjusted_clock import join_within
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from nnscaler.transform.plan import Plan
@@ -37,16 +37,15 @@ from verify.programs.execution.backends import (
     start_server,
 )
 from verify.programs.pre_run_check import vouch
+from verify.programs.prepare_verification import Prepared, matched_draws
 from verify.programs.reference.eager import choose_learning_rate, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import Prepared, matched_draws
 from verify.programs.source_map import SourceMap
 from verify.programs.training.comparison import compare
 from verify.programs.training.dtypes import check_dtypes, is_mixed
 from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
 from verify.programs.training.ranks import RankTraining, TrainTask, train_rank
 from verify.programs.training.resume import check_resumed
-from verify.programs.training.trained import Trained
 from verify.programs.training.training_recipe import (
     Batch,
     Course,
@@ -58,6 +57,7 @@ from verify.programs.training.training_recipe import (
     shortened,
     undecayed_of,
 )
+from verify.programs.training.training_run_pair import Trained
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 

@@ -91,13 +91,13 @@ from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import MANIFEST, Manifest
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.typing.declared_outputs import check_results
-from verify.programs.typing.lines.constant_dims import uniform_dims
 from verify.programs.typing.lines.operations import Typer
+from verify.programs.typing.lines.uniform_value_dims import uniform_dims
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.messages import arrivals, check_gradients, check_sends
 from verify.programs.typing.roles.check_manifest import check_manifest
-from verify.programs.typing.roles.reader import read_role
-from verify.programs.typing.roles.role_syntax import RoleText, StageText, Unreadable
+from verify.programs.typing.roles.parse_rank_program import read_role
+from verify.programs.typing.roles.rank_program_syntax import RoleText, StageText, Unreadable
 from verify.programs.typing.schedule import check_schedule
 from verify.programs.typing.stage import read_stage
 from verify.programs.typing.stored import check_ends, check_stored, stored_tensors

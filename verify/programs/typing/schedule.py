@@ -1,8 +1,8 @@
 """Check every role's order of instructions: it is complete, and agrees with one total order over all roles.
 
 The total order respects every message and every gradient that comes back, and is the certificate that nothing waits for
-ever. The rules of one order, and what each instruction waits for, are those of `nnscaler.instructions`; what a stage
-receives and sends is read in its text.
+ever. The rules of one order, and what each instruction waits for, are those of `nnscaler.instructions`; what a
+stage receives and sends is read in its text.
 
 Of a stream the orders are read for as many batches as it takes until all devices repeat themselves. The staleness of a
 stage is that of delayed SGD, the updates of the batches that are on the way between its forward and its backward
@@ -26,7 +26,7 @@ from nnscaler.instructions import (
     waits_of,
 )
 from verify.programs.training.delayed_sgd import semantics, staleness_of
-from verify.programs.typing.roles.role_syntax import RoleText, StageText
+from verify.programs.typing.roles.rank_program_syntax import RoleText, StageText
 from verify.programs.typing.typed_value import Mistake
 
 

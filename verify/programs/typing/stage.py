@@ -10,7 +10,7 @@ from nnscaler.ir.layout import IN_STEP, INVARIANT, REPLICATED, Layout, Partial, 
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.walk import Reading, Scope, Walk
 from verify.programs.typing.roles.parse_stage_body import shadowing
-from verify.programs.typing.roles.role_syntax import Body, InputText, StageText, StoredText, Variable
+from verify.programs.typing.roles.rank_program_syntax import Body, InputText, StageText, StoredText, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, axes_of, normal
 
 

@@ -12,7 +12,7 @@ from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.ir.layout import INVARIANT, PARTIAL, Sharded, explain_illegal
 from verify.programs.typing.explain_mismatch import disagreement
 from verify.programs.typing.lines.walk import Noted, Reading
-from verify.programs.typing.roles.role_syntax import StageText, StoredText
+from verify.programs.typing.roles.rank_program_syntax import StageText, StoredText
 from verify.programs.typing.stage import leaf_layout
 from verify.programs.typing.typed_value import Held, Mistake, normal
 

@@ -13,7 +13,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, MICRO, SLICE, Layout, Replicated, State
 from verify.programs.checks.context import SHOWN
 from verify.programs.source_map import SourceMap
-from verify.programs.typing.roles.role_syntax import StageText
+from verify.programs.typing.roles.rank_program_syntax import StageText
 from verify.results.finding import Finding
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nnscaler.communication.profile_calls import ranks_text
+from nnscaler.communication.stage_calls import ranks_text
 from nnscaler.communication.stage_memory import stage_memory
 from nnscaler.performance.predict import Replay
 from nnscaler.performance.predicted_events import step_events

@@ -14,7 +14,7 @@ from verify.self_test.external import divided_sequences as ds
 from verify.self_test.external import edits as e
 from verify.self_test.external.edits import ExternalMutant
 from verify.self_test.external.models import Moe, supervised
-from verify.self_test.external.mutants import by_hand as hand_mutants
+from verify.self_test.external.mutants import hand_written_parallelism as hand_mutants
 from verify.self_test.external.mutants import sharded as sharded_mutants
 
 

@@ -27,7 +27,14 @@ from verify.self_test.external import (
     right_tensor_parallel,
 )
 from verify.self_test.external.edits import ExternalMutant
-from verify.self_test.external.mutants import by_hand, data_parallelism, meetings, plans, sharded, stages
+from verify.self_test.external.mutants import (
+    data_parallelism,
+    hand_written_parallelism,
+    meetings,
+    plans,
+    sharded,
+    stages,
+)
 from verify.self_test.run_rows import Progress, closing_line, run_rows, run_rows_apart
 
 _TABLES = (right_tensor_parallel, right_sharded, right_replicated, right_pipelines, right_by_hand)
@@ -40,7 +47,7 @@ ROWS: tuple[ExternalMutant, ...] = (
     *sharded.ROWS,
     *data_parallelism.ROWS,
     *stages.ROWS,
-    *by_hand.ROWS,
+    *hand_written_parallelism.ROWS,
     *meetings.ROWS,
     *known_bugs.ROWS,
 )

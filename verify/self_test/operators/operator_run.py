@@ -15,14 +15,15 @@ from verify.operators.verify_spec import verify_spec
 from verify.processes.pool import Died
 from verify.processes.subprocess_isolation import run_apart
 from verify.results.verdict import Verdict
-from verify.self_test.operators.mutants import backward, index, layout, nonadditive, rank, state
+from verify.self_test.operators.mutants import backward, element_order, index, nonadditive, shard_dependent, state
 from verify.self_test.operators.mutants.mutant import OperatorMutant
 from verify.self_test.run_rows import Progress, ended_by_a_kernel, run_rows
 
 
 def operator_mutants() -> tuple[OperatorMutant, ...]:
     """Return every mutant, by family. Made anew on each call: some of them keep state."""
-    return tuple(m for family in (backward, rank, layout, nonadditive, index, state) for m in family.mutants())
+    families = (backward, shard_dependent, element_order, nonadditive, index, state)
+    return tuple(m for family in families for m in family.mutants())
 
 
 @dataclass(frozen=True, slots=True)

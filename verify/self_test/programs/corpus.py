@@ -20,11 +20,11 @@ from nnscaler.ir.graph import Graph
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, SplitStep, Step
+from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import Prepared, prepare
 from verify.programs.subject import PlanSubject
 from verify.self_test.programs import models, tiny_models
-from verify.self_test.programs.mutants.parsed_role import RightProgram, take_apart
+from verify.self_test.programs.mutants.editable_program import RightProgram, take_apart
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LAYERS = 2  # blocks that are left of each example

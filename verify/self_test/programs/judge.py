@@ -21,8 +21,8 @@ from verify.programs.execution.backends import Failure, finding_of, run_simulato
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.localise import localise_apart
 from verify.programs.opened_program import open_program
+from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import ReferenceSettings, logical_state, run_reference
-from verify.programs.setup_verification import Prepared
 from verify.programs.source_map import SourceMap
 from verify.programs.step_variants import make_comparison, make_task
 from verify.programs.training.compare_delayed_sgd import PLAIN, is_stream, make_stream

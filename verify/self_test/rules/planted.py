@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.rules.call import Rule, RuleCall, everywhere
-from verify.evidence.dimension_types.rules.labelled import Labelled, labelled, letters
+from verify.evidence.dimension_types.rules.einsum_like import Labelled, labelled, letters
 from verify.evidence.dimension_types.rules.pointwise import pointwise
 from verify.evidence.dimension_types.states import (
     CONSTANT,

@@ -14,9 +14,9 @@ from nnscaler.codegen.program import Program
 from nnscaler.compile import parallelize
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.execution.backends import Failure
+from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import logical_state
 from verify.programs.request import PlanRequest
-from verify.programs.setup_verification import Prepared
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.resume import check_resumed
 from verify.programs.training.run import (

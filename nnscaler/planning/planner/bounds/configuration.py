@@ -23,8 +23,8 @@ from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Rough
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
-from nnscaler.planning.planner.lean_tables import Numbers
 from nnscaler.planning.planner.planner_graph import PlanningCache
+from nnscaler.planning.planner.prune_dominated import Numbers
 from nnscaler.planning.sharding.build_problem import pose
 from nnscaler.planning.sharding.tables import when_backward_ends
 from nnscaler.planning.sharding.zero_placement import Rates

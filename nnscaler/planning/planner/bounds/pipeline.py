@@ -34,7 +34,7 @@ from nnscaler.planning.planner.bounds.lagrangian import (
     values_of,
 )
 from nnscaler.planning.planner.equal_layer_chain import Chain
-from nnscaler.planning.planner.lean_tables import WHOLE_PASS, Numbers, of_conversions
+from nnscaler.planning.planner.prune_dominated import WHOLE_PASS, Numbers, of_conversions
 from nnscaler.planning.planner.stage_partition_dp import StagePartition, Together, best_cut
 from nnscaler.planning.sharding.build_problem import Weights, once_of
 from nnscaler.scheduling.schedule import Ramp

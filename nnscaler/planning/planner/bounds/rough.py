@@ -30,7 +30,7 @@ from nnscaler.planning.planner.bounds.lagrangian import (
 )
 from nnscaler.planning.planner.bounds.pipeline import HIGH, LOW, added_of, adding, around, between
 from nnscaler.planning.planner.equal_layer_chain import Chain
-from nnscaler.planning.planner.lean_tables import Numbers
+from nnscaler.planning.planner.prune_dominated import Numbers
 from nnscaler.planning.planner.stage_partition_dp import best_cut
 from nnscaler.planning.sharding.zero_placement import Rates
 

@@ -22,9 +22,9 @@ from nnscaler.planning.cost.calibrate import (
     operator_factors,
     operators_error,
 )
+from nnscaler.planning.cost.calls_to_measure import key_of
 from nnscaler.planning.cost.collectives import seconds
 from nnscaler.planning.cost.model import AxisPlace, Overheads
-from nnscaler.planning.cost.shards import key_of
 from nnscaler.planning.cost.table import CollectiveEntry, CostEntry, Profile, load_profile
 from nnscaler.planning.cost.table_cost import TableCost
 from nnscaler.planning.cost.work import Work

@@ -20,8 +20,8 @@ from nnscaler.planning.planner.bounds.configuration import bound_within, coarse_
 from nnscaler.planning.planner.branch_and_bound import evaluate_chain, search
 from nnscaler.planning.planner.equal_layer_chain import price
 from nnscaler.planning.planner.find_plan import find_plan
-from nnscaler.planning.planner.lean_tables import WHOLE_PASS, of_conversions, seconds_of
 from nnscaler.planning.planner.planner_graph import PlanningCache
+from nnscaler.planning.planner.prune_dominated import WHOLE_PASS, of_conversions, seconds_of
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.stage_partition_dp import Together, best_cut
 from nnscaler.planning.sharding.memory import MemoryBudget

@@ -21,9 +21,9 @@ from tests.sampling import every
 from verify.self_test.programs import models, tiny_models
 from verify.self_test.programs.corpus import TINY, SmallModel, Spec, build
 from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.mutants.editable_program import take_apart
 from verify.self_test.programs.mutants.mutant import apply_edits
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
-from verify.self_test.programs.mutants.parsed_role import take_apart
 from verify.self_test.programs.mutants.schedule import OPERATORS
 
 

@@ -13,11 +13,11 @@ from tests.sampling import every
 from verify.self_test.programs.corpus import TINY, Spec, build
 from verify.self_test.programs.judge import Execution, read_folder, read_statically
 from verify.self_test.programs.mutants.catalogue import TEXT_OPERATORS, mutants_of, provable_mutants, text_mutants
+from verify.self_test.programs.mutants.editable_program import RightProgram, read_role_source
 from verify.self_test.programs.mutants.graph import GRAPH
 from verify.self_test.programs.mutants.layout import COPIES, FAMILIES, LAYOUT, STATE, state_edits
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Mutant, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
-from verify.self_test.programs.mutants.parsed_role import RightProgram, read_role_source
 from verify.self_test.programs.third_oracle import compare_programs
 
 BASES = ("sharded", "staged", "sharded stages", "experts")

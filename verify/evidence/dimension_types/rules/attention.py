@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, unknown
-from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled
+from verify.evidence.dimension_types.rules.einsum_like import Labelled, Labels, labelled
 from verify.evidence.dimension_types.rules.windows import Straddles, grouped, regrouped
 from verify.evidence.dimension_types.states import (
     PARTIAL_SUM,

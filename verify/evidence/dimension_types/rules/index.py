@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, unknown
-from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled, letters
+from verify.evidence.dimension_types.rules.einsum_like import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.rules.products import plus
 from verify.evidence.dimension_types.states import SAME, Shard, State, equal, split_dims
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call import Rule, RuleCall
-from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled, letters
+from verify.evidence.dimension_types.rules.einsum_like import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.states import SAME, State, Unknown
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, everywhere, operands_in, unknown
-from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled, letters
+from verify.evidence.dimension_types.rules.einsum_like import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.states import (
     SAME,
     Constant,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, everywhere, unknown
-from verify.evidence.dimension_types.rules.labelled import named_operands, of_terms
+from verify.evidence.dimension_types.rules.einsum_like import named_operands, of_terms
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     SAME,

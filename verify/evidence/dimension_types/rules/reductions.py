@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call import Rule, RuleCall, everywhere
-from verify.evidence.dimension_types.rules.labelled import Labelled, labelled, letters
+from verify.evidence.dimension_types.rules.einsum_like import Labelled, labelled, letters
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,

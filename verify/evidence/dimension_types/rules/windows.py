@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, unknown
-from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled, letters
+from verify.evidence.dimension_types.rules.einsum_like import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.rules.products import plus
 from verify.evidence.dimension_types.states import Shard, Size, State, Unknown, Zero, checked, quotient
 from verify.evidence.dimension_types.undecomposed_operators import INTERPOLATED, NEAREST

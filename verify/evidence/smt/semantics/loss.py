@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 
-from verify.evidence.smt.algebra import Element, Numbers
-from verify.evidence.smt.semantics.rule import Array, Given, Rule, array, each
+from verify.evidence.smt.element_arithmetic import Element, Numbers
+from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, each
 
 NONE, MEAN, SUM = 0, 1, 2
 Entry = Callable[[Numbers, Given, Element, Element], Element]

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from verify.evidence.smt.algebra import Element, Numbers, Unsupported
-from verify.evidence.smt.semantics.rule import Array, Given, Rule, array, filled, whole
+from verify.evidence.smt.element_arithmetic import Element, Numbers, Unsupported
+from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, filled, whole
 
 
 def _filled(_al: Numbers, given: Given) -> Array:

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from verify.evidence.smt.algebra import Element, Numbers
+from verify.evidence.smt.element_arithmetic import Element, Numbers
+from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, each, whole
 from verify.evidence.smt.semantics.reduce import mean_of, variance_of
-from verify.evidence.smt.semantics.rule import Array, Given, Rule, array, each, whole
 
 Row = list[Element]
 

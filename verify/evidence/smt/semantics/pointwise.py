@@ -8,8 +8,8 @@ from math import pi, sqrt
 from types import MappingProxyType
 from typing import Any
 
-from verify.evidence.smt.algebra import FUNCTIONS, Element, Numbers, Unsupported, kind_of_dtype
-from verify.evidence.smt.semantics.rule import Array, Given, Rule, each, filled
+from verify.evidence.smt.element_arithmetic import FUNCTIONS, Element, Numbers, Unsupported, kind_of_dtype
+from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, each, filled
 
 _HALF = Fraction(1, 2)
 _ROOT_HALF = Fraction(sqrt(0.5))

@@ -9,8 +9,18 @@ from types import MappingProxyType
 
 import numpy as np
 
-from verify.evidence.smt.algebra import Element, Numbers, Unsupported
-from verify.evidence.smt.semantics.rule import Array, Given, Rule, array, each, filled, lanes, whole, whole_dims
+from verify.evidence.smt.element_arithmetic import Element, Numbers, Unsupported
+from verify.evidence.smt.semantics.element_arrays import (
+    Array,
+    Given,
+    Rule,
+    array,
+    each,
+    filled,
+    lanes,
+    whole,
+    whole_dims,
+)
 
 
 def over(x: Array, dims: Sequence[int], function: Callable[[list[Element]], Element], shape: Sequence[int]) -> Array:

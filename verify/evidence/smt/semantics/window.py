@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from verify.evidence.smt.algebra import Element, Numbers
-from verify.evidence.smt.semantics.rule import Array, Given, Rule, array, each
+from verify.evidence.smt.element_arithmetic import Element, Numbers
+from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule, array, each
 
 At = tuple[int, ...]
 

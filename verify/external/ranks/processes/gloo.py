@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nnscaler.runtime.communication.rendezvous import local_environment
+from nnscaler.runtime.communication.join_process_group import local_environment
 from nnscaler.runtime.jobs.job import StatusWriter, create_status_file
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
 from nnscaler.runtime.start_autograd import start_autograd

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
-from nnscaler.runtime.jobs.fair_clock import FairClock
 from nnscaler.runtime.jobs.job import Activity, StatusReader
+from nnscaler.runtime.jobs.load_adjusted_clock import FairClock
 from verify.external.ranks.call_sites import place_in_stack
 from verify.external.ranks.processes.call_log import CallReader
 from verify.external.ranks.run_result import RankCall, RanksFailed

@@ -20,8 +20,8 @@ from nnscaler.ir.derive import around_axis, is_legal, over_slices, resolve
 from nnscaler.ir.layout import Invariant, Prefix, Replicated, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
-from verify.programs.typing.lines.constant_dims import NO_DIMS, Dims, same_piece
-from verify.programs.typing.roles.role_syntax import Assignment
+from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims, same_piece
+from verify.programs.typing.roles.rank_program_syntax import Assignment
 from verify.programs.typing.typed_value import Axes
 
 # Read the layout from a line's comment. It is never trusted, only tried first where several typings are legal.

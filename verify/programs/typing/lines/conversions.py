@@ -28,8 +28,8 @@ from nnscaler.ir.layout import (
 from nnscaler.ir.layout_conversion import ROWS, ConversionRow
 from nnscaler.runtime.cut import Cut
 from verify.programs.typing.explain_mismatch import converted, disagreement
-from verify.programs.typing.lines.constant_dims import NO_DIMS, Dims, same_piece
-from verify.programs.typing.roles.role_syntax import Assignment, Variable
+from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims, same_piece
+from verify.programs.typing.roles.rank_program_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
 _BY_FUNCTION: Mapping[str, tuple[type, type, ConversionRow]] = {

@@ -22,7 +22,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import shape_of_rank
 from verify.programs.typing.lines.canonical_calls import has_dims, operator_of
 from verify.programs.typing.lines.match_call import variables
-from verify.programs.typing.roles.role_syntax import Assignment, Variable
+from verify.programs.typing.roles.rank_program_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held
 
 # pure, and nothing makes them fail but shapes and dtypes

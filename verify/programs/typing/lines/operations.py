@@ -35,7 +35,6 @@ from verify.programs.typing.lines.choices import (
     told_by,
     whole_choices,
 )
-from verify.programs.typing.lines.constant_dims import NO_DIMS, Dims
 from verify.programs.typing.lines.match_call import (
     difference,
     draws_numbers,
@@ -45,7 +44,8 @@ from verify.programs.typing.lines.match_call import (
     variables,
     without_place,
 )
-from verify.programs.typing.roles.role_syntax import Assignment, Mark, Variable
+from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims
+from verify.programs.typing.roles.rank_program_syntax import Assignment, Mark, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
 _MANY = 256  # combinations of choices over the axes that are looked through

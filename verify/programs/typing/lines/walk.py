@@ -14,7 +14,6 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout
 from verify.programs.typing.lines.canonical_calls import NoCall, canonical
 from verify.programs.typing.lines.chunked_region import JOIN, entered, left, number_of_pieces
-from verify.programs.typing.lines.constant_dims import NO_DIMS, equal_layouts
 from verify.programs.typing.lines.conversions import convert
 from verify.programs.typing.lines.idle import (
     Locals,
@@ -27,7 +26,8 @@ from verify.programs.typing.lines.idle import (
 )
 from verify.programs.typing.lines.match_call import draws_numbers, variables, with_axes
 from verify.programs.typing.lines.operations import Typed, Typer
-from verify.programs.typing.roles.role_syntax import (
+from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, equal_layouts
+from verify.programs.typing.roles.rank_program_syntax import (
     ALIAS,
     ITEM,
     Assignment,

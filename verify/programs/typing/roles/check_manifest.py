@@ -25,7 +25,7 @@ from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.program.user_operators import locate
 from nnscaler.runtime.shards import same_bits
 from verify.programs.checks.context import CheckOutcome
-from verify.programs.typing.roles.role_syntax import RoleText
+from verify.programs.typing.roles.rank_program_syntax import RoleText
 from verify.programs.typing.stored import stored_tensors
 from verify.programs.typing.typed_value import Finder, Mistake
 from verify.results.report import Check

@@ -14,7 +14,7 @@ from nnscaler.ir.graph import Region
 from nnscaler.ir.layout import State
 from nnscaler.runtime.role import Stage
 from verify.programs.typing.lines.canonical_calls import python_operator
-from verify.programs.typing.roles.role_syntax import (
+from verify.programs.typing.roles.rank_program_syntax import (
     ALIAS,
     ITEM,
     Assignment,

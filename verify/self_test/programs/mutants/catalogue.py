@@ -16,10 +16,10 @@ from verify.self_test.programs.mutants import (
     schedule,
     values,
 )
+from verify.self_test.programs.mutants.editable_program import RightProgram
 from verify.self_test.programs.mutants.graph import generated_mutants
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
-from verify.self_test.programs.mutants.parsed_role import RightProgram
 
 TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *communication.OPERATORS,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nnscaler.ir.layout import MICRO
 from nnscaler.runtime.shards import same_bits
+from verify.self_test.programs.mutants.editable_program import DeclarationEntry, RightProgram, Statement
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Edits, StateEdit
 from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
-from verify.self_test.programs.mutants.parsed_role import DeclarationEntry, RightProgram, Statement
 
 Numbers = tuple[int, ...]
 _JOINING = ("all_gather", "all_gather_replicated", "place")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from verify.self_test.programs.mutants.editable_program import RightProgram, Statement
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.parsed_role import RightProgram, Statement
 
 Find = Callable[[RightProgram], Iterator[Edits] | Iterator[Edit]]
 Place = TypeVar("Place")

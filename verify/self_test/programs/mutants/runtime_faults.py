@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Parameter, Stage
+from nnscaler.runtime.training.async_pipeline import StreamExecutor, Versions
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.gradients import gradient_plan
 from nnscaler.runtime.training.gradients.accumulate import Gradients
@@ -19,7 +20,6 @@ from nnscaler.runtime.training.gradients.buckets import SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import Holding, WantedGradient
 from nnscaler.runtime.training.saving import checkpoint
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
-from nnscaler.runtime.training.stream import StreamExecutor, Versions
 
 Fault = Callable[[], AbstractContextManager[None]]
 Summed = Callable[[Holding, Tensor, Tensor, Communicator], Tensor]  # of the own gradient, and the sum

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from nnscaler.ir.graph import LogicalTensor
+from verify.self_test.programs.mutants.editable_program import RightProgram, Statement, names_in
 from verify.self_test.programs.mutants.mutant import Edit
 from verify.self_test.programs.mutants.mutation_operator import each_of, operators, with_value
-from verify.self_test.programs.mutants.parsed_role import RightProgram, Statement, names_in
 
 INVISIBLE = ("aten.reshape", "aten.contiguous", "aten.clone", "aten._to_copy", "aten.to", "ops.dropout", "aten.alias")
 SIBLINGS = {

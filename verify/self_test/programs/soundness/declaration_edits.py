@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from random import Random
 
 from nnscaler.ir.layout import MICRO
+from verify.self_test.programs.mutants.editable_program import DeclarationEntry
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.parsed_role import DeclarationEntry
 from verify.self_test.programs.soundness.role_draft import FED, STORED, Draft, Propose
 
 

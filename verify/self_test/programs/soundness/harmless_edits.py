@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from verify.programs.typing.lines.canonical_calls import operator_of, parameters_of
+from verify.self_test.programs.mutants.editable_program import RightProgram, Role, Statement, names_in
 from verify.self_test.programs.mutants.mutant import Edit, apply_edits
-from verify.self_test.programs.mutants.parsed_role import RightProgram, Role, Statement, names_in
 
 Rewrite = Callable[[RightProgram, Statement], Iterator[str]]  # the lines that stand for a statement; none: it stays
 PYTHON = {"add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/", "matmul": "@"}

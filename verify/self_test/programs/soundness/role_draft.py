@@ -9,14 +9,14 @@ from random import Random
 from typing import TypeVar
 
 from nnscaler.ir.layout import MICRO, SLICE
-from verify.self_test.programs.mutants.mutant import Edits, apply_edits
-from verify.self_test.programs.mutants.parsed_role import (
+from verify.self_test.programs.mutants.editable_program import (
     DeclarationEntry,
     RightProgram,
     Statement,
     names_in,
     read_role_source,
 )
+from verify.self_test.programs.mutants.mutant import Edits, apply_edits
 
 T = TypeVar("T")
 NEAR = 0.75  # of the edits are where the reader found something, if it found something

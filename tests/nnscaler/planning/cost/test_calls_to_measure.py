@@ -14,7 +14,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.performance.measure_operators import time_call
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.build_profile import measure
-from nnscaler.planning.cost.shards import meshes, shard_calls, signature_text
+from nnscaler.planning.cost.calls_to_measure import meshes, shard_calls, signature_text
 from nnscaler.planning.cost.table_cost import TableCost
 from nnscaler.planning.cost.work import shard_work
 from nnscaler.planning.plan_from_axes import make_plan

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from nnscaler.buckets import gathered_together, in_buckets
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
-from nnscaler.communication.profile_calls import CallClass, CallSite, Part, Ranks, bytes_on, groups_over, layer_pattern
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
+from nnscaler.communication.stage_calls import CallClass, CallSite, Part, Ranks, bytes_on, groups_over, layer_pattern
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.layout import Layout, is_uneven, local_shape
 from nnscaler.ir.placement import Stage

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from verify.programs.training.eager import updated
 from verify.programs.training.ranks import StepRecord
-from verify.programs.training.trained import NARROW, Alternatives, ComparedValue, Trained
 from verify.programs.training.training_recipe import Batch, options_of, rate_at
+from verify.programs.training.training_run_pair import NARROW, Alternatives, ComparedValue, Trained
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 

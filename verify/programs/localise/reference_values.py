@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.tracing.run_graph import run_graph
-from nnscaler.transform.hoist_prepare import SUFFIX
+from nnscaler.transform.hoist_batch_values import SUFFIX
 from verify.programs.localise.deal_shards import Dealer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verify.evidence.smt.algebra import Element, Numbers
+from verify.evidence.smt.element_arithmetic import Element, Numbers
 from verify.evidence.smt.storage_trace import StoragePlace
 
 Array = NDArray[np.object_]

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import cast
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
-from nnscaler.communication.profile_at_rest import rest_calls
-from nnscaler.communication.profile_calls import CallSite, Part, loss_calls
+from nnscaler.communication.sharded_parameter_calls import rest_calls
+from nnscaler.communication.stage_calls import CallSite, Part, loss_calls
 from nnscaler.planning.cost.collectives import bucket_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 

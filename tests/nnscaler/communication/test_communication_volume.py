@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler import buckets
-from nnscaler.communication.profile_calls import ranks_text
+from nnscaler.communication.stage_calls import ranks_text
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.precision import Precision

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import inf, nan
 from statistics import fmean, median
 
-from nnscaler.runtime.communication.collective_times import later_than, lower_quartile
+from nnscaler.runtime.communication.benchmark_collectives import later_than, lower_quartile
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.communication.recording import RecordingCommunicator
 from nnscaler.runtime.program.program_directory import read_program
