@@ -85,6 +85,7 @@ def check(example: Load, name: str, plan: str, schedule: str | None, micro_batch
     assert report.total > 10 and not report.findings, report.to_json()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "plan", "schedule", "micro_batches", "level"), ROWS)
 def test_example_is_verified(
     example: Load, name: str, plan: str, schedule: str | None, micro_batches: int, level: str
@@ -109,6 +110,7 @@ def test_example_is_verified_on_processes(
     check(example, name, plan, schedule, micro_batches, backend="gloo")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", only((0,), ["gpt", "llama_hf", "vit_hf", "swin_hf", "t5_hf", "custom_op"]))
 def test_tensor_parallelism_divides_the_work(name: str) -> None:
     """Found from annotations alone: nearly all of the matrix multiplications are really sharded."""

@@ -118,6 +118,7 @@ def test_all_is_well(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "unchanged" not in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_one_that_is_wrong_one_that_dies_and_one_that_cannot_run(
     project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +248,7 @@ def test_in_github_actions(project: Path, capfd: pytest.CaptureFixture[str], mon
     assert Path("summary.md").read_text(encoding="utf-8").startswith("### nnscaler gate: REFUTED\n")
 
 
+@pytest.mark.long
 def test_a_machine_format_on_stdout_is_alone_there(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     configure('[tool.nnscaler.gate.ops]\nnames = ["ops.py::right"]')
     assert main(["gate", "--output-format", "json"]) == 0

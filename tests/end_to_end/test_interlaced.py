@@ -52,6 +52,7 @@ def test_an_untied_head_and_recomputed_layers() -> None:
     assert report.exit_code == 0, [f.message for f in report.findings]
 
 
+@pytest.mark.long
 def test_each_rank_has_a_quarter_of_the_table() -> None:
     program = compile_traced(traced("t5_hf"), WantedPlan(4, "pp=4", "interlaced", 4), model={"name": "t5"})
     (table,) = (entry for entry in program.manifest.parameters if "shared.weight" in entry.fqns)

@@ -22,6 +22,7 @@ def example(examples: Path) -> ModuleType:
     return load_user_module(str(examples / "llama_405b.py"))
 
 
+@pytest.mark.long
 def test_a_meta_model_gives_the_program_of_the_model_with_data(example: ModuleType) -> None:
     model = example.tiny()
     plan = {"ranks": 8, "plan": "dp=2,tp=2,pp=2", "micro_batches": 3, "model": {"name": "tiny"}}
@@ -63,6 +64,7 @@ def test_real_shapes_on_thousands_of_ranks(example: ModuleType) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 * 2**20
 
 
+@pytest.mark.long
 def test_the_command_writes_a_program_without_a_state(
     examples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def test_model_is_verified_in_micro_batches(example: Load, name: str, factory: s
     verified(example, name, factory, plan, micro_batches=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factory", ["build_discriminator_step", "build_generator_step"])
 def test_the_steps_of_a_gan_share_their_parameters(example: Load, factory: str) -> None:
     """Each trains its own half; the other half is frozen, and the program's description says so."""
@@ -135,6 +136,7 @@ def evoformer(tmp_path_factory: pytest.TempPathFactory) -> Original:
     return original
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", every(3, BUGS), ids=names(BUGS))
 def test_a_bug_in_a_triangle_update_is_read(evoformer: Original, bug: Bug, tmp_path: Path) -> None:
     assert not evoformer.read(evoformer.broken(tmp_path, bug.edits)).proved

@@ -89,6 +89,7 @@ def test_computes_what_the_model_does(
     assert backward == set(last) or schedule in ("1f1b", "gpipe")
 
 
+@pytest.mark.long
 def test_gradients_of_several_batches_add_up(tmp_path: Path) -> None:
     """As many backward passes as the model's own, and no parameter but with the last run's gradient."""
     model, batches = Recycled(), [batch(4), batch(4)]
@@ -122,6 +123,7 @@ def compiled(model: torch.nn.Module, rows: int, plan: str, ranks: int, schedule:
     )
 
 
+@pytest.mark.long
 def test_faster_than_interleaved_at_the_same_placement() -> None:
     found, other = (compiled(Recycled(4), 16, "pp=4", 4, schedule) for schedule in ("3f1b", "interleaved"))
     assert [s for s in found.plan.steps if s.kind == "assign"] == [s for s in other.plan.steps if s.kind == "assign"]

@@ -49,6 +49,7 @@ def inputs() -> dict[str, Tensor]:
     return {"ids": ids, "weights": torch.rand(4, 9, generator=generator, dtype=torch.float64)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", every(2, ["pp=2,slices=3", "pp=2,slices=4:3:2"]))
 def test_scans_and_means_over_unequal_slices_are_exact(plan: str) -> None:
     report = verify_plan(scan, inputs(), ranks=2, plan=plan, micro_batches=2, backend="simulator")

@@ -127,6 +127,7 @@ def loss_of(outputs: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "data", "plan"), only([0], TRAINED))
 def test_it_takes_the_steps_of_the_eager_model(load: Load, model: str, data: str, plan: str) -> None:
     """On its data, by AdamW and the rate of warmup.py, in float64. With buffers that the steps change."""

@@ -41,6 +41,7 @@ def check(factory: Callable[[], Any], inputs: Any, seeds: Sequence[int], meshes:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", every(2, sorted(COUNTS)))
 def test_random_plans_are_exact(name: str, examples: Path) -> None:
     module = load_user_module(str(examples / f"{name}.py"))
@@ -55,12 +56,14 @@ def test_random_pipelines_are_exact(examples: Path) -> None:
     check(module.build_model, module.sample_inputs(), (0,), PIPELINES)
 
 
+@pytest.mark.long
 def test_random_regions_in_pieces_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
     rows = check(module.build_model, module.sample_inputs(), range(2), IN_PIECES)
     assert rows["join"] >= 2
 
 
+@pytest.mark.long
 def test_random_plans_in_slices_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
     rows = check(module.build_model, module.sample_inputs(), range(2), SLICED)
@@ -85,6 +88,7 @@ def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
     check(untied_gpt(module), module.sample_inputs(), range(2), UNLIKE)
 
 
+@pytest.mark.long
 def test_random_stages_on_any_devices_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
     check(untied_gpt(module), module.sample_inputs(), (1, 2), ON_ANY_DEVICES)
@@ -105,6 +109,7 @@ def odd_inputs(batch: int = 5) -> dict[str, torch.Tensor]:
     return {"ids": text[:, :-1].contiguous(), "labels": text[:, 1:].masked_fill(text[:, 1:] > 80, -100)}
 
 
+@pytest.mark.long
 def test_random_plans_with_unequal_shards_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
     check(odd_gpt(module), odd_inputs(), (1, 3), MESHES)

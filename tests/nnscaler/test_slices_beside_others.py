@@ -63,6 +63,7 @@ class Coupled(nn.Module):
         return self.head(y / (1 + y.detach().abs().mean(0, keepdim=True))).square().mean()
 
 
+@pytest.mark.long
 def test_a_ring_goes_around_in_each_slice(tmp_path: Path) -> None:
     torch.manual_seed(0)
     traced = trace(Beside(), IMAGE)

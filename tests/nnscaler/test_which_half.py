@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,6 +71,7 @@ def reached(below: Mapping[str, Sequence[str]], node: str) -> set[str]:
     return {node}.union(*(reached(below, n) for n in below[node]))
 
 
+@pytest.mark.long
 @given(graphs())
 def test_groups_by_their_definition(below: Below) -> None:
     found = halves(below, ("x", "y"))

@@ -52,6 +52,7 @@ def _unexplained(compared: list[Compared]) -> set[str]:
     return {f"{name}: {_shown(rule)}" for name, rule in _theirs_only(compared) if not reasons_of(name, rule)}
 
 
+@pytest.mark.long
 def test_rules_that_they_alone_have_are_explained(some: list[Compared]) -> None:
     assert sum(len(one.both) for one in some) >= 450 and any(one.theirs_only for one in some)
     assert _unexplained(some) == set()

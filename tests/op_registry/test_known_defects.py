@@ -303,6 +303,7 @@ def _identifiers(operand: BoundOperand | None, dim: int) -> list[str]:
     return [] if operand is None else [f.identifier for f in operand.dims[dim].factors if f.identifier]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group", every(4, GROUPS))
 def test_a_random_plan_equals_the_model(group: str) -> None:
     check_random_plans(lambda: build(group), {"x": torch.linspace(1, 2, 6)}, [len(group)])
@@ -332,6 +333,7 @@ def test_an_identifier_twice_in_one_operand_is_refused() -> None:
         parse_checked("n n -> n", False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(7, 5, 9), (3, 7, 11)])
 def test_sizes_that_do_not_divide_are_no_error(sizes: tuple[int, int, int]) -> None:
     rows, width, classes = sizes

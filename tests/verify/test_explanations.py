@@ -35,6 +35,7 @@ def sources(folder: str) -> str:
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
+@pytest.mark.long
 def test_every_code_can_be_raised_and_is_tested() -> None:
     ours, tests = sources("verify"), sources("tests")
     made = set(re.findall(r'f"\{(?:kind|self\.kind|what)\}_(\w+)"', ours))  # f"{kind}_differs"

@@ -102,6 +102,7 @@ class Dense(nn.Module):
         return F.cross_entropy(x.view(-1, 4, 2), labels)
 
 
+@pytest.mark.long
 def test_unequal_means_over_micro_batches() -> None:
     torch.manual_seed(0)
     inputs = {"x": X, "labels": (torch.arange(16) % 4).view(8, 2).masked_fill(torch.arange(8)[:, None] == 3, -100)}
@@ -109,6 +110,7 @@ def test_unequal_means_over_micro_batches() -> None:
     assert report.exit_code == 0, report.to_json()
 
 
+@pytest.mark.long
 def test_random_numbers_in_micro_batches() -> None:
     torch.manual_seed(0)
     report = verify.verify_plan(Noisy(), (X,), ranks=4, plan="dp=2,pp=2", micro_batches=2)
@@ -177,6 +179,7 @@ class Checkpointed(nn.Module):
         return x.square().sum()
 
 
+@pytest.mark.long
 def test_checkpointing_by_torch() -> None:
     assert verify.verify_plan(Checkpointed(), (X,), ranks=2, plan="tp=2").exit_code == 0
 
@@ -221,6 +224,7 @@ class Averaging(nn.Module):
         return F.cross_entropy(self.outer(h), y)
 
 
+@pytest.mark.long
 def test_what_is_recomputed_reads_the_old_buffer() -> None:
     names = ("linear", "sub", "pow_1", "linear_1")
     plan = Plan((("dp", 2),), (RecomputeStep(names),))

@@ -213,12 +213,14 @@ def test_a_model_without_data_has_stubs_too(model: Path, capsys: pytest.CaptureF
     assert not row["own_shapes"]
 
 
+@pytest.mark.long
 def test_a_gradient_for_one_number_of_dims_has_no_star(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model.write_text(model.read_text().replace("flatten(0, -2)", "flatten(0, 1)"))
     (row,) = listed(capsys, f"{model}::without_data")["missing"]
     assert row["annotation"] == "a b c+, c+ d -> a b d"
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_trace_says_why(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "ops", "--missing", f"{model}::untraceable"]) == 2
     assert "torch.export cannot trace the model" in capsys.readouterr().err

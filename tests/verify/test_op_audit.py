@@ -361,6 +361,7 @@ def test_right_operators(function: Function, args: tuple[Any, ...]) -> None:
         assert check.supporting
 
 
+@pytest.mark.long
 def test_built_in_operators() -> None:
     """None has a side effect or a hidden input; those that say that they are random are left out."""
     audited = 0

@@ -149,6 +149,7 @@ def test_a_wrong_function_in_a_composition_is_named() -> None:
     assert found.cause == "the backward of `ForgetsTheMean` is wrong in `x`"
 
 
+@pytest.mark.long
 def test_float32_inside_hides_nothing() -> None:
     class Inside(RmsNorm):
         @staticmethod

@@ -89,6 +89,7 @@ def test_right_backwards(function: Function, args: tuple[Any, ...]) -> None:
     assert_right(function, *args)
 
 
+@pytest.mark.long
 def test_built_in_derivatives_are_right() -> None:
     """torch's own: what the differences say about them tests the differences."""
     for function, inputs in (

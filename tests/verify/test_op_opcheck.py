@@ -58,6 +58,7 @@ def refuted(probed: Probed) -> dict[str, str]:
     return {f.counter_example["test"]: f.message for f in probed.findings}
 
 
+@pytest.mark.long
 def test_a_right_registration() -> None:
     operator = custom("right", double)
     for target in (operator, operator._opoverload, torch.ops.test_opcheck_of.right):

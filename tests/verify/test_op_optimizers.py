@@ -55,6 +55,7 @@ def error_of(*targets: str, **more: Any) -> NnscalerError:
     return caught.value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["torch.optim.AdamW", "torch.optim.SGD", f"{FILE}::Lion(weight_decay=0.1)"])
 def test_elementwise_steps_are_proved_for_all_sizes(target: str) -> None:
     report = report_on(target)
@@ -73,6 +74,7 @@ def test_every_annotation_of_torchs_optimizers_holds(target: str) -> None:
     assert list(splits(report).values()) == (wanted if UPDATES[name] == "elementwise" else [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("target", "annotation"),
     [

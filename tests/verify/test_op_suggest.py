@@ -346,6 +346,7 @@ def test_the_missing_mark_is_explained() -> None:
     assert advice.sentence == "`k` should be `k+`: the outputs of the shards sum to the right answer"
 
 
+@pytest.mark.long
 def test_identifiers_frozen_without_need_are_named() -> None:
     found = widen(find_operator(linear, "m^ k^, n^ k^, n^ -> m^ n^"))
     assert [a.text for a in found] == [

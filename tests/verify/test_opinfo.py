@@ -20,6 +20,7 @@ def shared() -> dict[str, OpInfoEntry]:
     return {entry.name: entry for entry in entries()}
 
 
+@pytest.mark.long
 @pytest.mark.early
 @pytest.mark.parametrize(("samples", "each"), [(1, 18), pytest.param(4, 1, marks=pytest.mark.long)])
 def test_annotations_hold_on_torchs_samples(shared: dict[str, OpInfoEntry], samples: int, each: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from nnscaler.codegen.program import Program
@@ -50,6 +51,7 @@ def test_a_loss_that_no_rank_returns() -> None:
     assert losses.check(comparison("w", ONE)).check.verdict.passes
 
 
+@pytest.mark.long
 def test_a_process_that_died(compiled: Program, tmp_path: Path) -> None:
     failure = Failure("rank_died", "rank 3: ended by signal 11 (SIGSEGV)", 3)
     finding = finding_of(failure, tmp_path, SourceMap(compiled.graph))

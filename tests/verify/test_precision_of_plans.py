@@ -35,6 +35,7 @@ def program(tmp_path: Path) -> Path:
     return nnscaler.parallelize(Model(), BATCH, ranks=2, plan=PLAN, precision="bfloat16").save(tmp_path / "program")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "ranks"), every(2, [(PLAN, 2), ("dp=3,zero=2", 3), ("tp=2", 2), ("dp=2,zero=3", 2)]))
 def test_a_precision_that_is_asked_for_is_verified(plan: str, ranks: int) -> None:
     report = verify_plan(Model, BATCH, ranks=ranks, plan=plan, precision="bfloat16")

@@ -82,6 +82,7 @@ def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return Project(folder / target, folder / f"operators_{name}.py", folder / "program")
 
 
+@pytest.mark.long
 def test_the_program_knows_its_loss_and_its_ranks(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     report = project.verify()
     assert report.exit_code == 0, report.to_json()
@@ -115,6 +116,7 @@ def test_a_plan_without_ranks_and_program_is_an_error() -> None:
         verify_plan(torch.nn.Linear(2, 2), {})
 
 
+@pytest.mark.long
 def test_a_changed_operator_file_is_named(project: Project) -> None:
     assert project.verify().exit_code == 0
     project.operators.write_text(project.operators.read_text().replace("x * 2.0", "x * 3.0"))

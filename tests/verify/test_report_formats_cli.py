@@ -141,6 +141,7 @@ def ops(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     return "my_ops.py"
 
 
+@pytest.mark.long
 def test_several_formats_at_once(ops: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = {"json": "r.json", "junit": "r.xml", "sarif": "r.sarif", "jsonl": "r.jsonl", "concise": "r.txt"}
     arguments = [f"--output-format={name}={path}" for name, path in names.items()]
@@ -154,12 +155,14 @@ def test_several_formats_at_once(ops: str, capsys: pytest.CaptureFixture[str]) -
     assert Path("r.txt").read_text().splitlines()[-1].startswith("REFUTED  ")
 
 
+@pytest.mark.long
 def test_a_machine_format_has_the_screen_alone(ops: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-op", f"{ops}::right", "--output-format", "json", "--output-format", "junit=r.xml"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "VERIFIED"
     assert ElementTree.parse("r.xml").getroot().attrib["failures"] == "0"
 
 
+@pytest.mark.long
 def test_in_github_actions(ops: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")

@@ -108,6 +108,7 @@ def test_one_report_is_the_document_of_always() -> None:
     assert finding["related"][0]["line"] == 9 and finding["counter_example"]["identifier"] == "k"
 
 
+@pytest.mark.long
 def test_real_reports_follow_the_schemas() -> None:
     reports = real_reports()
     assert [report.verdict.word for report in reports] == ["VERIFIED", "REFUTED"]

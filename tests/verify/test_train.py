@@ -43,6 +43,7 @@ def trained(plan: str, ranks: int, model: nn.Module | None = None, **options: An
     return verify.verify_plan(model or Small(), sample(), ranks=ranks, plan=plan, **chosen)
 
 
+@pytest.mark.long
 def test_dropout_norms_and_sizes_under_zero_pass() -> None:
     report = trained("dp=2,zero=1", 2, Small(0.25, True), train_steps=5)
     assert report.exit_code == 0, report.to_json()
@@ -56,6 +57,7 @@ def test_dropout_norms_and_sizes_under_zero_pass() -> None:
     assert "bytes on the fullest rank" in checks["training: owners of the optimizer state"].detail
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "ranks", "optimizer"), [("dp=3,zero=2", 3, "sgd"), ("pp=2", 2, "torch.optim::NAdam")])
 def test_other_optimizers_pass(plan: str, ranks: int, optimizer: str) -> None:
     report = trained(plan, ranks, optimizer=optimizer)
@@ -77,6 +79,7 @@ def zero() -> Any:
         yield right
 
 
+@pytest.mark.long
 def test_a_right_run_has_no_complaint(zero: Any) -> None:
     assert complaint(zero) == ""
 

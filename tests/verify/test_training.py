@@ -155,6 +155,7 @@ def descend(executor: RankExecutor, batch: Batch) -> None:
                 parameter.sub_(parameter.grad, alpha=0.1)
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_on_under_another_plan(
     saved: ProgramDirectory, tiny: Callable[[], nn.Module], batch: Batch, tmp_path: Path
 ) -> None:

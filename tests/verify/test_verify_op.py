@@ -89,6 +89,7 @@ RIGHT: list[tuple[Callable[..., Any], str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "annotation"), every(2, RIGHT), ids=lambda v: v if isinstance(v, str) else v.__name__
 )
@@ -132,6 +133,7 @@ def test_wrong_annotations_are_refuted(
         assert finding.help is not None and suggested in finding.help
 
 
+@pytest.mark.long
 def test_sum_marked_where_nothing_is_summed() -> None:
     """`k+` for `k`: each shard computes its part, and their sum is taken for the whole."""
 
@@ -143,6 +145,7 @@ def test_sum_marked_where_nothing_is_summed() -> None:
     assert report.findings[0].counter_example["identifier"] == "k"
 
 
+@pytest.mark.long
 def test_two_wrong_splits_get_one_annotation_that_holds() -> None:
     def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
@@ -153,6 +156,7 @@ def test_two_wrong_splits_get_one_annotation_that_holds() -> None:
     assert verify.verify_op(mlp, annotation=advised.pop()).exit_code == 0
 
 
+@pytest.mark.long
 def test_gradients_are_compared_too() -> None:
     class Forgetful(torch.autograd.Function):
         """The right value, and a gradient that depends on how many rows there are."""
@@ -173,6 +177,7 @@ def test_gradients_are_compared_too() -> None:
     assert finding.counter_example["tensor"] == "gradient of input 0"
 
 
+@pytest.mark.long
 def test_a_shard_that_raises() -> None:
     def picky(x: Tensor) -> Tensor:
         if x.shape[1] < 10:
@@ -185,6 +190,7 @@ def test_a_shard_that_raises() -> None:
     assert "too few columns" in report.findings[0].counter_example["error"]
 
 
+@pytest.mark.long
 def test_an_annotation_that_lacks_an_equality() -> None:
     report = verify.verify_op(matmul, annotation="m k+, n k+ -> m n")
     assert report.exit_code == 1
@@ -197,6 +203,7 @@ def test_outputs_of_another_shape() -> None:
     assert report.findings[0].code == "annotation_does_not_fit"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "annotation", "code"),
     [
@@ -210,17 +217,20 @@ def test_undecided_is_not_a_pass(function: Callable[..., Any], annotation: str, 
     assert report.findings[0].code == code
 
 
+@pytest.mark.long
 def test_random_numbers_are_refuted() -> None:
     report = verify.verify_op(torch.rand_like, annotation="a -> a")
     assert report.exit_code == 1
     assert [f.code for f in report.findings] == ["random_operator"]
 
 
+@pytest.mark.long
 def test_positive_inputs_are_said_so() -> None:
     report = verify.verify_op(logarithm, annotation="a b -> a b")
     assert any("positive" in note for note in report.notes)
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_report() -> None:
     one, two = (json.loads(verify.verify_op(softmax, annotation="a b -> a b", seed=3).to_json()) for _ in range(2))
     assert one["findings"] == two["findings"]
@@ -261,6 +271,7 @@ def test_a_wrong_linear_set_is_refuted() -> None:
     assert report.findings[0].code == "linear_set_wrong"
 
 
+@pytest.mark.long
 def test_sample_inputs_are_used() -> None:
     def look_up(table: Tensor, ids: Tensor) -> Tensor:
         return table[ids]

@@ -44,6 +44,7 @@ def test_right_plans_pass(tiny: Factory, batch: Batch, plan: str | None, ranks: 
     assert report.total > 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "ranks"), only((1,), [("dp=3", 3), ("dp=2,tp=2,pp=2", 8)]))
 def test_right_plans_are_proved_up_to_their_weakest_lemma(tiny: Factory, batch: Batch, plan: str, ranks: int) -> None:
     static = verify.verify_plan(tiny, batch, ranks=ranks, plan=plan, level="static")
@@ -56,6 +57,7 @@ def test_right_plans_are_proved_up_to_their_weakest_lemma(tiny: Factory, batch: 
     assert both.attachments.certificate is not None and both.attachments.certificate.proved
 
 
+@pytest.mark.long
 def test_a_line_that_computes_the_same_in_another_way_is_undecided(program: Path, tiny: Factory, batch: Batch) -> None:
     edit(program, 1, "gelu_1 = aten.gelu(linear_2)", "gelu_1 = aten.add.Tensor(aten.gelu(linear_2), 0.0)")
     report = verified(program, tiny, batch, level="all")
@@ -82,6 +84,7 @@ def test_a_model_without_data_is_proved_and_not_run(batch: Batch, tiny: Factory)
         verify.verify_plan(model, batch, ranks=4, plan="dp=2,tp=2", level="run")
 
 
+@pytest.mark.long
 def test_a_module_is_taken_too_and_not_changed(tiny: Factory, batch: Batch) -> None:
     module = tiny()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -90,17 +93,20 @@ def test_a_module_is_taken_too_and_not_changed(tiny: Factory, batch: Batch) -> N
     assert all(p.grad is None for p in module.parameters())
 
 
+@pytest.mark.long
 def test_dropout_is_compared_and_said_so(tiny: Factory, batch: Batch) -> None:
     report = verify.verify_plan(tiny, batch, ranks=2, plan="dp=2", steps=1)
     assert any("2 random operations (dropout included)" in note for note in report.notes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", every(2, [torch.float32, torch.bfloat16, torch.float16]))
 def test_low_precision_is_calibrated(tiny: Factory, batch: Batch, dtype: torch.dtype) -> None:
     report = verify.verify_plan(tiny, batch, ranks=2, plan="tp=2", dtype=dtype, level="run")
     assert report.verdict is Verdict.TESTED_CALIBRATED, report.to_json()
 
 
+@pytest.mark.long
 def test_the_report_says_what_was_run(tiny: Factory, batch: Batch) -> None:
     report = verify.verify_plan(tiny, batch, ranks=2, plan="pp=2", micro_batches=4, seed=5)
     document = json.loads(report.to_json())
@@ -207,6 +213,7 @@ def verified(program: Path, tiny: Factory, batch: Batch, **options: object) -> R
     return report
 
 
+@pytest.mark.long
 def test_an_unedited_program_passes(program: Path, tiny: Factory, batch: Batch) -> None:
     report = verified(program, tiny, batch, depth="default")
     assert report.exit_code == 0 and report.findings == ()
@@ -252,6 +259,7 @@ def test_causes(
     assert cause in str(verified(program, tiny, batch).findings[0].cause)
 
 
+@pytest.mark.long
 def test_the_finding_names_the_line_of_the_program(program: Path, tiny: Factory, batch: Batch) -> None:
     edit(program, 0, "comm.all_reduce(linear_1, self.tp)", "linear_1")
     first = verified(program, tiny, batch).findings[0]
@@ -269,6 +277,7 @@ def test_a_bug_is_refuted_in_low_precision_too(program: Path, tiny: Factory, bat
     assert verified(program, tiny, batch, dtype="float32").exit_code == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_raises(program: Path, tiny: Factory, batch: Batch) -> None:
     edit(program, 0, "gelu = aten.gelu(linear)", "gelu = aten.gelu(linear) + torch.ones(7)")
     report = verified(program, tiny, batch)
@@ -278,6 +287,7 @@ def test_a_rank_that_raises(program: Path, tiny: Factory, batch: Batch) -> None:
     assert report.findings[0].where is not None
 
 
+@pytest.mark.long
 def test_collectives_that_do_not_match(program: Path, tiny: Factory, batch: Batch) -> None:
     edit(program, 0, "comm.all_reduce(linear_1, self.tp)", "comm.all_reduce(linear_1[: 1 + self.tp.index], self.tp)")
     finding = verified(program, tiny, batch).findings[0]
@@ -285,6 +295,7 @@ def test_collectives_that_do_not_match(program: Path, tiny: Factory, batch: Batc
     assert "`linear_1_v1`" in finding.message and "shapes" in finding.message
 
 
+@pytest.mark.long
 def test_a_deadlock_is_found(program: Path, tiny: Factory, batch: Batch) -> None:
     edit(program, 0, 'Send("add_1@1", 1, peers=(4, 5, 6, 7)', 'Send("add_1@1", 1, peers=(5, 4, 6, 7)')
     report = verified(program, tiny, batch)

@@ -54,17 +54,20 @@ def kinds(made: Mapping[Made, int]) -> set[str]:
     return {key[1] for key in made}
 
 
+@pytest.mark.long
 def test_three_axes_and_micro_batches(gpt: Traced, tmp_path: Path) -> None:
     made = check(gpt, "dp=2,tp=2,pp=2", 8, tmp_path, micro_batches=4)
     phases = {key[5] for key in made}
     assert {"gradient", "F0", "F1", "B0", "B1"} <= phases and kinds(made) >= {"all_reduce", "send", "recv"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "interlaced"])
 def test_schedules_and_chunks(gpt: Traced, schedule: str, tmp_path: Path) -> None:
     check(gpt, "dp=2,pp=2", 4, tmp_path, micro_batches=4, schedule=schedule)
 
 
+@pytest.mark.long
 def test_an_asymmetric_mesh(gpt: Traced, tmp_path: Path) -> None:
     check(gpt, "dp=2,tp=3", 6, tmp_path)
 
@@ -74,6 +77,7 @@ def test_llama(llama: Traced, tmp_path: Path) -> None:
     check(llama, "dp=2,tp=2,pp=2", 8, tmp_path, micro_batches=3)
 
 
+@pytest.mark.long
 def test_t5_whose_embedding_is_tied_and_whose_encoder_is_read_by_many_stages(t5: Traced, tmp_path: Path) -> None:
     check(t5, "dp=2,pp=3", 6, tmp_path, micro_batches=2)
 
@@ -81,6 +85,7 @@ def test_t5_whose_embedding_is_tied_and_whose_encoder_is_read_by_many_stages(t5:
 UNLIKE = ((("dp", 2), ("tp", 2)), (("tp", 3),)), ((("dp", 3),), (("dp", 2),))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage_axes", every(2, map(pytest.param, UNLIKE)))
 def test_stages_of_different_shape(stage_axes: Any, tmp_path: Path) -> None:
     module = example("gpt")
@@ -94,6 +99,7 @@ def test_stages_of_different_shape(stage_axes: Any, tmp_path: Path) -> None:
     assert {"send", "recv"} <= kinds(made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed",
     only((1, 2), range(8)),
@@ -118,6 +124,7 @@ def test_random_plans_of_llama(llama: Traced, seed: int, tmp_path: Path) -> None
     check(llama, plan, plan.ranks, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tp", only((1,), [2, 3]))
 def test_recomputed_layers_repeat_their_communication(gpt: Traced, tp: int, tmp_path: Path) -> None:
     plan = compile_traced(gpt, WantedPlan(2 * tp, f"dp=2,tp={tp}"), model={"name": "m"}).plan
@@ -144,6 +151,7 @@ class Detached(nn.Module):
         return ((y * self.scale.float() - target) ** 2).mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", every(2, range(6)))
 def test_what_gets_no_gradient_communicates_none(seed: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -167,6 +175,7 @@ def test_a_parameter_at_rest_in_shards_is_gathered_and_its_gradient_scattered(tm
     check(traced, plan, 3, tmp_path)
 
 
+@pytest.mark.long
 def test_buckets_are_those_of_the_runtime(gpt: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
     monkeypatch.setattr(buckets, "LEAST_BYTES", 1_000)
@@ -186,6 +195,7 @@ ZERO = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "ranks", "options"), only((2, 4, 5), ZERO))
 def test_what_zero_gathers_and_scatters(
     gpt: Traced, plan: str, ranks: int, options: dict[str, Any], tmp_path: Path
@@ -201,6 +211,7 @@ def test_what_zero_gathers_and_scatters(
         assert not gathered
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [1, 2])
 def test_masters_are_gathered_as_leaves_and_gradients_summed_in_their_own_dtype(zero: int, tmp_path: Path) -> None:
     module, precision = example("gpt"), Precision("bfloat16", reduce="bfloat16")
@@ -225,6 +236,7 @@ def test_parameters_may_rest_by_several_stages_of_zero_over_several_axes(gpt: Tr
     check(gpt, plan, 6, tmp_path)
 
 
+@pytest.mark.long
 def test_the_manifest_of_a_large_mesh_stays_small(gpt: Traced) -> None:
     sizes = []
     for dp in (2, 12):
@@ -242,6 +254,7 @@ def test_when_calls_are_made(gpt: Traced) -> None:
     assert (found["gradient", 0].first, found["gradient", 0].text) == (None, "once, after the last instruction")
 
 
+@pytest.mark.long
 def test_the_cause_is_the_module_that_makes_the_partial_sum(llama: Traced) -> None:
     plan = compile_traced(llama, WantedPlan(2, "tp=2"), model={"name": "m"}).plan
     sums = {c.call.module for c in profile_of(llama, plan).classes if c.call.kind in ("all_reduce", "reduce_scatter")}
@@ -257,6 +270,7 @@ HALVES: list[tuple[str, int, halves.Place, str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "ranks", "place", "kind"), only((2, 4), HALVES))
 def test_each_half_of_a_backward_makes_its_own_calls(
     gpt: Traced, plan: str, ranks: int, place: halves.Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

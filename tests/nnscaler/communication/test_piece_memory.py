@@ -38,6 +38,7 @@ def stage(*steps: Any) -> StageProgram:
     return materialise(apply_plan(graph, known, Plan((), steps)), known).stages[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", REGIONS)
 def test_the_profile_counts_one_piece(module: str) -> None:
     graph = traced("swin_hf").graph
@@ -95,6 +96,7 @@ def kept_by_autograd(made: Program, folder: Path) -> int:
     return max(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", REGIONS)
 def test_autograd_keeps_one_piece(module: str, tmp_path: Path) -> None:
     whole = kept_by_autograd(program(RecomputeStep((module,))), tmp_path / "whole")

@@ -66,6 +66,7 @@ def test_the_calls_in_pieces_are_counted(gpt: Traced, spec: dict[str, int], tmp_
     assert max(made.values()) >= 4 * micro_batches
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", every(2, range(4)))
 def test_random_regions_in_pieces(gpt: Traced, seed: int, tmp_path: Path) -> None:
     plan = random_plan(gpt.graph, signatures(gpt.graph), Mesh((("a", 2), ("b", 2)), regions=3), seed)

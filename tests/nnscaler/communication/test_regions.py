@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -102,6 +103,7 @@ def sides(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
     return DeviceMesh(axes, tuple(ranks)), tuple(states)
 
 
+@pytest.mark.long
 @given(st.data(), st.lists(st.sampled_from([1, 2, 4, 5, 6, 7, 12, 24]), max_size=3).map(tuple))
 @settings(max_examples=250, deadline=None)
 def test_every_cell_arrives_once_in_both_directions(data: st.DataObject, shape: tuple[int, ...]) -> None:
@@ -111,6 +113,7 @@ def test_every_cell_arrives_once_in_both_directions(data: st.DataObject, shape: 
     run(shape, target, source)
 
 
+@pytest.mark.long
 @given(st.data())
 @settings(max_examples=80, deadline=None)
 def test_two_axes_on_one_dim(data: st.DataObject) -> None:

@@ -187,6 +187,7 @@ def test_memory_under_zero(plan: str, tmp_path: Path) -> None:
             assert arriving > entry.gradients
 
 
+@pytest.mark.long
 def test_masters_and_their_leaves_are_both_held(tmp_path: Path) -> None:
     model, precision = traced_examples.loaded("gpt"), Precision("bfloat16")
     traced = trace(model.build(), model.inputs, self_check=False, precision=precision)
@@ -196,6 +197,7 @@ def test_masters_and_their_leaves_are_both_held(tmp_path: Path) -> None:
         assert getattr(entry, name) == max(getattr(found, name) for found in seen.values()), name
 
 
+@pytest.mark.long
 def test_other_optimizers_keep_other_bytes() -> None:
     traced = traced_examples.traced("gpt")
     sizes = [

@@ -129,6 +129,7 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
     return found[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 def test_memory_between_the_halves(again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To 2 %: what autograd holds, recomputed or not, is what the profile counts."""

@@ -106,6 +106,7 @@ def bound_to(operand: BoundOperand, *together: str) -> BoundAnnotation:
     return BoundAnnotation("drawn", (operand,), (operand,), sizes, dict.fromkeys(sizes, ""), {}, tied)
 
 
+@pytest.mark.long
 @given(operands(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([2, 3]))
 def test_resolve_is_the_inverse_of_operand_state(operand: BoundOperand, outer: int, parts: int) -> None:
     factors = [f for dim in operand.dims for f in dim.factors if f.size % (outer * parts) == 0]
@@ -117,6 +118,7 @@ def test_resolve_is_the_inverse_of_operand_state(operand: BoundOperand, outer: i
         assert resolve(operand, state, parts) == split  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @given(operands(), st.sampled_from([2, 3]))
 def test_operand_state_is_the_inverse_of_resolve(operand: BoundOperand, parts: int) -> None:
     states = [Sharded(dim, outer) for dim in range(3) for outer in (1, 2, 3, 4, 6, 8, 12)]

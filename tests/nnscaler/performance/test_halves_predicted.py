@@ -27,6 +27,7 @@ def plan_of(text: str, ranks: int, micro_batches: int) -> Plan:
     return compile_traced(traced_examples.traced("gpt"), wanted, model={"name": "model"}).plan
 
 
+@pytest.mark.long
 def test_halves_one_after_the_other_take_the_time_of_the_whole_where_nothing_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

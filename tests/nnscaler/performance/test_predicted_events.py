@@ -176,6 +176,7 @@ def test_every_rank_makes_these_calls_in_this_order(
     jsonschema.validate(json.loads(json.dumps(encode(measured))), SCHEMA)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", only((1,), range(4)))
 def test_random_plans(gpt: Traced, seed: int, tmp_path: Path) -> None:
     mesh, micro_batches = ((("a", 2), ("b", 3)), 1) if seed % 2 else ((("a", 2), ("b", 2), ("pp", 2)), 2)
@@ -186,6 +187,7 @@ def test_random_plans(gpt: Traced, seed: int, tmp_path: Path) -> None:
     measured_events(step.made.communicated, step.placed, recorded(step.program, tmp_path))
 
 
+@pytest.mark.long
 def test_recomputed_layers_communicate_again_before_their_gradients(gpt: Traced, tmp_path: Path) -> None:
     plan = step_of(gpt, "dp=2,tp=2", 4).program.plan
     again = replace(plan, steps=(*plan.steps, *(RecomputeStep((f"blocks.{i}",)) for i in (1, 2))))
@@ -206,6 +208,7 @@ HALVES: tuple[tuple[str, int, halves.Place], ...] = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "ranks", "place"), only((0,), HALVES))
 def test_each_half_of_a_backward_makes_its_calls(
     gpt: Traced, plan: str, ranks: int, place: halves.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +251,7 @@ def test_stages_of_different_shape_exchange_pieces_in_order(stage_axes: Any, tmp
     measured_events(step.made.communicated, step.placed, recorded(step.program, tmp_path))
 
 
+@pytest.mark.long
 def test_events_have_a_schema_and_the_same_plan_gives_the_same_events(gpt: Traced) -> None:
     first, second = (step_of(gpt, "dp=2,tp=2,pp=2", 8, micro_batches=4).events for _ in range(2))
     assert first == second

@@ -43,6 +43,7 @@ def graph(traced: Traced) -> Graph:
     return traced.graph
 
 
+@pytest.mark.long
 def test_what_is_searched_is_what_is_compiled() -> None:
     wanted = nnscaler.AutoPlan("a100x8", constraints=sizes(tp=2, pp=1))
     program = nnscaler.parallelize(Net(), {"x": torch.randn(12, 8)}, ranks=4, plan=wanted)

@@ -73,6 +73,7 @@ def named(graph: Graph, ending: str) -> set[str]:
     return {op.name for t in parameters if any(f.endswith(ending) for f in t.fqns) for op, _ in graph.consumers[t.name]}
 
 
+@pytest.mark.long
 def test_megatron_cuts_what_the_policy_cuts() -> None:
     graph = graph_of("gpt")
     told = found(graph, 4, megatron(graph, signatures(graph)), sizes(dp=2, tp=2))
@@ -200,6 +201,7 @@ def test_interlaced_holds_a_part_of_the_table_on_each_rank() -> None:
         found(graph, 4, kept, sizes(pp=1))
 
 
+@pytest.mark.long
 def test_together_means_one_choice_and_one_device() -> None:
     graph = graph_of("gpt")
     tp = sizes(tp=2, micro_batches=1)
@@ -241,6 +243,7 @@ def test_operations_run_on_the_device_they_are_put_on() -> None:
         on_device(graph, ["arange"], 0)
 
 
+@pytest.mark.long
 def test_operations_are_named_by_module_and_by_operator() -> None:
     graph = graph_of("gpt")
     linears = {op.name for op in graph.operations if op.operator == "aten.linear.default"}
@@ -254,6 +257,7 @@ def test_operations_are_named_by_module_and_by_operator() -> None:
     assert {choices_of(told.subject, told.best)[name] for name in linears} == {Split("k")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "given"),
     every(
@@ -293,6 +297,7 @@ def test_all_constraints_of_any_choices_give_them(seed: int) -> None:
     assert free.best.seconds < told.best.seconds
 
 
+@pytest.mark.long
 def test_other_stages_than_the_most_even_ones_are_kept() -> None:
     graph = graph_of("gpt")
     plan = found(graph, 2, sizes(pp=2, micro_batches=2, recompute=False)).plan
@@ -307,6 +312,7 @@ def test_other_stages_than_the_most_even_ones_are_kept() -> None:
     assert again.plan == told.plan and again.best.seconds == told.best.seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", every(2, ["gpt", "moe"]))
 @pytest.mark.parametrize("seed", range(2))
 def test_all_constraints_of_a_random_plan_give_that_plan(name: str, seed: int) -> None:

@@ -79,6 +79,7 @@ def graph_of(module: nn.Module, *shape: int) -> Graph:
     return trace(module, (torch.randn(*shape),)).graph
 
 
+@pytest.mark.long
 def test_experts_are_found_by_what_is_chosen_and_not_by_names() -> None:
     own = [(graph_of(module, 12, 8), 3, 6) for module in (Added(), Balanced())]
     for graph, count, experts in ((traced("moe").graph, 4, 12), (traced("moe_dispatch").graph, 4, 8), *own):

@@ -67,6 +67,7 @@ def test_it_is_the_cheapest_of_all(parts: int) -> None:
     assert cost(graph, known, parts, cheapest_choices(graph, known, parts, options)) == best
 
 
+@pytest.mark.long
 def test_equal_layers_get_equal_choices_and_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for layers in (12, 24):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from nnscaler.runtime.training.instrument_role import instrument
 
 SOURCE = """
@@ -40,6 +42,7 @@ class Cycle:
         time.sleep(0)
 
 
+@pytest.mark.long
 def test_threads_may_instrument_at_once() -> None:
     """Before Python 3.13 the trees of all threads share one depth, and the collector may switch threads."""
     source = SOURCE.format(terms=" + ".join(f"f({'(' * 20}-x{')' * 20}[{n}])" for n in range(150)))

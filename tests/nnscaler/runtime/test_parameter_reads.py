@@ -72,6 +72,7 @@ def run_step(program: Program, folder: Path) -> None:
 IDS = torch.arange(24).reshape(12, 2) % 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"micro_batches": 2}, {"plan": "dp=3,zero=3", "ranks": 3}])
 def test_frozen_parameters_are_gathered_again_too(options: dict[str, Any], tmp_path: Path) -> None:
     """The profile counts what is made, of each parameter."""
@@ -107,6 +108,7 @@ def test_what_is_gathered_again_takes_its_time() -> None:
     assert len(again) == 12 and all(0 < seconds < price.ahead for seconds in again)
 
 
+@pytest.mark.long
 def test_ranks_with_unequal_parts_of_a_batch_gather_once(tmp_path: Path) -> None:
     """Autograd may save other values for other sizes, and all ranks are to gather the same."""
     torch.manual_seed(0)
@@ -114,6 +116,7 @@ def test_ranks_with_unequal_parts_of_a_batch_gather_once(tmp_path: Path) -> None
     assert {phase for _, kind, _, _, _, phase in made if kind == "all_gather"} == {"F0"}
 
 
+@pytest.mark.long
 def test_what_is_whole_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of several dims is there when backward begins, and there is one at a time beside what comes next."""
     torch.manual_seed(0)
@@ -146,6 +149,7 @@ def test_what_is_whole_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert max(in_all) <= 3, "of 25: a layer has three"
 
 
+@pytest.mark.long
 def test_what_the_second_half_of_a_backward_does_not_read_is_let_go_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +215,7 @@ def test_a_step_after_one_that_failed(fails: str, at: int, tmp_path: Path, monke
     assert min(calls.values()) > at
 
 
+@pytest.mark.long
 def test_ranks_with_unequal_shards_gather_as_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """They begin their calls in one order, which follows from what is under way: from wholes, and not from shards."""
     monkeypatch.setattr(buckets, "LEAST_BYTES", 1)

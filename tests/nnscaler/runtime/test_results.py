@@ -231,6 +231,7 @@ def test_an_engine_predicts_from_the_rows_of_its_part(plan: str) -> None:
 # ---- what is wrong is found ----
 
 
+@pytest.mark.long
 def test_declarations_that_the_text_does_not_bear_out() -> None:
     program = nnscaler.parallelize(Net(), batch(), ranks=4, plan="dp=2,tp=2", micro_batches=2)
     (file, text), edits = next(iter(program.sources.items())), 0
@@ -248,6 +249,7 @@ def test_declarations_that_the_text_does_not_bear_out() -> None:
     assert edits >= 12
 
 
+@pytest.mark.long
 def test_a_wrong_layout_of_logits_is_refuted_by_a_run(tmp_path: Any) -> None:
     program = nnscaler.parallelize(Net(), batch(), ranks=2, plan="tp=2")
     folder = program.save(tmp_path / "program")

@@ -243,6 +243,7 @@ def held_after(forward: Forward, watched: list[weakref.ref[Any]]) -> tuple[list[
     return first, [one() is not None for one in watched]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("again", every(2, [False, True]))
 def test_values_stay_until_their_last_reader(again: bool) -> None:
     """After I the input of a linear is there, and the input of its gelu is not; after W nothing is."""
@@ -306,6 +307,7 @@ def test_autocast_of_a_region_holds_when_it_is_computed_again() -> None:
     assert seen == [True, True]
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_random_graphs(data: st.DataObject) -> None:

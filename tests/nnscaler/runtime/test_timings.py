@@ -10,6 +10,7 @@ from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 from tests.timings import PLANS, program_of, small_buckets, trained
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [2, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("plan", PLANS)
 def test_random_timings_give_the_same_bits(plan: str, seeds: int) -> None:

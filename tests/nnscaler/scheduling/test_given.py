@@ -95,6 +95,7 @@ def kind(function: Callable[[int, int, int], object]) -> Any:
     return kind_of_function(function, "mine.py::f", "f")
 
 
+@pytest.mark.long
 @given(name=st.sampled_from(sorted(SCHEDULES)), devices=st.integers(1, 4), micro_batches=st.integers(1, 8))
 @settings(max_examples=40, deadline=None)
 def test_functions_may_return_texts_or_instructions_or_a_schedule(name: str, devices: int, micro_batches: int) -> None:
@@ -127,6 +128,7 @@ def test_short_streams_are_no_plans() -> None:
         schedule_of(replace(plan, micro_batches=2))
 
 
+@pytest.mark.long
 @given(data=st.data(), devices=st.integers(1, 3), stages=st.integers(3, 5), micro_batches=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_any_order_that_can_run_is_accepted(data: st.DataObject, devices: int, stages: int, micro_batches: int) -> None:

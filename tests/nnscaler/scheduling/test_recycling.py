@@ -35,6 +35,7 @@ def test_golden_timeline() -> None:
     assert found == GOLDEN
 
 
+@pytest.mark.long
 @given(**sizes, **costs)
 @settings(max_examples=150, deadline=None)
 def test_no_order_is_faster(devices: int, runs: int, micro_batches: int, forward: int, backward: int) -> None:
@@ -50,6 +51,7 @@ def test_no_order_is_faster(devices: int, runs: int, micro_batches: int, forward
     assert found == least or micro_batches < devices
 
 
+@pytest.mark.long
 @given(**sizes)
 @settings(max_examples=80, deadline=None)
 def test_never_slower_than_interleaved_without_the_passes_that_do_nothing(

@@ -70,6 +70,7 @@ def build(name: str, devices: int, chunks: int, micro_batches: int) -> Schedule:
     return kind(devices, chunks if kind.any_chunks else kind.chunks, micro_batches)
 
 
+@pytest.mark.long
 @given(name=names, chunks=st.integers(1, 4), data=st.data(), **devices_and_micros)
 @settings(max_examples=150, deadline=None)
 def test_complete_and_acyclic_with_any_forward_edges(
@@ -99,6 +100,7 @@ def test_complete_and_acyclic_with_any_forward_edges(
         assert all(place[d] < place[instruction] for d in waits)
 
 
+@pytest.mark.long
 @given(**devices_and_micros)
 @settings(max_examples=60, deadline=None)
 def test_one_f_one_b_bounds(devices: int, micro_batches: int) -> None:
@@ -122,6 +124,7 @@ def costs_of(schedule: Schedule, times: tuple[float, float, float], unlike: list
     return PassCosts([f * n for n in often], [(i + w) * n for n in often], [w * n for n in often])
 
 
+@pytest.mark.long
 @given(name=st.sampled_from(PLANNED), data=st.data(), times=passes, **devices_and_micros)
 @settings(max_examples=120, deadline=None)
 def test_what_the_planner_assumes(
@@ -150,6 +153,7 @@ def test_what_the_planner_assumes(
     assert unlike <= step * 1.015
 
 
+@pytest.mark.long
 @given(name=st.sampled_from(["1f1b", "gpipe", "interleaved"]), data=st.data(), **devices_and_micros)
 @settings(max_examples=100, deadline=None)
 def test_what_the_planner_assumes_of_one_stage_a_device(
@@ -167,6 +171,7 @@ def test_what_the_planner_assumes_of_one_stage_a_device(
     assert unlike.makespan >= 3 * max(forward) * micro_batches
 
 
+@pytest.mark.long
 @given(data=st.data(), shared=st.integers(0, 2), **devices_and_micros)
 @settings(max_examples=60, deadline=None)
 def test_what_the_planner_assumes_of_interlaced(
@@ -190,6 +195,7 @@ def test_what_the_planner_assumes_of_interlaced(
     assert all(row[-1].stop == found.makespan for row in found.rows), "the last pass is run by all devices"
 
 
+@pytest.mark.long
 @given(chunks=st.integers(1, 4), **devices_and_micros)
 @settings(max_examples=60, deadline=None)
 def test_interleaved_bubble_shrinks_with_chunks(chunks: int, devices: int, micro_batches: int) -> None:

@@ -22,6 +22,7 @@ def plan(devices: int, micro_batches: int, slices: int, schedule: str = "1f1b", 
     return Plan((("pp", devices),), (), micro_batches, schedule, chunks, slices=(1,) * slices)
 
 
+@pytest.mark.long
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 5), st.sampled_from(["1f1b", "gpipe"]))
 @settings(max_examples=60, deadline=None)
 def test_every_order_is_complete_and_has_the_bubble_of_slices(p: int, m: int, s: int, name: str) -> None:

@@ -99,6 +99,7 @@ def test_torch_runs_what_is_written(name: str, ranks: int, micro_batches: int, t
     assert counts["gradients"] > 0 and counts["losses"] > 0, counts
 
 
+@pytest.mark.long
 def test_torch_refuses_one_that_lacks_a_pass(tmp_path: Path) -> None:
     file = tmp_path / "orders.csv"
     file.write_text(write_csv(SCHEDULES["zb-h1"](2, 1, 4)).replace("1W3", "1W2"))
@@ -106,6 +107,7 @@ def test_torch_refuses_one_that_lacks_a_pass(tmp_path: Path) -> None:
     assert report.verdict is Verdict.REFUTED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "numbers"),
     [(ScheduleZBVZeroBubble, in_a_v), (ScheduleDualPipeV, in_a_v), (ScheduleInterleavedZeroBubble, in_a_loop)],

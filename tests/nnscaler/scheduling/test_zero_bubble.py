@@ -56,6 +56,7 @@ def test_zb_h1(devices: int, m: int) -> None:
     assert found.peak_live == (devices,) * devices
 
 
+@pytest.mark.long
 @given(devices=st.integers(1, 10), m=st.integers(1, 30))
 @settings(max_examples=80, deadline=None)
 def test_zb_h1_is_the_shortest_for_any_number_of_micro_batches(devices: int, m: int) -> None:
@@ -91,6 +92,7 @@ def test_zb_v(devices: int, m: int) -> None:
     assert max(found.peak_live) <= 2 * devices
 
 
+@pytest.mark.long
 @given(devices=st.integers(1, 10), m=st.integers(1, 30))
 @settings(max_examples=60, deadline=None)
 def test_zb_v_for_any_number_of_micro_batches(devices: int, m: int) -> None:

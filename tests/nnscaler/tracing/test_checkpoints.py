@@ -43,6 +43,7 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_calls_are_recomputed(reentrant: bool) -> None:
     report = verify_plan(Model(reentrant), BATCH, ranks=4, plan="dp=2,tp=2", depth="quick")
@@ -68,6 +69,7 @@ def test_what_is_kept_in_memory_is_less(monkeypatch: pytest.MonkeyPatch) -> None
     assert kept < lost.manifest.memory[0].activations
 
 
+@pytest.mark.long
 def test_a_plan_that_recomputes_says_all() -> None:
     graph = trace(Model(False), BATCH).graph
     own = Plan((("dp", 2),), (RecomputeStep(("blocks.1",)),))
@@ -114,6 +116,7 @@ def test_reentrant_without_an_input_that_has_a_gradient() -> None:
     assert model.first.weight.grad is None
 
 
+@pytest.mark.long
 def test_layers_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -59,6 +59,7 @@ class UsesFunctions(nn.Module):
         return (product * c).sum() + (b * total).sum()
 
 
+@pytest.mark.long
 def test_unregistered_functions_are_one_operation_each() -> None:
     with pytest.warns(UserWarning, match="is not registered: every rank runs it whole"):
         traced = trace(UsesFunctions(), (X,))

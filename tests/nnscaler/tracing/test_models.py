@@ -92,6 +92,7 @@ def test_models(hf: ModuleType, build: Callable[[ModuleType], Example]) -> None:
         assert (tuple(values[name].shape), str(values[name].dtype)) == (tensor.shape, f"torch.{tensor.dtype}"), name
 
 
+@pytest.mark.long
 def test_tied_weights_are_one_tensor(hf: ModuleType) -> None:
     model, inputs = llama(hf)
     graph = trace(model, inputs).graph
@@ -100,6 +101,7 @@ def test_tied_weights_are_one_tensor(hf: ModuleType) -> None:
     assert {op.operator for op, _ in graph.consumers[tied.name]} == {"aten.embedding.default", "aten.linear.default"}
 
 
+@pytest.mark.long
 def test_rotary_halves_are_one_split(hf: ModuleType) -> None:
     model, inputs = llama(hf)
     operators = [op.operator for op in trace(model, inputs).graph.operations]
@@ -107,6 +109,7 @@ def test_rotary_halves_are_one_split(hf: ModuleType) -> None:
     assert operators.count("aten.slice.Tensor") == 1  # the labels, shifted
 
 
+@pytest.mark.long
 def test_t5_shifts_its_labels(hf: ModuleType) -> None:
     model, inputs = t5(hf)
     graph = trace(model, inputs).graph
@@ -115,6 +118,7 @@ def test_t5_shifts_its_labels(hf: ModuleType) -> None:
     assert graph.consumers["labels"], "the decoder's inputs come from the labels"
 
 
+@pytest.mark.long
 def test_a_model_without_data(hf: ModuleType) -> None:
     model, inputs = llama(hf)
     real = trace(model, inputs).graph
@@ -128,6 +132,7 @@ def test_a_model_without_data(hf: ModuleType) -> None:
     assert trace(empty, {k: v.to("meta") for k, v in inputs.items()}).graph == real
 
 
+@pytest.mark.long
 def test_tracing_is_quick(hf: ModuleType) -> None:
     model, inputs = llama(hf)
     seconds = []

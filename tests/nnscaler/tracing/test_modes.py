@@ -71,6 +71,7 @@ def test_every_part_keeps_its_mode(root: bool, backbone: bool, head: bool) -> No
     assert [note for note in traced.notes if "evaluation mode" in note] == ([] if root else [wanted])
 
 
+@pytest.mark.long
 def test_the_mode_of_a_model_with_a_loss_function_is_the_models() -> None:
     model = net(False, False, False)
     with pytest.warns(UserWarning, match="evaluation mode"):
@@ -88,6 +89,7 @@ def stack(evaluated: tuple[int, ...]) -> Stack:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "evaluated", every(2, map(pytest.param, [(), (0,), (2,), (0, 1), (1, 3), (0, 1, 2, 3), (0, 1, 2, 3, 4)]))
 )
@@ -98,6 +100,7 @@ def test_layers_of_different_modes_are_not_copies(evaluated: tuple[int, ...]) ->
     assert dropping == [f"layers.{i}.drop" for i in range(LAYERS) if i not in evaluated]
 
 
+@pytest.mark.long
 def test_a_child_alone_in_another_mode_is_seen_in_repeated_layers() -> None:
     def make() -> Stack:
         made = stack(())
@@ -108,6 +111,7 @@ def test_a_child_alone_in_another_mode_is_seen_in_repeated_layers() -> None:
     assert len(dropped(traced)) == LAYERS - 1
 
 
+@pytest.mark.long
 def test_transformers_gives_models_in_either_mode(tmp_path: object) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=8)

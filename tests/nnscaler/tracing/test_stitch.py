@@ -18,6 +18,7 @@ from tests.nnscaler.tracing.stacks import LAYERS, Forward, Layer, Stack, changed
 from tests.sampling import every
 
 
+@pytest.mark.long
 def test_equal_layers_are_copied_with_their_own_paths_and_lines() -> None:
     traced = same(Stack, copies=LAYERS - 1)
     modules = [op.module for op in traced.graph.operations if op.operator == "aten.linear.default"]
@@ -75,6 +76,7 @@ def other_forward(stack: Stack) -> None:
     stack.layers[3].forward = MethodType(lambda layer, x: layer.block(x) - 1, stack.layers[3])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "copies"),
     every(2, [
@@ -217,6 +219,7 @@ def checkpointed(layer: Layer, x: Tensor) -> Tensor:
     return torch.utils.checkpoint.checkpoint(layer.block, x, use_reentrant=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "body", "copies"),
     every(2, [
@@ -241,6 +244,7 @@ def test_where_layers_cannot_be_compared_each_is_traced_and_a_note_says_so() -> 
     assert any(n.startswith("every layer is traced by itself") and "layers.3" in n for n in traced.notes)
 
 
+@pytest.mark.long
 def test_on_the_meta_device() -> None:
     sample = (torch.empty(3, 6, device="meta"),)
     with torch.device("meta"):

@@ -32,6 +32,7 @@ def attention(model: nn.Module, **batch: Tensor) -> tuple[Operation, int]:
     return found[0], len(traced.graph.operations)
 
 
+@pytest.mark.long
 def test_a_causal_model_without_padding(hf: ModuleType) -> None:
     op, count = attention(llama(hf), input_ids=IDS, labels=IDS)
     assert len(op.inputs) == 3 and op.args[5] is True  # no mask, is_causal
@@ -41,18 +42,21 @@ def test_a_causal_model_without_padding(hf: ModuleType) -> None:
     assert more > count
 
 
+@pytest.mark.long
 def test_a_mask_that_the_user_gives_is_never_left_out(hf: ModuleType) -> None:
     """All ones in this batch, and padding in the next."""
     op, _ = attention(llama(hf), input_ids=IDS, labels=IDS, attention_mask=torch.ones_like(IDS))
     assert len(op.inputs) == 4
 
 
+@pytest.mark.long
 def test_a_bidirectional_model_without_padding(hf: ModuleType) -> None:
     config = hf.BertConfig(**SIZES, attention_probs_dropout_prob=0.0)
     op, _ = attention(hf.BertForMaskedLM(config).train(), input_ids=IDS, labels=IDS)
     assert len(op.inputs) == 3 and op.args[4:6] != (0.0, True)
 
 
+@pytest.mark.long
 def test_a_model_whose_mask_differs_under_export(hf: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """PaliGemma on text: eager attends to everything, and under export it would be causal."""
     text = hf.GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=4)
@@ -71,6 +75,7 @@ def test_a_model_whose_mask_differs_under_export(hf: ModuleType, monkeypatch: py
         trace(model, batch)
 
 
+@pytest.mark.long
 def test_a_default_mask_that_is_made_in_eager_alone(hf: ModuleType) -> None:
     config = hf.LongT5Config(
         vocab_size=32, d_model=12, d_kv=4, d_ff=16, num_layers=1, num_decoder_layers=1, num_heads=3, local_radius=2,
@@ -80,6 +85,7 @@ def test_a_default_mask_that_is_made_in_eager_alone(hf: ModuleType) -> None:
     assert trace(model, {"input_ids": IDS, "labels": IDS[:, :4]}).notes == ()
 
 
+@pytest.mark.long
 def test_without_the_shim_masks_are_explicit(hf: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_export, "_QUESTIONS", ())
     monkeypatch.setattr(run_export, "_FLAGS", ())

@@ -70,6 +70,7 @@ def test_a_tuple_whose_rest_is_for_the_loss() -> None:
     assert list(traced.inputs) == ["x", "input_1"]
 
 
+@pytest.mark.long
 def test_a_program_of_model_and_loss() -> None:
     report = verify_plan(Net, BATCH, ranks=4, plan="dp=2,tp=2", depth="quick", loss_fn=loss)
     assert report.verdict.passes, report

@@ -54,6 +54,7 @@ def operators(graph: Graph) -> set[str]:
     return {op.operator.split(".")[1] for op in graph.operations}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", only((1,), [1, 8]))
 def test_masks_made_under_vmap(layers: int) -> None:
     """With eight layers, the repeated ones are not traced one by one, which gives the same graph."""

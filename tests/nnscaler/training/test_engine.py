@@ -184,6 +184,7 @@ def test_an_input_that_is_no_rows_of_the_batch_has_the_same_values_on_all_ranks(
         on_ranks(program, lambda engine: work(engine, True))
 
 
+@pytest.mark.long
 def test_an_engine_holds_the_model_once() -> None:
     """A model that nobody else holds is freed once it is compiled, and other sizes are compiled all the same."""
     made, whole, other = model(dropout=0.5).double(), batch(8), batch(5, seed=1)
@@ -199,6 +200,7 @@ def test_an_engine_holds_the_model_once() -> None:
     assert len(engine.compilations) == 2
 
 
+@pytest.mark.long
 def test_what_a_model_refers_to_is_not_copied() -> None:
     class Held:
         def __deepcopy__(self, memo: Any) -> Any:

@@ -30,6 +30,7 @@ def head(rows: int) -> tuple[nnscaler.Program, dict[str, Tensor]]:
     return nnscaler.parallelize(Head(), batch, ranks=1, plan="dp=1"), batch
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not RESET.exists(), reason="the system does not tell a process's peak of memory since a moment")
 def test_two_tensors_of_the_size_of_the_logits_are_the_most() -> None:
     program, batch = head(ROWS)

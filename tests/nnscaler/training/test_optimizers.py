@@ -202,6 +202,7 @@ def test_a_wrong_group_is_told() -> None:
         assert message in error.message and help in (error.help or "")
 
 
+@pytest.mark.long
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 50), max_size=20), st.integers(1, 5))
 def test_owners_are_balanced_and_do_not_depend_on_order(weights: dict[str, int], ranks: int) -> None:
     owners = assign_owners(weights, ranks)
@@ -272,6 +273,7 @@ def eager(cls: Any, **defaults: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_an_engines_optimizer_trains_as_the_model_does() -> None:
     for cls, plan in ((torch.optim.NAdam, "dp=3,zero=1"), (OWN.Lion, "tp=3"), (OWN.LAMB, "dp=3")):
         wanted = eager(cls, lr=0.1)

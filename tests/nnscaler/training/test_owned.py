@@ -116,6 +116,7 @@ def test_the_updates_are_those_of_one_process(make: Callable[[Engine], Made], pl
     assert 0 < min(held for _, held in found) < len(expected)  # each matrix has one owner
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others", [1, pytest.param(None, marks=pytest.mark.long)])
 def test_a_checkpoint_goes_on_under_any_plan(tmp_path: Path, others: int | None) -> None:
     """Each plan's under the next one, or each under all."""

@@ -112,6 +112,7 @@ def test_more_ranks_stay_within_the_noise_of_the_format(plan: str, ranks: int, r
         assert max(errors.values()) < 0.02  # one step of the optimizer, of six: a gradient near 0 may change its sign
 
 
+@pytest.mark.long
 def test_masters_move_where_half_precision_stands_still() -> None:
     """A rate below half a unit in the last place of most weights: 200 steps add up in float32, not in bfloat16."""
     start = {name: p.detach().clone() for name, p in model().named_parameters()}

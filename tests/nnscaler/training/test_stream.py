@@ -192,6 +192,7 @@ def test_devices_that_run_a_stage_together_are_no_stream() -> None:
     assert found.value.code == "plan_illegal" and found.value.help
 
 
+@pytest.mark.long
 def test_a_stage_of_which_nothing_is_trained_runs_one_batch_forward() -> None:
     torch.manual_seed(0)
     model = Chain().double()

@@ -180,6 +180,7 @@ def test_every_program_is_proved_before_it_runs(folder: Path, monkeypatch: pytes
     assert train("--steps=6") == 2
 
 
+@pytest.mark.long
 def test_the_console_has_a_line_for_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train() == 0
     told = capsys.readouterr().out.splitlines()

@@ -39,6 +39,7 @@ def named(graph: Graph, module: str) -> str:
 # -- candidates ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_heads_reach_the_packed_projection_as_a_strided_split(transformer: Any) -> None:
     found = all_candidates(transformer.graph, transformer.signatures, 2)
     assert Split("n", 3) in found[named(transformer.graph, "attn.packed")]

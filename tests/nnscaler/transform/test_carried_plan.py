@@ -60,6 +60,7 @@ def split(*operations: str, identifier: str = "a", **form: Any) -> SplitStep:
     return SplitStep(operations, "tp", identifier, **form)
 
 
+@pytest.mark.long
 def test_names_are_those_of_the_same_lines() -> None:
     before, after = graph(6), graph(6, training=False)
     adds = {op.name: op.module for op in before.operations if op.operator == "aten.add.Tensor"}
@@ -107,6 +108,7 @@ def test_blocks_keep_their_size(step: SplitStep, rows: int, wanted: list[Step]) 
     assert list(carried(step, rows=rows)) == wanted
 
 
+@pytest.mark.long
 def test_the_engine_evaluates_batches_of_other_sizes() -> None:
     """Half of the windows of each sample on each rank, at every size."""
     torch.manual_seed(0)

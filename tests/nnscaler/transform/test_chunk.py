@@ -157,6 +157,7 @@ def test_states_of_a_region(transformer: Model) -> None:
     assert not made.volumes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "plan"),
     every(

@@ -52,6 +52,7 @@ def crossing(graph: Graph, anchored: Sequence[Operation], place: int) -> int:
     return round(sum(4 * graph.tensors[name].elements for name in sent) * weight_of(depth))
 
 
+@pytest.mark.long
 @given(st.integers(2, 8), st.integers(2, 4), st.data())
 @settings(max_examples=150, deadline=None)
 def test_stages_equal_brute_force(count: int, stages: int, data: st.DataObject) -> None:
@@ -228,6 +229,7 @@ def test_blocks_follow_modules_down_to_small_shares() -> None:
     assert blocks_of((), (), b.cost) == ()
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.sampled_from(PATHS), st.integers(1, 50)), min_size=1, max_size=60), st.data())
 @settings(max_examples=60, deadline=None)
 def test_blocks_are_small_wherever_they_may_be(drawn: list[tuple[str, int]], data: st.DataObject) -> None:

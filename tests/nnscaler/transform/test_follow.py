@@ -72,6 +72,7 @@ def test_a_step_of_the_plan_stands() -> None:
     assert made.placements[only(made.graph, "aten.index.Tensor")].choices[0][0] == RunInvariant()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batch", "ranks", "micro_batches"), every(2, [(7, 3, 1), (12, 3, 2)]))
 def test_the_program_equals_the_model(batch: int, ranks: int, micro_batches: int) -> None:
     report = verify.verify_plan(build, inputs(batch), ranks=ranks, plan=f"dp={ranks}", micro_batches=micro_batches)

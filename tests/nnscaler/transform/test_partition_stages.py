@@ -189,6 +189,7 @@ def test_ties_go_to_the_narrow_place() -> None:
     assert partition_stages(graph.replace(tensors=tensors), 2, b.cost).stage_of["l2_0"] == (0,)
 
 
+@pytest.mark.long
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=9),
     st.data(),
@@ -219,6 +220,7 @@ def test_balanced_cuts_equal_brute_force(costs: list[int], data: st.DataObject, 
         assert value([cuts.index(c) for c in found]) == min(value(chosen) for chosen in legal)
 
 
+@pytest.mark.long
 @given(st.integers(1, 5), st.integers(1, 12), st.data())
 @settings(max_examples=60, deadline=None)
 def test_every_tensor_flows_to_the_same_or_a_later_stage(layers: int, stages: int, data: st.DataObject) -> None:

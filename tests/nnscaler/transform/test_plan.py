@@ -48,6 +48,7 @@ plans = st.builds(
 )
 
 
+@pytest.mark.long
 @given(plans)
 def test_a_plan_reads_back(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan

@@ -33,11 +33,13 @@ sides = st.lists(operands, max_size=3).map(tuple)
 annotations = st.builds(Annotation, sides, sides)
 
 
+@pytest.mark.long
 @given(annotations)
 def test_printing_and_parsing_are_inverse(annotation: Annotation) -> None:
     assert parse(print_annotation(annotation)) == annotation
 
 
+@pytest.mark.long
 @given(annotations)
 def test_spaces_do_not_matter_between_tokens(annotation: Annotation) -> None:
     text = print_annotation(annotation)

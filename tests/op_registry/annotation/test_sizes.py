@@ -85,6 +85,7 @@ def test_an_ast_binds_like_its_text() -> None:
     assert bind(parse("m k+, k+ n -> m n"), [(2, 3), (3, 4)]) == bind("m k+, k+ n -> m n", [(2, 3), (3, 4)])
 
 
+@pytest.mark.long
 @given(sizes_of_names, st.data())
 def test_bind_finds_the_sizes_that_made_the_shapes(sizes: dict[str, int], data: st.DataObject) -> None:
     order = data.draw(st.permutations(NAMES))

@@ -78,6 +78,7 @@ def test_operator_on_its_other_samples(operator: str) -> None:
         answer_all(SAMPLES[number], whole_run(SAMPLES[number], number))
 
 
+@pytest.mark.long
 def test_what_is_asked() -> None:
     assert count(SAMPLES) == ASKED
 

@@ -124,6 +124,7 @@ def made_from_nothing(call: Call) -> bool:
     return any(output is not None and output.device.type == "cpu" for output in outputs)
 
 
+@pytest.mark.long
 def test_factories_are_what_makes_tensors_from_nothing() -> None:
     """A program gives these, and no others, the device of its rank. Where the numbers are tensors, torch's kernels and
     its meta kernels differ in what they take for the device, which is why it is told."""

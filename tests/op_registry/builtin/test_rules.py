@@ -27,6 +27,7 @@ def _cut(factors: list[int], cuts: set[int]) -> list[int]:
     return [prod(factors[a:b]) for a, b in pairwise(edges)]
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(
     st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=6),

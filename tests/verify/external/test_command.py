@@ -35,6 +35,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", every(3, map(pytest.param, RIGHT)), ids=" ".join)
 def test_examples_are_verified(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run(capsys, str(EXAMPLES / words[0]), *words[1:])
@@ -79,6 +80,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "text", "instead", "code", "cause"), only((4,), WRONG), ids=[instead for _, _, instead, *_ in WRONG]
 )
@@ -178,6 +180,7 @@ def test_what_cannot_be_matched_is_inconclusive(tmp_path: Path, capsys: pytest.C
     assert finding["code"] == "parameter_unmatched" and "`names`" in finding["help"]
 
 
+@pytest.mark.long
 def test_a_program_that_cannot_be_saved_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hook = "    model.register_state_dict_pre_hook(lambda *_: 1 / 0)\n    return fully_shard"
     (tmp_path / "check.py").write_text(TEMPLATE.replace("    return fully_shard", hook))

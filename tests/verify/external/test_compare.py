@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ def _without_head(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for n, p in model.named_parameters() if not parallel or "head" not in n], lr=0.1)
 
 
+@pytest.mark.long
 def test_an_update_that_is_wrong_is_told_and_not_the_gradients_of_the_step_after_it() -> None:
     wrong = replace(program(programs.replicated, dp=2), optimizer=_without_head)
     (finding,) = verify_program(wrong, QUICK).findings
@@ -81,6 +83,7 @@ def test_micro_batches_that_couple_their_rows_are_told() -> None:
     assert {f.code for f in meant.findings} <= {"buffer_differs"}
 
 
+@pytest.mark.long
 def test_labels_that_are_unequal_in_number_among_micro_batches_are_told_as_well() -> None:
     def uneven() -> tuple[Tensor, Tensor]:
         x, y = programs.batch()
@@ -91,6 +94,7 @@ def test_labels_that_are_unequal_in_number_among_micro_batches_are_told_as_well(
     assert causes == {"micro_batches"}
 
 
+@pytest.mark.long
 def test_a_loss_that_is_another_number_is_no_multiple_of_the_right_one() -> None:
     def other(model: Any, batch: Any) -> Tensor:
         loss = model(*batch)

@@ -39,6 +39,7 @@ def test_flags_are_programs_of_their_own() -> None:
         expand(ExternalRequest("hf:qwen33", sweep_flags=True))
 
 
+@pytest.mark.long
 def test_all_models_with_a_plan() -> None:
     found = expand(ExternalRequest("hf:all", tp=(2,)))
     assert [r.target for r in found] == [f"hf:{name}" for name in targets()]
@@ -53,6 +54,7 @@ def test_values_of_settings(text: str, value: object) -> None:
     assert value_of(text) == value and type(value_of(text)) is type(value)
 
 
+@pytest.mark.long
 def test_several_programs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """One has no such plan and is left out, one cannot be made and is INCONCLUSIVE; the rest is verified."""
     names = ["llama", "no_such_model", "gpt2"]

@@ -50,12 +50,14 @@ def test_a_rule_that_does_not_mend_it_is_not_proposed(wrong_plan: None, monkeypa
     assert "in the tp plan" not in str(finding.help)
 
 
+@pytest.mark.long
 def test_a_right_plan_has_no_advice() -> None:
     report = verify_plan_of_library(REQUEST, lambda text: None)
     assert report.verdict.passes and not report.findings
     assert not [note for note in report.notes if note.startswith("the plan")]
 
 
+@pytest.mark.long
 def test_what_reads_oddly_is_a_note() -> None:
     """One head of keys on two ranks: the library raises, and the note says why."""
     request = ExternalRequest("hf:llama", tp=(2,), steps=1, level="run", settings=("num_key_value_heads=1",))

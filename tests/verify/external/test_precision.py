@@ -30,6 +30,7 @@ def mixed_and_summed(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return made
 
 
+@pytest.mark.long
 def test_mixed_precision_is_float64_in_a_run_in_float64() -> None:
     report = verify_program(program(mixed, dp=2))
     assert report.verdict is Verdict.TESTED_EXACT, [f.message for f in report.findings]
@@ -50,6 +51,7 @@ def test_a_policy_is_its_authors_outside_of_float64() -> None:
     assert policy != MixedPrecisionPolicy(param_dtype=torch.float16, cast_forward_inputs=False)
 
 
+@pytest.mark.long
 def test_no_module_is_blamed_for_rounding_in_float32() -> None:
     """All outputs are right, and in float32 they differ by rounding: only gradients are wrong."""
     report = verify_program(program(programs.summed, dp=2), dtypes=("float32",))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.verify.external import programs
 from tests.verify.external.programs import program
 from verify.external.verify import verify_program
@@ -22,6 +24,7 @@ def test_tensor_parallel_sums_one_activation_each_way() -> None:
     assert any("aten.addmm.default from (Replicate(),) to (Partial(sum),)" in note for note in report.notes)
 
 
+@pytest.mark.long
 def test_full_sharding_gathers_and_scatters_and_holds_shards() -> None:
     report = verify_program(program(programs.fully_sharded, dp=3))
     profile, memory = report.attachments.communication_profile, report.attachments.memory

@@ -42,6 +42,7 @@ def tied() -> ExternalProgram:
     return transformers_program("hf:llama", PlanSizes(tp=2), {"num_hidden_layers": 1, "tie_word_embeddings": True})
 
 
+@pytest.mark.long
 def test_a_model_is_saved_and_loaded_by_the_library(llama: ExternalProgram) -> None:
     report = verify_program(llama, HOW)
     assert report.verdict is Verdict.TESTED_EXACT, [f.message for f in report.findings]
@@ -63,6 +64,7 @@ def faulty(llama: ExternalProgram, change: Callable[[Weights], Mapping[str, torc
     return verify_program(replace(llama, pretrained=replace(right, save=save)), HOW)
 
 
+@pytest.mark.long
 def test_wrong_shards_are_refuted(llama: ExternalProgram) -> None:
     """Of one weight the shards are in another order, and of another one the first is there twice."""
 

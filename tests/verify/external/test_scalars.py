@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 from tests.verify.external import programs
@@ -31,12 +32,14 @@ def test_shares_of_a_sum_are_right_where_gradients_are() -> None:
     assert report.verdict is Verdict.TESTED_EXACT, [f.message for f in report.findings]
 
 
+@pytest.mark.long
 def test_shares_whose_gradients_are_averaged_are_wrong() -> None:
     report = verify_program(replace(program(programs.replicated, dp=2), step=share, reference_step=default_step))
     assert report.verdict is Verdict.REFUTED
     assert "gradient_differs" in {finding.code for finding in report.findings}
 
 
+@pytest.mark.long
 def test_shares_on_an_axis_without_data_are_wrong() -> None:
     wrong = replace(program(programs.tensor_parallel, tp=2), step=halved_at_the_end, reference_step=default_step)
     report = verify_program(wrong)

@@ -53,6 +53,7 @@ def test_right_plans_are_equal(target: str, sizes: PlanSizes, settings: dict[str
     assert verdicts(outcome_of(target, sizes, **settings)) == {Verdict.TESTED_EXACT}
 
 
+@pytest.mark.long
 def test_a_rule_that_is_taken_away_is_found() -> None:
     broken = PlanChanges(tp={"model.layers.*.self_attn.q_norm": "replicate"})
     outcome = outcome_of("hf:qwen3", TWO, broken)

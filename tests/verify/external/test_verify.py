@@ -26,6 +26,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", every(2, RIGHT))
 def test_right_programs_are_verified_in_two_dtypes(name: str) -> None:
     report = verify_program(RIGHT[name], dtypes=("float64", "float32"))
@@ -37,6 +38,7 @@ def test_right_programs_are_verified_in_two_dtypes(name: str) -> None:
     assert counts["gradients, float64"] == counts["parameters after steps, float32"] == 2 * ranks * 8
 
 
+@pytest.mark.long
 def test_a_missing_reduction_is_named_with_its_axis_and_a_repair() -> None:
     report = verify_program(program(programs.unreduced, dp=2), QUICK)
     (finding,) = report.findings
@@ -49,6 +51,7 @@ def test_a_missing_reduction_is_named_with_its_axis_and_a_repair() -> None:
     assert finding.help.endswith("over dp after backward (tried: with it every check passes)")
 
 
+@pytest.mark.long
 def test_a_sum_for_a_mean_is_named_with_its_factor() -> None:
     report = verify_program(program(programs.summed, dp=3), QUICK)
     (finding,) = report.findings
@@ -57,6 +60,7 @@ def test_a_sum_for_a_mean_is_named_with_its_factor() -> None:
     assert finding.counter_example["axis"] == "dp"
 
 
+@pytest.mark.long
 def test_the_first_module_that_differs_is_named() -> None:
     forward = verify_program(program(programs.doubled_down, tp=2), QUICK).findings
     assert {f.counter_example["first difference"] for f in forward} == {"the output of down (Linear) on rank 0"}
@@ -80,6 +84,7 @@ def test_what_differs_in_float64_alone_is_undecided() -> None:
     assert (report.verdict, [f.code for f in report.findings]) == (Verdict.INCONCLUSIVE, ["float64_alone"])
 
 
+@pytest.mark.long
 def test_values_that_ranks_draw_for_themselves_are_seen() -> None:
     found = verify_program(program(programs.made_anew, dp=2), QUICK).findings
     assert [(f.code, f.counter_example["cause"]) for f in found] == [("replicas_differ", "not_synchronised")]
@@ -96,6 +101,7 @@ def test_ranks_that_call_different_collectives_are_named() -> None:
     assert finding.message.count("programs.py:") == 2
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_loaded_elsewhere() -> None:
     report = verify_program(RIGHT["both"], ExternalSettings(steps=1, isolate=False, checkpoint=True))
     checks = {check.name: check for check in report.checks}
@@ -127,6 +133,7 @@ def test_what_has_no_module_is_refused() -> None:
         verify_program(program(nothing, dp=2))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_padded_labels_are_tried_in_unequal_numbers() -> None:
     means = replace(program(programs.replicated, dp=2), batch=programs.padded)
     report = verify_program(means, ExternalSettings(isolate=False))
@@ -168,6 +175,7 @@ def test_words_that_are_ignored_as_labels_too_are_no_labels() -> None:
     assert [check.name for check in report.checks if check.refuted] == ["unequal labels"]
 
 
+@pytest.mark.long
 def test_labels_that_are_all_counted_stay() -> None:
     report = verify_program(RIGHT["ddp"], QUICK)
     assert [note for note in report.notes if "unequal numbers of labels were not tried" in note]

@@ -27,6 +27,7 @@ BOUNDED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", only((0, 4), BOUNDED))
 def test_every_lemma_of_an_example_is_proved(name: str, planned: Plan) -> None:
     _, obligations = planned(name)
@@ -41,6 +42,7 @@ def test_every_lemma_of_an_example_is_proved(name: str, planned: Plan) -> None:
     assert outcome.check.count == len(result.lemmas) and "the weakest: `" in outcome.check.detail
 
 
+@pytest.mark.long
 def test_lemmas_do_not_mention_ranks_axes_or_sizes(planned: Plan) -> None:
     """A plan with other numbers of ranks relies on the same lemmas; a memo knows all of them."""
     _, small = planned("gpt")
@@ -57,6 +59,7 @@ def _renamed(obligations: tuple[Stated, ...]) -> list[Stated]:
     return [replace(o, axes=tuple((f"axis {n}", size) for n, size in o.axes)) for o in obligations]
 
 
+@pytest.mark.long
 def test_uses_count_statements(planned: Plan) -> None:
     _, obligations = planned("gpt", "tp=2", 2, 1)
     result = prove_obligations(obligations, seconds=SECONDS)

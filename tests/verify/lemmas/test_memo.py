@@ -103,6 +103,7 @@ def hook(keep: bool, call: Call, shards: Shards) -> Call:
     return call if keep else call.replace(1, "shifts", 0)
 
 
+@pytest.mark.long
 def test_two_hooks_of_one_factory_are_two_entries(tmp_path: Path) -> None:
     """So are those of our own factories, and partial functions. The same hook made again is the same entry."""
     spec, disk = default_registry().lookup("aten.roll.default"), Cache(tmp_path)

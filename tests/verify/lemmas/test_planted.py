@@ -84,6 +84,7 @@ def dropping(call: Call, shards: Shards) -> Call:
     return Call(made.operator, (*made.args[:2], -1, *made.args[3:]), made.kwargs, made.outputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padding", every(2, [3, 128001]))
 def test_a_hook_that_drops_an_argument_is_refuted(padding: int) -> None:
     """Also where the argument is a number beyond all small sizes."""
@@ -104,6 +105,7 @@ def shifted(call: Call, shards: Shards) -> Call:
     return Call("aten.arange.default", (call.args[0] // axis.parts,), call.kwargs, call.outputs)
 
 
+@pytest.mark.long
 def test_a_hook_that_forgets_where_a_shard_starts_is_refuted() -> None:
     spec = default_registry().lookup("aten.arange.default")
     assert spec is not None
@@ -195,6 +197,7 @@ def test_position_based_draws_are_tested_and_no_more() -> None:
     assert all("random" in m.blocker for m in result.lemmas)
 
 
+@pytest.mark.long
 def test_what_cannot_be_run_is_not_decided() -> None:
     def refuses(x: Tensor) -> Tensor:
         raise ValueError("only on our cluster")

@@ -74,6 +74,7 @@ def test_ids_are_within_the_table() -> None:
     assert shapes[0][0] < 50
 
 
+@pytest.mark.long
 def test_a_user_s_operator_that_insists_on_a_size_keeps_it() -> None:
     def only_64(x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1] == 64

@@ -58,6 +58,7 @@ def test_labels_that_lie_alike_in_all_shards_are_drawn_again() -> None:
     assert lemma.strength is Verdict.PROVED_ALL_SIZES, str(lemma)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operator", ["aten.div.Tensor", "aten.pow.Tensor_Tensor"])
 def test_a_claim_that_is_not_linear_is_refuted(operator: str) -> None:
     """Whatever is drawn, a wrong claim does not pass: neither a quotient of two sums, nor a power of one."""

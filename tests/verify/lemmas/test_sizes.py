@@ -60,6 +60,7 @@ def sizes_of(module: nn.Module, sample: tuple[Any, ...], plan: str, ranks: int, 
     return sizes_result(traced.graph, obligations_of(apply_plan(traced.graph, known, planned.plan), known))
 
 
+@pytest.mark.long
 def test_batch_and_sequence_of_a_model_without_numbers() -> None:
     result = sizes_of(Small(), (torch.randn(12, 8, 6),), "dp=2,tp=2", 4, 3)
     assert result.text == (
@@ -82,6 +83,7 @@ class Tokens(Small):
         return (read + seen).square().sum() + choices.to(read.dtype).sum()
 
 
+@pytest.mark.long
 def test_only_a_batch_of_token_sequences_has_a_sequence_length() -> None:
     ids, prefix = torch.randint(0, 11, (4, 7)), torch.randint(0, 11, (4, 5))
     sample = (ids, prefix, torch.randn(4, 3, 8, 9), torch.randn(4, 6), torch.randint(0, 2, (4, 9)))
@@ -128,6 +130,7 @@ def test_sizes_of_an_example(name: str, line: str, planned: Planned) -> None:
     assert sizes_result(*planned(name)).text.startswith(f"holds for {line}")
 
 
+@pytest.mark.long
 def test_numbers_that_are_taken_for_sizes_are_listed(planned: Planned) -> None:
     result = sizes_result(*planned("gpt"))
     (assumption,) = result.assumptions

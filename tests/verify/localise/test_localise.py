@@ -43,6 +43,7 @@ def test_line_and_cause(get: Get, bug: Planted, tmp_path: Path) -> None:
     assert found.findings[0].where is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", only((0, 4), ["sharded", "staged", "looked_up", "three", "unlike"]))
 def test_right_programs_have_no_culprits(get: Get, name: str) -> None:
     """Every statement was compared, in both directions and in two steps."""
@@ -62,6 +63,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("one", "other"), every(3, PAIRS))
 def test_two_at_once(get: Get, one: str, other: str, tmp_path: Path) -> None:
     by_name = {bug.name: bug for bug in EVERY}
@@ -78,6 +80,7 @@ def test_the_plain_run_names_the_first_alone(get: Get, tmp_path: Path) -> None:
     assert found.edited == (1, 2)
 
 
+@pytest.mark.long
 def test_more_than_five_are_counted(get: Get, tmp_path: Path) -> None:
     names = [f"linear_{i}" for i in (1, 3, 5, 7)] + ["cross_entropy_loss_sumexp", "cross_entropy_loss_pick"]
     bench = get("sharded")
@@ -89,6 +92,7 @@ def test_more_than_five_are_counted(get: Get, tmp_path: Path) -> None:
     assert first.counter_example["places"] == "6 lines are wrong by themselves, the first 5 are shown"
 
 
+@pytest.mark.long
 def test_repair_is_the_line_that_was_there(get: Get, tmp_path: Path) -> None:
     bug = next(bug for bug in EVERY if bug.name == "backward all_reduce missing")
     found = score(get("sharded"), [bug], tmp_path / "program").findings[0]

@@ -117,6 +117,7 @@ def noises(second: float, folder: Path) -> tuple[float, float]:
     return first.noise.largest[key][1], first.with_more_draws().noise.largest[key][1]
 
 
+@pytest.mark.long
 def test_more_draws_show_what_a_flip_does(tmp_path: Path) -> None:
     """Where there is none to flip, and in the first draws, the noise is that of rounding."""
     clear = noises(0.5, tmp_path / "clear")
@@ -125,6 +126,7 @@ def test_more_draws_show_what_a_flip_does(tmp_path: Path) -> None:
     assert near[1] > 5 * near[0]
 
 
+@pytest.mark.long
 def test_an_error_that_the_model_makes_now_and_then_is_not_refuted(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in none of the first draws, and in one of the next."""
     monkeypatch.setattr(level, "MOST_DRAWS", 2 * FIRST_DRAWS)

@@ -32,6 +32,7 @@ def verdict_of(outcomes: list[CheckOutcome]) -> Verdict:
     return merge(outcome.check.verdict for outcome in outcomes)
 
 
+@pytest.mark.long
 def test_a_right_program_passes_in_both(case: Case) -> None:
     outcomes, rows = case.outcomes(*DTYPES)
     assert verdict_of(outcomes) is Verdict.TESTED_CALIBRATED
@@ -63,6 +64,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", every(2, WRONG))
 def test_a_wrong_program_is_refuted(case: Case, name: str) -> None:
     outcomes, rows = case.edited(*WRONG[name]).outcomes("float16")
@@ -72,12 +74,14 @@ def test_a_wrong_program_is_refuted(case: Case, name: str) -> None:
     assert finding.counter_example["tensor"] and ("float16" in finding.message or finding.code == "replicas_differ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", every(3, ["all_reduce missing", "averaged", "gradient not summed"]))
 def test_in_bfloat16_too(case: Case, name: str) -> None:
     outcomes, _ = case.edited(*WRONG[name]).outcomes("bfloat16")
     assert verdict_of(outcomes) is Verdict.REFUTED
 
 
+@pytest.mark.long
 def test_what_overflows_in_float16_alone_is_seen_there(case: Case) -> None:
     wrong = case.edited("comm.all_reduce(linear_1, self.tp)", "comm.all_reduce(linear_1 * 1e6, self.tp) / 1e6")
     assert verdict_of(wrong.outcomes("bfloat16")[0]).passes
@@ -114,6 +118,7 @@ def test_a_program_that_does_not_run_says_so(case: Case) -> None:
     assert verdict_of(outcomes) is Verdict.REFUTED and outcomes[0].findings == failed.findings
 
 
+@pytest.mark.long
 def test_near_the_threshold_more_draws_then_inconclusive(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 2 * FIRST_DRAWS
     assert most < MOST_DRAWS
@@ -218,6 +223,7 @@ def test_parts_are_those_of_the_plan(axes: dict[str, int], micro_batches: int, p
     assert parts_of(axes, micro_batches) == parts
 
 
+@pytest.mark.long
 def test_the_model_is_left_as_it_was(tiny: Callable[[], nn.Module], batch: Batch, tmp_path: Path) -> None:
     case = make_case(tiny(), batch, tmp_path, ranks=2, plan="tp=2")
     before = {name: value.clone() for name, value in case.model.state_dict().items()}

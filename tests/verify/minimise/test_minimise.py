@@ -62,6 +62,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "target", "function"), every(2, WRONG), ids=[f[2] for f in WRONG])
 def test_a_wrong_conversion_needs_one_operation(
     monkeypatch: pytest.MonkeyPatch,
@@ -101,6 +102,7 @@ def test_two_operations_that_fail_together(prepared: Prepared, plan: Plan) -> No
     assert "with only these 2 operations split: `linear_2` of `blocks.0.up` over tp (split" in found.text
 
 
+@pytest.mark.long
 def test_two_axes(prepared: Prepared, plan: Plan) -> None:
     """Both axes are needed, and the pipeline is not."""
     found = minimise(plan, prepared.graph, _splits(prepared.graph, ("embedding", "dp"), ("gelu", "tp")))

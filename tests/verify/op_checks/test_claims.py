@@ -101,6 +101,7 @@ def test_sizes_that_show_a_part_of_the_claims(size: int, left: set[str]) -> None
     assert report.verdict is (Verdict.INCONCLUSIVE if size < 6 else Verdict.TESTED_EXACT)
 
 
+@pytest.mark.long
 def test_other_sizes_are_tried_where_the_sample_s_own_do_not_divide() -> None:
     assert _report("a b -> a b", lambda x: x * 2, (torch.randn(1, 5),)).verdict is Verdict.TESTED_EXACT
     wrong = _report("a b -> a b", lambda x: x.flip(1), (torch.randn(6, 1),))
@@ -157,6 +158,7 @@ def _shifted(x: Tensor, flip: bool = False) -> Tensor:
     return x.flip(1) if flip else x * 2
 
 
+@pytest.mark.long
 def test_one_kind_of_call_shows_nothing_of_another() -> None:
     """The second call is wrong, and has nothing to split: it is asked with other sizes."""
     right = _report("a b -> a b", _shifted, (torch.randn(6, 12),))
@@ -168,6 +170,7 @@ def test_one_kind_of_call_shows_nothing_of_another() -> None:
     assert same.verdict is Verdict.TESTED_EXACT
 
 
+@pytest.mark.long
 def test_what_is_proved_of_one_kind_of_call_is_only_tested_of_another() -> None:
     def scaled(x: Tensor, sign: int = 1) -> Tensor:
         return x * 2 * sign
@@ -215,6 +218,7 @@ def all_heads(x: Tensor, h: int) -> Tensor:
     return x.unflatten(1, (h, -1)).softmax(1).flatten(1)
 
 
+@pytest.mark.long
 def test_a_size_among_the_arguments_goes_with_it() -> None:
     """Two heads show no unequal shards: there are more, and the number says so."""
     sample = (torch.randn(4, 8), 2)

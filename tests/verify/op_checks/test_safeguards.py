@@ -87,6 +87,7 @@ def negative_only(x: Tensor) -> Tensor:
     return x.sum(1).relu()
 
 
+@pytest.mark.long
 def test_sign_varying_inputs() -> None:
     assert only_finding(negative_only, "a k+ -> a").counter_example["identifier"] == "k"
 
@@ -105,6 +106,7 @@ class Scale(torch.autograd.Function):
         return gradient * w * (1 if ctx.needs_input_grad[1] else 2), gradient * x
 
 
+@pytest.mark.long
 def test_subsets_of_inputs_that_ask_for_gradients() -> None:
     def scale(x: Tensor, w: Tensor) -> Tensor:
         return Scale.apply(x, w)  # type: ignore[no-any-return, no-untyped-call]
@@ -154,6 +156,7 @@ def test_what_a_wrong_variant_survives_is_open() -> None:
     assert as_check("split `a`", outcome, 0.0).verdict is Verdict.TESTED_EXACT
 
 
+@pytest.mark.long
 def test_the_counter_example_is_small() -> None:
     def total(x: Tensor, w: Tensor) -> Tensor:
         return torch.tanh(x @ w)
@@ -189,6 +192,7 @@ def test_shapes_are_tried_on_the_meta_device_first() -> None:
     assert finding.code == "annotation_does_not_fit"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", every(5, range(20)))
 def test_right_operators_pass_under_many_seeds(seed: int) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -211,6 +215,7 @@ def test_ids_are_drawn_below_the_size_of_their_table() -> None:
     assert only_finding(look_up, "b t, v+ d -> b t d").counter_example["identifier"] == "v"
 
 
+@pytest.mark.long
 def test_masks_are_drawn_as_booleans() -> None:
     def masked(x: Tensor, mask: Tensor) -> Tensor:
         return x.masked_fill(mask, 0.0)
@@ -235,6 +240,7 @@ def test_an_operator_that_keeps_tensors_between_calls() -> None:
     assert all(table.device.type == "cpu" for table in tables.values())
 
 
+@pytest.mark.long
 def test_partial_sums_that_pass_through_are_derived_and_tested() -> None:
     def mix(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return (x + y) * w
@@ -283,6 +289,7 @@ class Scaled(torch.autograd.Function):
         return gradient * w * ctx.factor, gradient * x * ctx.factor
 
 
+@pytest.mark.long
 def test_arguments_of_an_autograd_function_that_have_defaults_are_left_out() -> None:
     registered: Any = nnscaler.register_op("a b, a b -> a b", name="safeguards_scaled")(Scaled)
     report = verify.verify_op(registered, isolate=False)

@@ -168,6 +168,7 @@ def test_a_process_that_is_ended_from_outside_is_an_error() -> None:
         fuzz_in_children({"aten.outer.default": direct("aten.outer.default")}, lambda call: os._exit(9), effort=QUICK)
 
 
+@pytest.mark.long
 def test_a_rule_that_says_nothing_is_short_and_no_pass() -> None:
     silent = replaced({"aten.linear.default": lambda call: (Unknown("silent"),)})
     result = fuzz_rule(direct("aten.linear.default"), silent, effort=Effort(limit=50))
@@ -208,6 +209,7 @@ def test_draws_cover_states_and_factors() -> None:
     assert {None, 1, 2, 3} <= outers
 
 
+@pytest.mark.long
 def test_states_go_to_their_operands() -> None:
     (call, _, _) = direct("aten.linear.default")
     asked = with_states(call, [SAME, PARTIAL_SUM, ZERO], frozenset())

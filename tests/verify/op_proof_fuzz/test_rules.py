@@ -62,6 +62,7 @@ def test_samples_lead_to_every_rule() -> None:
     assert untraced <= UNTRACED, untraced
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", every(PARTS, range(PARTS)))
 def test_no_rule_is_unsound(part: int) -> None:
     ruled = {name: found for name, found in _calls(part).items() if rule_of(found[0].overload) is not None}

@@ -66,6 +66,7 @@ def split_vocabulary(hook: Hook) -> BoundedProof:
     return prove(hooked("aten.embedding.default", hook), embedding_call(), "v")
 
 
+@pytest.mark.long
 def test_vocabulary() -> None:
     right = index("shards") * 2
     three = prove(hooked("aten.embedding.default", _right_embedding), embedding_call(), "v")
@@ -81,6 +82,7 @@ def _right_embedding(call: Call, shards: Mapping[str, Any]) -> Call:
     return embedding_with(first)(call, shards)
 
 
+@pytest.mark.long
 def test_vocabulary_without_padding_idx() -> None:
     """The forward pass is right: only the gradient shows it."""
 

@@ -94,6 +94,7 @@ def test_built_in(name: str) -> None:
     assert not any(proof.counter_example for proof in proofs.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", every(2, ["b", "o", "c", "g", frozenset({0, 2}), frozenset({1, 2})]))
 @pytest.mark.parametrize("name", ["conv1d", "conv_transpose1d"])
 def test_convolution_in_groups(name: str, target: str | frozenset[int]) -> None:
@@ -108,6 +109,7 @@ def _in_groups(name: str) -> dict[str, int]:
     return {"groups": 6}
 
 
+@pytest.mark.long
 def test_what_a_proof_says() -> None:
     weight, ids = floats(24, 18), torch.randint(0, 24, (6, 12))
     proof = prove(spec_of("aten.embedding.default"), call_of("aten.embedding.default", weight, ids, 5), "v")
@@ -131,6 +133,7 @@ def test_gradient_by_theorem() -> None:
     assert proof.gradients == "by theorem"
 
 
+@pytest.mark.long
 def test_attention_by_heads() -> None:
     def attention(x: torch.Tensor, w: torch.Tensor, heads: int) -> torch.Tensor:
         b, s, _ = x.shape
@@ -146,6 +149,7 @@ def test_attention_by_heads() -> None:
         assert proof.proved, proof.reason
 
 
+@pytest.mark.long
 def test_a_user_operator_with_index_arithmetic() -> None:
     """A rotary position embedding that computes positions from a start."""
     from op_registry.call import Call

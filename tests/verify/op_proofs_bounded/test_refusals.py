@@ -167,6 +167,7 @@ def test_work_is_limited() -> None:
     assert "too many steps" in proof.reason
 
 
+@pytest.mark.long
 def test_a_slow_machine_proves_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour passes whenever a clock is looked at."""
     for name in ("thread_time", "process_time", "monotonic", "perf_counter"):

@@ -85,6 +85,7 @@ def test_equals_torch(number: int) -> None:
         compare(trace, function, tensors, wanted)
 
 
+@pytest.mark.long
 def test_every_entry_is_compared() -> None:
     counts = Counter(name for call in CALLS for name in covered(call))
     assert not (set(RULES) | DECOMPOSED) - set(counts)
@@ -109,6 +110,7 @@ def test_decompositions_equal_torch_where_numbers_meet() -> None:
 CONSTANT = (0.5**0.5, (2 * pi) ** -0.5, 1e-12, 0.01, 0.1, 0.3, 0.3 / 2, 0.7)
 
 
+@pytest.mark.long
 def test_decompositions_round_no_size() -> None:
     """`1.0 / x.numel()` is rounded, in another way on a shard: what is equal in real numbers would be refuted."""
 

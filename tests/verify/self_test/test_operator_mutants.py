@@ -23,6 +23,7 @@ MUTANTS = {m.name: m for m in operator_mutants()}
 _SILENT = lambda _: None  # noqa: E731 - the shortest way to say it
 
 
+@pytest.mark.long
 def test_there_are_enough_of_every_family() -> None:
     families = Counter(m.family for m in MUTANTS.values())
     assert len(MUTANTS) == len(operator_mutants()), "two mutants have one name"
@@ -81,6 +82,7 @@ def _one(wrong: bool) -> OperatorMutant:
     return Family("example").mutant("halves", "a b -> a b", halves, lambda x: x / 12)
 
 
+@pytest.mark.long
 def test_a_kill_is_counted_and_named() -> None:
     table = run_operators([_one(wrong=True)], _SILENT)
     assert table.good
@@ -88,6 +90,7 @@ def test_a_kill_is_counted_and_named() -> None:
     assert table.mutants[0].named
 
 
+@pytest.mark.long
 def test_a_survivor_is_counted() -> None:
     table = run_operators([_one(wrong=False)], _SILENT)
     assert [m.name for m in table.survivors] == ["example/halves"]

@@ -24,6 +24,7 @@ from verify.self_test.operators.annotation_fuzz import SoundnessTable, Violation
 from verify.self_test.operators.annotation_mutants import edited
 
 
+@pytest.mark.long
 def test_what_passes_is_true() -> None:
     table = run_soundness(lambda _: None, 24, 5)
     assert table.good, "\n".join(line.text for line in soundness_lines(table))
@@ -59,6 +60,7 @@ def test_a_refuted_split_is_put_to_the_prover(monkeypatch: pytest.MonkeyPatch) -
     assert {v.verdict for v in table.violations} == {"is PROVED"}
 
 
+@pytest.mark.long
 def test_edits_are_random_and_some_are_annotations() -> None:
     found = Counter(edited("m (k 2), [k l] n -> m^ n", random.Random(seed)) for seed in range(200))
     assert len(found) > 80

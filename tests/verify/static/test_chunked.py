@@ -38,6 +38,7 @@ def program(name: str, spec: str, micro_batches: int, *steps: ChunkStep) -> Prog
 PLANS = [("dp=1", 1), ("tp=2", 1), ("dp=2,tp=2", 2), ("tp=2,pp=2", 2), ("dp=2,zero=3", 2), ("dp=2,zero=1", 2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("spec", "micro_batches"), every(2, PLANS))
 def test_right_programs_are_proved(spec: str, micro_batches: int) -> None:
     found = program("gpt", spec, micro_batches, MLP, ATTENTION, LOSS)

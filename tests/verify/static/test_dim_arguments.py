@@ -90,6 +90,7 @@ def compared_dims() -> tuple[set[str], list[str]]:
     return compared, differences
 
 
+@pytest.mark.long
 def test_negative_dims_are_counted_as_torch_counts_them(compared_dims: tuple[set[str], list[str]]) -> None:
     """Of every operator whose dims are taken for those of its first tensor; the others are in a list of exceptions."""
     compared, differences = compared_dims

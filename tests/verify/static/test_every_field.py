@@ -274,6 +274,7 @@ def in_tables(repository: Path) -> list[str]:
     return [name for row in rows for name in row]
 
 
+@pytest.mark.long
 def test_every_field_is_in_the_table_and_has_an_edit(repository: Path) -> None:
     tables = in_tables(repository)
     assert len(tables) == len(set(tables))
@@ -297,6 +298,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 def test_an_edit_of_an_entry_of_the_manifest_is_refuted(programs: dict[str, Program]) -> None:
     assert entries_read() == CHANGES.keys() | TOLD.keys() | REFUSED | STATE | OF_FILES
     program = programs["piped"]

@@ -68,6 +68,7 @@ def test_another_form_of_every_program_is_proved(name: str, subject: Get) -> Non
         assert not findings(found, form.sources(found)), form.kind
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", every(6, range(6)))
 def test_forms_are_harmless_when_they_run(first: int, subject: Get, tmp_path: Path) -> None:
     """All of them, or each sixth, are what they are said to be: the ranks compute what they computed, bit for bit."""

@@ -162,6 +162,7 @@ def compare(numbers: Sequence[int], every_parts: Sequence[int]) -> tuple[int, li
     return count, wrong
 
 
+@pytest.mark.long
 def test_what_reading_assumes_is_what_torch_finds() -> None:
     count, wrong = compare(range(0, len(SAMPLES), 29), (2, 3))
     assert not wrong, "\n".join(wrong)

@@ -74,6 +74,7 @@ def test_policy_plans_are_proved(name: str) -> None:
     assert tried >= 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["gpt", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama_hf", "t5_hf"))]
 )
@@ -96,6 +97,7 @@ def test_random_plans_are_proved(name: str) -> None:
     assert proved >= 6
 
 
+@pytest.mark.long
 def test_repeated_layers_and_ranks_cost_nothing() -> None:
     small = compiled("gpt", "tp=2")
     large = compiled("gpt", "dp=8,tp=2")

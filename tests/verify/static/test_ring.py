@@ -35,6 +35,7 @@ def program(name: str, spec: str) -> Program:
     return compile_traced(traced(name), WantedPlan(made.ranks, made), model={"name": name})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", every(2, SPECS))
 def test_right_programs_are_proved_and_their_calls_counted(spec: str, tmp_path: Path) -> None:
     found = program("gpt", spec)

@@ -42,6 +42,7 @@ def test_right_programs_are_proved(spec: str, ranks: int) -> None:
     assert any(choice.prefix for o in result.obligations for choice in o.choices if hasattr(choice, "prefix"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_random_plans_in_slices_are_proved(seed: int) -> None:
     found, mesh = traced("gpt"), SLICED[seed % len(SLICED)]

@@ -78,6 +78,7 @@ def planted(line: str) -> Iterator[str]:
 PLANS = [("dp=3,tp=2", 6), ("dp=3,pp=2", 6), (10, 6)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "ranks"), every(2, PLANS))
 def test_a_wrong_size_is_refuted(odd: Traced, plan: Any, ranks: int) -> None:
     check_planted(odd, plan, ranks, every=7, most=16)

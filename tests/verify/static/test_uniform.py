@@ -60,6 +60,7 @@ def test_three_parts() -> None:
     assert check_program(program.sources, program.graph).proved
 
 
+@pytest.mark.long
 def test_a_model_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -161,6 +162,7 @@ def strided(value: Value, made: str) -> tuple[Program, StaticResult]:
     return program, check_program({"role_0.py": text}, program.graph)
 
 
+@pytest.mark.long
 def test_only_what_is_uniform_may_be_cut_otherwise() -> None:
     """The comment says how the value was cut: contiguous, where the rows beside it are strided."""
     ones = "ones = aten.ones((6, 6), dtype=dtypes.float32, device=self.device)  # (12/tp, 6)"

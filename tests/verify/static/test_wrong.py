@@ -81,6 +81,7 @@ def test_the_last_micro_batch_has_its_backward() -> None:
     assert "before the last micro-batch" in (found.cause or "")
 
 
+@pytest.mark.long
 def test_a_schedule_that_waits_for_itself_is_a_deadlock() -> None:
     program = compiled("gpt", "pp=2", 2)
     text = program.sources["role_0.py"]

@@ -21,6 +21,7 @@ from tests.sampling import only
 PLENTY = 1e12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", only((0,), [9, 10]))
 @pytest.mark.parametrize(
     ("tp", "parts"),
@@ -45,6 +46,7 @@ def test_a_window_costs_no_more_than_all_layers(layers: int, tp: int, parts: int
         assert 0.9 * value < bound <= value * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_layers_that_differ_have_no_window() -> None:
     assert subject_of("gpt", 4).window(2) is None  # four layers
     assert subject_of(deep(8), 4).window(2) is not None

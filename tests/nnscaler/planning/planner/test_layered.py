@@ -98,6 +98,7 @@ def test_no_strategy_goes_that_is_best_in_some_ramp(monkeypatch: pytest.MonkeyPa
         assert lean.least(form) == pytest.approx([float(one.table.min()) for one in alone], rel=1e-12), form
 
 
+@pytest.mark.long
 def test_what_is_a_chain() -> None:
     assert subject_of(deep(9), 4).chain(2, 1) is not None
     assert subject_of("gpt", 4).chain(2, 1) is None  # few layers
@@ -149,6 +150,7 @@ def limited(subject: PlanningCache, share: float, **sizes: int) -> tuple[Configu
     return c, share * free.memory
 
 
+@pytest.mark.long
 def test_layers_are_run_again_where_memory_asks_for_it() -> None:
     subject = subject_of(deep(12), 4)
     c, memory = limited(subject, 0.75, pp=4, micro_batches=8)

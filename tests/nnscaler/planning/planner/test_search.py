@@ -40,6 +40,7 @@ def test_every_configuration_divides_ranks_and_batch() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cluster", "ranks", "share"),
     [
@@ -85,6 +86,7 @@ def test_tables_that_are_too_wide_are_left_to_programs(monkeypatch: pytest.Monke
     assert max(narrow.bound, wide.bound) <= min(narrow.best.seconds, wide.best.seconds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt", pytest.param("t5_hf", marks=pytest.mark.long)])
 def test_what_is_found_is_never_slower_than_a_pure_plan(name: str) -> None:
     best = found(name, 4, constraint=sizes(micro_batches=1)).best.seconds
@@ -93,6 +95,7 @@ def test_what_is_found_is_never_slower_than_a_pure_plan(name: str) -> None:
         assert best <= pure.best.seconds * (1 + CLOSE)
 
 
+@pytest.mark.long
 def test_a_slow_network_wants_other_plans_than_a_fast_one() -> None:
     one = sizes(micro_batches=1)
     fast, slow = found("gpt", 8, "h100x8", constraint=one), found("gpt", 8, "ethernet10g", constraint=one)
@@ -100,6 +103,7 @@ def test_a_slow_network_wants_other_plans_than_a_fast_one() -> None:
     assert slow.certificate.cost_model != fast.certificate.cost_model
 
 
+@pytest.mark.long
 def test_a_plan_survives_its_file() -> None:
     told = found("gpt", 4, constraint=sizes(dp=2, pp=2))
     assert Plan.from_json(told.plan.to_json()) == told.plan
@@ -108,6 +112,7 @@ def test_a_plan_survives_its_file() -> None:
     assert {"searched", "not_searched", "cost_model", "seed", "runners_up"} <= set(certificate)
 
 
+@pytest.mark.long
 def test_constraints_hold() -> None:
     graph = graph_of("gpt")
     linear = next(op.name for op in graph.operations if op.operator == "aten.linear.default")
@@ -120,6 +125,7 @@ def test_constraints_hold() -> None:
     assert told.best.seconds >= found("gpt", 2, constraint=sizes(tp=2)).best.seconds * (1 - CLOSE)
 
 
+@pytest.mark.long
 def test_a_plan_s_own_choices_as_constraints_give_that_plan() -> None:
     told = found("moe", 4, constraint=sizes(dp=2, tp=2))
     made = choices_of(told.subject, told.best)
@@ -127,6 +133,7 @@ def test_a_plan_s_own_choices_as_constraints_give_that_plan() -> None:
     assert found("moe", 4, constraint=again).plan == told.plan
 
 
+@pytest.mark.long
 def test_alternatives_are_reduced_costs() -> None:
     """Requiring another choice makes the step slower by what was said."""
     told = found("gpt", 2, constraint=sizes(tp=2))

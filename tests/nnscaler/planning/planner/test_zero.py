@@ -38,6 +38,7 @@ def program_memory(found: Found) -> int:
     return max(stage.total for stage in stage_memory(program.communicated, program.order))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", every(2, [4, 9]))  # a graph, and a chain
 def test_less_memory_asks_for_later_stages(layers: int) -> None:
     graph, cluster = deep(layers, tokens=2048), load_cluster("h100x8").scaled(4)
@@ -73,6 +74,7 @@ def test_shards_of_states_are_taken_rather_than_tp_and_shards_of_parameters() ->
         assert slower.best.seconds > found.best.seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "cluster", "micro_batches"),
     only((3, 4), product(("gpt", "moe"), ("h100x8", "ethernet10g"), (1, 3))),
@@ -105,6 +107,7 @@ def test_what_is_chosen_is_the_cheapest_program_that_fits(name: str, cluster: st
         )
 
 
+@pytest.mark.long
 def test_a_plan_with_shards_is_found_again_from_its_constraints() -> None:
     graph, cluster = graph_of("gpt"), load_cluster("ethernet10g").scaled(4)
     known = dict(signatures(graph))
@@ -161,6 +164,7 @@ def test_bounds_hold_where_whole_gradients_are_most(layers: int) -> None:
     assert looked > arrived > 2 and close > 0.7 * looked, (looked, arrived, close)
 
 
+@pytest.mark.long
 def test_what_rests_shrinks_by_no_more_than_is_said() -> None:
     (tensor, *_) = deep(4).with_role("parameter")
     for placement in (ZERO_1, ZERO_2, ZERO_3):
@@ -204,6 +208,7 @@ def test_the_stage_of_zero_may_be_written_in_a_file(tmp_path: Path) -> None:
             read_constraints(file, graph_of("gpt"))
 
 
+@pytest.mark.long
 def test_communication_beside_a_program_is_never_free() -> None:
     """Nothing is gained by shards but memory, where gradients have the dtype of their parameters."""
     subject = subject_of("gpt", 4)

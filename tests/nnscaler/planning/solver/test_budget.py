@@ -98,6 +98,7 @@ def test_equal_layers_take_different_choices_where_the_budget_needs_it() -> None
         assert solution.gap < 0.005
 
 
+@pytest.mark.long
 def test_fixing_hubs_closes_gaps() -> None:
     closed = 0
     for seed in range(12):

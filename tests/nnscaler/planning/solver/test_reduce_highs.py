@@ -19,6 +19,7 @@ from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layere
 from tests.sampling import every
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", every(2, SHAPES))
 def test_programs_and_reduction_keep_the_optimum(shape: str) -> None:
     for seed in range(40):

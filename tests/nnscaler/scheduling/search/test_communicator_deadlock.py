@@ -99,6 +99,7 @@ def test_the_search_finds_orders_that_a_communicator_for_both_directions_can_fol
     assert left_out == (found.certificate.gap > 0)
 
 
+@pytest.mark.long
 @given(st.integers(1, 4), st.integers(1, 6), st.sampled_from(["pair", "direction"]), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_what_the_search_returns_can_be_followed(devices: int, count: int, each: str, split: bool) -> None:

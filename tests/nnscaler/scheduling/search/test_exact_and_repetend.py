@@ -34,6 +34,7 @@ def fits(shop: Shop) -> bool:
     return all(memory_needed(shop, d)[1] <= shop.limits[d] for d in range(shop.problem.devices))
 
 
+@pytest.mark.long
 @given(small_problems())
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
 def test_states_find_the_optimum_without_any_help(problem: ScheduleProblem) -> None:

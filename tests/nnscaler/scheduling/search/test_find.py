@@ -90,6 +90,7 @@ def test_shapes_of_tessel_are_proved(plan: StagePlan, limit: float, makespan: fl
     assert max(found.certificate.peaks) <= limit
 
 
+@pytest.mark.long
 def test_several_micro_batches_in_a_repetend_beat_one() -> None:
     """No repetend of one micro-batch is faster than 8 in this memory; the best step takes less than 6 for each more."""
     problem = pipeline_problem(with_shared(4, (0,)), 6, 3.0)
@@ -111,6 +112,7 @@ def test_a_short_step_is_repeated_in_a_long_one() -> None:
     assert any("repetends" in text for text in found.not_searched)
 
 
+@pytest.mark.long
 @given(small_problems())
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_brute_force_agrees(problem: ScheduleProblem) -> None:
@@ -126,6 +128,7 @@ def test_brute_force_agrees(problem: ScheduleProblem) -> None:
     assert found.certificate.makespan == best
 
 
+@pytest.mark.long
 @given(small_problems(times=st.floats(0.0, 3.0)))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_rounded_times_bound_the_real_ones(problem: ScheduleProblem) -> None:

@@ -94,12 +94,14 @@ def test_batches_of_other_sizes_are_compiled_once(plan: str) -> None:
     assert len(checked) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", every(3, ["dp=2", "pp=2", "dp=2,tp=2"]))
 def test_the_program_of_a_part_is_proved(plan: str) -> None:
     for name in CASES:
         verify.vouch(compiled(CASES[name], plan).program)
 
 
+@pytest.mark.long
 def test_micro_batches_give_the_same() -> None:
     eager = made(CASES["mlp"]).double()
 
@@ -173,6 +175,7 @@ def test_each_backward_sees_what_its_forward_saw(plan: str) -> None:
     on_ranks(plan, compiled(CASES["dropout"], plan), work)
 
 
+@pytest.mark.long
 def test_gradients_are_asked_for_as_in_eager() -> None:
     """torch.autograd.grad, frozen inputs, an output that nothing uses, and gradients that add up."""
     part = alone(made(CASES["two"]), CASES["two"].sample(12))
@@ -232,6 +235,7 @@ def test_a_part_in_bfloat16(plan: str) -> None:
     on_ranks(plan, compiled(CASES["mlp"], plan, precision="bfloat16"), work, EngineSettings(device="cpu"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=1", "tp=2", "pp=2"])
 def test_frozen_parameters_stay_and_pass_gradients_on(plan: str) -> None:
     module = made(CASES["blocks"]).double()

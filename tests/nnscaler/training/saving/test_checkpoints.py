@@ -66,6 +66,7 @@ def trained(engine: Engine, folder: Path, until: int, **options: Any) -> list[fl
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_goes_on_to_the_same_bits(tmp_path: Path, asynchronous: bool) -> None:
     """With dropout and batch norm, on two ranks, in the background and not."""
@@ -205,6 +206,7 @@ def test_one_rank_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.long
 def test_another_model(tmp_path: Path) -> None:
     run = Checkpoints(tmp_path, every=1)
     run.save(1, engine_of())
@@ -263,6 +265,7 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert told.value.code == "cannot_read"
 
 
+@pytest.mark.long
 def test_saves_that_are_killed(tmp_path: Path) -> None:
     """A process that saves all the time is killed at any moment: the last whole checkpoint loads, bit by bit."""
     engine = engine_of()
@@ -307,6 +310,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.long
 def test_torch_reads_the_folder(tmp_path: Path) -> None:
     """DCP's own tool makes a nested state dict of it: the format is torch's, in each of its versions."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

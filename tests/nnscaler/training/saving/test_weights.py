@@ -44,6 +44,7 @@ def traced() -> Traced:
     return trace(llama(0), {"input_ids": ids, "labels": ids})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
 def test_transformers_in_and_out(traced: Traced, plan: str, tmp_path: Path) -> None:
     """What save_pretrained wrote in several files, read by two ranks, saved, and read by from_pretrained."""

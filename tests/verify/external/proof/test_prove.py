@@ -60,6 +60,7 @@ def test_there_are_thirty_mutants() -> None:
     assert len(WRONG) >= 30 and WRONG.keys() >= REFUTED.keys()
 
 
+@pytest.mark.long
 def test_a_missing_sum_is_named_with_both_lines() -> None:
     (first, *_) = prove_external(WRONG["no sum in the forward pass"]).findings
     assert first.code == "layouts_disagree" and first.where is not None
@@ -71,6 +72,7 @@ def test_a_missing_sum_is_named_with_both_lines() -> None:
     assert first.cause == "an all_reduce (or reduce_scatter) over tp is missing before it"
 
 
+@pytest.mark.long
 def test_layers_that_repeat_are_asked_about_once() -> None:
     one, three = (prove_external(program(tensor_parallel, TP, layers)) for layers in (2, 3))
     assert one.verdict is three.verdict is Verdict.PROVED_BOUNDED
@@ -95,6 +97,7 @@ def test_what_cannot_be_traced_is_inconclusive() -> None:
     assert found.reason is not None and found.reason.startswith("the step raises DataDependentOutputException")
 
 
+@pytest.mark.long
 def test_labels_that_do_not_count_have_to_be_as_many_in_each_part() -> None:
     labels = torch.zeros(4, 8, dtype=torch.long)
     labels[0, :3] = -100
@@ -112,6 +115,7 @@ def test_a_mean_over_parts_is_no_whole_batch() -> None:
     assert found.verdict is Verdict.INCONCLUSIVE and found.reason is not None and "data parts" in found.reason
 
 
+@pytest.mark.long
 def test_a_thousand_ranks_take_no_longer_than_two() -> None:
     found = prove_external(program(tensor_parallel, (("pp", 2048), ("tp", 4))))
     assert found.verdict is Verdict.PROVED_BOUNDED and found.ranks == (0, 8191)

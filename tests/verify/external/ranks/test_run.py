@@ -51,6 +51,7 @@ def trained(rank: int) -> list[torch.Tensor]:
     return [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runs", [6, pytest.param(20, marks=pytest.mark.long)])
 def test_runs_are_equal_to_the_last_bit(runs: int) -> None:
     first = run_ranks(trained, 2)

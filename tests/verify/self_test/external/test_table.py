@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from verify.self_test.external.edits import row, same
 from verify.self_test.external.mutants import data_parallelism
 from verify.self_test.external.run import run_table, table_lines
@@ -17,6 +19,7 @@ def _text(*rows: object) -> tuple[bool, str]:
     return table.good, "\n".join(line.text for line in table_lines(table))
 
 
+@pytest.mark.long
 def test_a_mutant_that_is_killed_and_an_equal_edit_pass() -> None:
     good, text = _text(SILENT, same("none", BASE, "no edit", "it is the same program", lambda program: program))
     assert good

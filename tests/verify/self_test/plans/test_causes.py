@@ -86,6 +86,7 @@ def findings(found: Execution, role: int, pattern: str, new: str) -> list[Findin
     return [f for outcome in result.outcomes for f in outcome.findings]
 
 
+@pytest.mark.long
 def test_a_line_that_cannot_be_read_is_all_that_is_said(execution: Get) -> None:
     """The results that the line would have made are not reported as missing."""
     for role in (0, 1):

@@ -93,6 +93,7 @@ def test_right_orders(made: Callable[[str], Execution], name: str) -> None:
         assert not answer.refuted and not answer.undecided, (place.__name__, answer.said)
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_a_second_half_may_stand_anywhere(made: Callable[[str], Execution], data: st.DataObject) -> None:
@@ -103,6 +104,7 @@ def test_a_second_half_may_stand_anywhere(made: Callable[[str], Execution], data
     assert not right.judge(sources).answer.refuted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [None, adjacent, zero_bubble], ids=["whole", "adjacent", "zero bubble"])
 def test_wrong_orders_are_refuted_by_the_text(made: Callable[[str], Execution], place: Place | None) -> None:
     """Mutants of a program whose backwards are whole, and of programs whose are not."""

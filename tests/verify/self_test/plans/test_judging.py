@@ -22,6 +22,7 @@ def _changed(execution: Execution, old: str, new: str, role: int = 0) -> dict[st
     return sources
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sharded", "staged", "losses"])
 def test_right_program(execution: Get, name: str) -> None:
     right = execution(name)
@@ -34,6 +35,7 @@ def test_right_program(execution: Get, name: str) -> None:
     assert compare_programs(right, program.sources).same
 
 
+@pytest.mark.long
 def test_wrong_value(execution: Get) -> None:
     wrong = _changed(execution("sharded"), "comm.all_reduce(linear_3, self.tp)", "linear_3")
     assert read_statically(wrong, execution("sharded").base.traced.graph).refuted
@@ -41,6 +43,7 @@ def test_wrong_value(execution: Get) -> None:
     assert running.answer.refuted and running.first_loss and running.losses
 
 
+@pytest.mark.long
 def test_wrong_gradient_leaves_the_first_loss(execution: Get) -> None:
     wrong = _changed(execution("sharded"), "comm.replicate(layer_norm_1, self.tp)", "layer_norm_1")
     running = execution("sharded").judge(wrong)
@@ -52,6 +55,7 @@ def test_program_that_raises(execution: Get) -> None:
     assert running.answer.refuted and running.answer.codes == ("rank_raises",) and running.first_loss
 
 
+@pytest.mark.long
 @pytest.mark.apart
 def test_program_that_kills_its_process(execution: Get) -> None:
     killed = "[__import__('os').abort(), aten.gelu(linear_2)][1]"
@@ -67,6 +71,7 @@ def test_program_that_hangs(execution: Get) -> None:
     assert running.answer.refuted, running.answer
 
 
+@pytest.mark.long
 def test_third_oracle_finds_the_same(execution: Get) -> None:
     same = _changed(execution("sharded"), "aten.gelu(linear_2)", "aten.gelu(linear_2.clone())")
     told = compare_programs(execution("sharded"), same)
@@ -86,6 +91,7 @@ def test_third_oracle_runs_the_dtypes_of_the_text(execution: Get) -> None:
     assert not compare_programs(execution("adapted"), low).same
 
 
+@pytest.mark.long
 def test_levels_of_a_mutant(execution: Get) -> None:
     right = execution("sharded")
     mutant = next(m for m in text_mutants(right.base.subject, 0, 1) if m.kind == "drop collective")

@@ -48,6 +48,7 @@ def test_no_operator_twice() -> None:
     assert len(set(kinds)) == len(kinds)
 
 
+@pytest.mark.long
 def test_seed_chooses(execution: Callable[[str], Execution]) -> None:
     subject = execution("sharded").base.subject
 
@@ -68,6 +69,7 @@ def test_mutants_of_graph_and_annotations(execution: Callable[[str], Execution])
         assert mutant.place.startswith("role_0.py:")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reading_refutes_the_family(subjects: list[RightProgram], family: str) -> None:
     """Every mutant of a few programs: of cuts, copies and constants nothing is left to the run."""

@@ -53,6 +53,7 @@ def one_each(right: Execution) -> list[tuple[MutationOperator, dict[str, str]]]:
     return found
 
 
+@pytest.mark.long
 def test_right_programs_pass(made: dict[str, Execution]) -> None:
     for name, right in made.items():
         sources = dict(right.base.subject.program.sources)
@@ -74,6 +75,7 @@ def test_every_kind_is_refuted_by_the_text(made: dict[str, Execution]) -> None:
     assert kinds == {operator.kind for operator in EVERY} and len(kinds) >= 40 and count >= 80
 
 
+@pytest.mark.long
 def test_wrong_updates_are_refuted_by_running(made: dict[str, Execution]) -> None:
     """Or the runtime refuses to begin: nothing is compared that a wrong order computed."""
     right = made["stream"]

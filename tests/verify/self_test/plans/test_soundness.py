@@ -123,6 +123,7 @@ def test_the_same_in_other_words_is_not_refuted(tiny: Get, kind: str) -> None:
     assert proved >= 6
 
 
+@pytest.mark.long
 def test_seed_chooses(tiny: Get) -> None:
     def tried(seed: int) -> Mapping[tuple[str, str], int]:
         return Fuzz("layers", tiny("layers"), Random(seed), 12, False).work().ends
