@@ -19,11 +19,24 @@ from nnscaler.scheduling.pipedream import PIPEDREAM, written_for
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.slices import in_slices
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
-from nnscaler.scheduling.zero_bubble import ZB_H1, ZB_H2
+from nnscaler.scheduling.zero_bubble import SPLIT_1F1B, ZB_H1, ZB_H1_FEW, ZB_H2
 from nnscaler.transform.apply import check_places
 from nnscaler.transform.plan import Plan, stage_devices
 
-_KINDS = (GPIPE, ONE_F_ONE_B, INTERLEAVED, INTERLACED, N_F_ONE_B, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V, PIPEDREAM)
+_KINDS = (
+    GPIPE,
+    ONE_F_ONE_B,
+    SPLIT_1F1B,
+    INTERLEAVED,
+    INTERLACED,
+    N_F_ONE_B,
+    ZB_H1_FEW,
+    ZB_H1,
+    ZB_H2,
+    ZB_V,
+    DUALPIPE_V,
+    PIPEDREAM,
+)
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
 DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 SEARCH = "search"  # the name of orders that are searched when the stages are known

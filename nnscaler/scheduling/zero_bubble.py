@@ -1,5 +1,5 @@
 """Zero bubble schedules with one stage on each device: ZB-H1 and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism,
-2023).
+2023), and what lies between 1F1B and ZB-H1, with few backward passes split.
 
 Backward is split: `I` computes what the stage before waits for, and `W`, for which only the update waits, fills what
 would be a bubble. Figures below have F = I = W = 1 and p devices.
@@ -21,6 +21,39 @@ def zb_h1(devices: int, chunks: int, micro_batches: int) -> Schedule:
     """
     orders = tuple(_held_back(device, devices - device, device, micro_batches) for device in range(devices))
     return Schedule("zb-h1", stage_devices(devices, chunks), micro_batches, orders)
+
+
+def split_1f1b(devices: int, chunks: int, micro_batches: int) -> Schedule:
+    """1F1B with the last backward pass of each device split: a W shorter, in the same memory.
+
+    Nothing runs between the two halves, so that nothing is kept for longer; but the gradient is on its way a W earlier
+    when all other devices wait for it. With F = I = W and m >= p >= 2 a step takes 3 m + 3 p - 4, and 3 m + 3 p - 3
+    under 1F1B. The first device hands nothing on, and splits nothing.
+    """
+    orders = tuple(_few_split(device, devices - device, 0, micro_batches) for device in range(devices))
+    return Schedule("1f1b-split", stage_devices(devices, chunks), micro_batches, orders)
+
+
+def zb_h1_few(devices: int, chunks: int, micro_batches: int) -> Schedule:
+    """ZB-H1 with most backward passes whole: device d splits its first d and its last one, and runs their W at the end.
+
+    In ZB-H1 a device d keeps d W back and runs the oldest of them after each I. Here it keeps the same ones until the
+    end, so that what it runs between is an I and the W of the same micro-batch: a whole backward. Two halves compute
+    more than one whole, and of m micro-batches only d + 1 pay for it. The gradients of whole ones leave a W later: with
+    F = I = W and m >= p >= 2 a step takes 3 m + 2 p - 3, where ZB-H1 takes 3 m + p - 1. Two devices lose nothing.
+    """
+    orders = tuple(_few_split(device, devices - device, device, micro_batches) for device in range(devices))
+    return Schedule("zb-h1-few", stage_devices(devices, chunks), micro_batches, orders)
+
+
+def _few_split(stage: int, ahead: int, held: int, micro_batches: int) -> tuple[Instruction, ...]:
+    """Return the order of a device that runs `ahead` forwards first, and splits its first `held` backwards and its last
+    one: their W come at the end. That of the first stage has one half only, and is whole."""
+    ahead = min(ahead, micro_batches)
+    held = min(held, micro_batches - ahead)
+    steady, last = micro_batches - ahead - held, ((1, "I0"), (held + 1, "W")) if stage else ((1, "B0"),)
+    phases = ((ahead, "F0"), (held, "I0 F0"), (steady, "B0 F0"), (ahead - 1, "B0"), *last)
+    return in_phases((stage,), phases, micro_batches)
 
 
 def zb_h2(devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -68,3 +101,5 @@ ZB_H2 = ScheduleKind(
         holds=lambda devices, micro_batches: micro_batches >= 2 * devices - 1,
     ),
 )
+SPLIT_1F1B = ScheduleKind("1f1b-split", "1F1B, last split", split_1f1b, chunks=1)
+ZB_H1_FEW = ScheduleKind("zb-h1-few", "ZB-H1, few split", zb_h1_few, chunks=1)

@@ -86,7 +86,10 @@ def verify(schedule: Callable[..., Any], ranks: int, micro_batches: int, numbers
 
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches"),
-    [("1f1b", 3, 4), ("interleaved", 2, 4), ("zb-h1", 3, 4), ("zb-h2", 2, 6), ("zb-v", 2, 4), ("dualpipe-v", 2, 6)],
+    [
+        *[("1f1b", 3, 4), ("1f1b-split", 3, 4), ("interleaved", 2, 4), ("zb-h1", 3, 4), ("zb-h1-few", 3, 4)],
+        *[("zb-h2", 2, 6), ("zb-v", 2, 4), ("dualpipe-v", 2, 6)],
+    ],
 )
 def test_torch_runs_what_is_written(name: str, ranks: int, micro_batches: int, tmp_path: Path) -> None:
     kind, file = SCHEDULES[name], tmp_path / "orders.csv"

@@ -56,6 +56,22 @@ def test_zb_h1(devices: int, m: int) -> None:
     assert found.peak_live == (devices,) * devices
 
 
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_few_are_split(devices: int) -> None:
+    """The last backward alone is split in the memory of 1F1B, and the first d of device d besides in that of ZB-H1."""
+    for m in range(devices, 4 * devices + 1):
+        last, few = (made(name, devices, m) for name in ("1f1b-split", "zb-h1-few"))
+        assert simulate(last).makespan == 3 * m + 3 * devices - 4
+        assert simulate(few).makespan == 3 * m + 2 * devices - 3 <= simulate(last).makespan
+        assert simulate(last).peak_live == simulate(made("1f1b", devices, m)).peak_live
+        assert max(simulate(few).peak_live) == devices
+        split = [[sum(i.kind == "W" for i in order) for order in schedule.orders] for schedule in (last, few)]
+        assert split == [[0] + [1] * (devices - 1), [0, *(min(d, m - devices + d) + 1 for d in range(1, devices))]]
+    for m in range(1, devices):
+        assert simulate(made("zb-h1-few", devices, m)).makespan <= simulate(made("1f1b-split", devices, m)).makespan
+        assert simulate(made("1f1b-split", devices, m)).makespan < simulate(made("1f1b", devices, m)).makespan
+
+
 @pytest.mark.long
 @given(devices=st.integers(1, 10), m=st.integers(1, 30))
 @settings(max_examples=80, deadline=None)
@@ -163,7 +179,7 @@ def test_interleaved(chunks: int, devices: int, m: int) -> None:
         assert more == 2 * (devices - m % devices)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("name", ["1f1b-split", "zb-h1", "zb-h1-few", "zb-h2", "zb-v", "dualpipe-v"])
 def test_one_device_never_idles(name: str) -> None:
     for m in range(1, 6):
         schedule = made(name, 1, m)
