@@ -39,8 +39,7 @@ def run(function: Function, *args: Any, seed: int = 0, **options: Any) -> Probed
 
 def finding(function: Function, *args: Any, **options: Any) -> Finding:
     (check,), findings, _ = run(function, *args, **options)
-    assert check.verdict is Verdict.REFUTED
-    assert check.refuted == len(findings)
+    assert check.verdict is Verdict.REFUTED and check.refuted == len(findings)
     assert len(findings) == 1, [f.message for f in findings]
     assert findings[0].code in CODES
     assert findings[0].counter_example["shapes"]
