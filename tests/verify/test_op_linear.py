@@ -81,6 +81,7 @@ def _builtin(row: Sample) -> tuple[Callable[..., Any], Any, list[frozenset[int]]
 FIRST = list({row.operator: row for row in reversed(SAMPLES)}.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [FIRST, pytest.param(SAMPLES, marks=pytest.mark.long)], ids=["one each", "all"])
 def test_declared_sets_of_built_in_operators_hold(rows: Sequence[Sample]) -> None:
     checked = 0

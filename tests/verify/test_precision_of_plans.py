@@ -42,6 +42,7 @@ def test_a_precision_that_is_asked_for_is_verified(plan: str, ranks: int) -> Non
     assert report.verdict.passes, report.findings
 
 
+@pytest.mark.long
 def test_a_saved_plan_and_a_program_have_their_own(program: Path) -> None:
     for options in ({"plan": nnscaler.Plan.from_json((program / "plan.json").read_text()), "ranks": 2}, {}):
         given = options or {"program": program}

@@ -74,6 +74,7 @@ def test_what_is_read_to_be_wrong_is_told_first(program: Path, tiny: Factory, ba
     assert any(f.code == "tensor_differs" for f in report.findings)
 
 
+@pytest.mark.long
 def test_a_model_without_data_is_proved_and_not_run(batch: Batch, tiny: Factory) -> None:
     with torch.device("meta"):
         model = tiny()
@@ -219,6 +220,7 @@ def test_an_unedited_program_passes(program: Path, tiny: Factory, batch: Batch) 
     assert report.exit_code == 0 and report.findings == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("role", "text", "replacement", "code", "tensor"),
     only((4, 8), [row[1:] for row in PLANTED]),

@@ -73,6 +73,7 @@ def _with_slots(value: object, inputs: list[str], choose: random.Random) -> obje
     return value
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=150)
 @given(
     st.lists(VALUES, max_size=4),

@@ -236,6 +236,7 @@ def test_what_is_computed_again_communicates_in_the_half_that_needs_it(
 UNLIKE = ((("dp", 2), ("tp", 2)), (("tp", 3),)), ((("dp", 3),), (("dp", 2),))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage_axes", every(2, map(pytest.param, UNLIKE)))
 def test_stages_of_different_shape_exchange_pieces_in_order(stage_axes: Any, tmp_path: Path) -> None:
     module = load_user_module(str(ROOT / "examples" / "gpt.py"))

@@ -169,6 +169,7 @@ class Stacked(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.long
 def test_bounds_hold_where_ranks_divide_experts(examples: Path) -> None:
     """Parameters are gathered, and most of them are experts', of which a rank has a part."""
     module = load_user_module(str(examples / "moe_dispatch.py"))

@@ -191,6 +191,7 @@ def test_the_console_has_a_line_for_each_step(folder: Path, capsys: pytest.Captu
     assert [line.rpartition(" ")[0] for line in rest] == [f"step {n}  validation loss" for n in (3, 6, 7)]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_for_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the middle of the second epoch, with dropout, a schedule and AdamW's moments."""
     assert train("--checkpoints.folder=whole", "--checkpoints.every=2") == 0

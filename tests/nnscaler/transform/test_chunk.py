@@ -82,6 +82,7 @@ def test_each_module_that_a_pattern_names_is_a_region() -> None:
     assert len(regions_of(graph, whole, cut)[1]) == 6  # what a stage has of a layer
 
 
+@pytest.mark.long
 def test_what_stands_between_is_moved_before_or_behind() -> None:
     graph = traced("llama_hf").graph
     stages = {op.name: (0,) for op in graph.operations}

@@ -136,6 +136,7 @@ def test_what_is_communicated(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "1 of 1 reports have no communication profile" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_proof_beside_the_run_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
     example = str(EXAMPLES / "tensor_parallel.py")
     for level, names in (("all", {"gradients", "proof"}), ("static", {"proof"}), ("run", {"gradients"})):

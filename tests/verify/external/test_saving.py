@@ -83,6 +83,7 @@ def test_wrong_shards_are_refuted(llama: ExternalProgram) -> None:
     assert places == {"the plain model", "the mesh fsdp=2"}
 
 
+@pytest.mark.long
 def test_a_lost_tied_weight_is_refuted(tied: ExternalProgram) -> None:
     def without_tied(weights: Weights) -> Weights:
         return {

@@ -48,6 +48,7 @@ def trial(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> PlanT
     return PlanTrial(prepared.traced, task, reference)
 
 
+@pytest.mark.long
 def test_right_plans_are_not_minimised(prepared: Prepared, plan: Plan, trial: PlanTrial) -> None:
     assert not trial.fails(plan)
     assert minimise(plan, prepared.graph, trial.fails) is None

@@ -311,6 +311,7 @@ def test_offsets_keep_their_order() -> None:
     assert report.exit_code == 0, report.to_json()
 
 
+@pytest.mark.long
 def test_ids_that_are_all_alike_show_nothing() -> None:
     """Every wrong variant equals the right result, because the sample's ids are constant: that is no proof."""
 

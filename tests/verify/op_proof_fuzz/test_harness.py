@@ -161,6 +161,7 @@ def test_a_died_process_is_unsound_and_the_others_go_on() -> None:
     assert results[names[2]].verified >= QUICK.wanted
 
 
+@pytest.mark.long
 @pytest.mark.apart
 def test_a_process_that_is_ended_from_outside_is_an_error() -> None:
     """It says nothing of the rule: not that it is unsound, and not that a planted mistake is found."""
@@ -193,6 +194,7 @@ def test_what_is_trivial_is_not_counted() -> None:
     assert not any(set(kinds.split(" -> ")[0].split()) == {"Same"} for kinds in result.kinds)
 
 
+@pytest.mark.long
 def test_draws_cover_states_and_factors() -> None:
     random = Random(0)
     (call,) = direct("aten.outer.default")

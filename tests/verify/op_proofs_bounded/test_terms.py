@@ -81,6 +81,7 @@ def of_z3(term: Any) -> Any:
     return Fraction(term.as_long()) if z3.is_int_value(term) else term.as_fraction()
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9), st.sampled_from(["float", "int", "bool"]), st.integers(1, 4))
 def test_terms_equal_numbers(seed: int, wanted: str, depth: int) -> None:

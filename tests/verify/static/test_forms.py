@@ -275,6 +275,7 @@ def unedited(subject: Get) -> Proof:
     return prove_program(program.sources, program.graph, options=ProofOptions(cached=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("edit", "line"),
     only(

@@ -22,6 +22,7 @@ def first(program: Program, file: str, text: str) -> Finding:
     return next(f for o in result.outcomes for f in o.findings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "plan"), only((1, 2, 5), product(("gpt", "custom_op", "vit_hf"), ("dp=2,tp=2", "dp=2,pp=2,tp=2")))
 )

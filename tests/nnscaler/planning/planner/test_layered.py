@@ -105,6 +105,7 @@ def test_what_is_a_chain() -> None:
     assert subject_of("moe", 4).chain(2, 1) is None
 
 
+@pytest.mark.long
 def test_what_is_too_wide_for_a_chain_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
     chained = search(subject_of(deep(9), 2), 2, PLENTY)
     monkeypatch.setattr(elimination, "CAP", 2**14)  # as if the layers met in many choices

@@ -177,6 +177,7 @@ def test_what_rests_shrinks_by_no_more_than_is_said() -> None:
     assert AtRest(ZERO_2, 4).shrinks((tensor,), 8.0, late=True) == pytest.approx(16 / 12)
 
 
+@pytest.mark.long
 def test_a_chain_that_shards_make_too_wide_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = PlanningCache.chain
 

@@ -102,6 +102,7 @@ def test_several_micro_batches_in_a_repetend_beat_one() -> None:
     assert six.makespan - four.makespan < 2 * 6
 
 
+@pytest.mark.long
 def test_a_short_step_is_repeated_in_a_long_one() -> None:
     problem = pipeline_problem(with_shared(4, (0,)), 41, 3.0)
     alone = find_schedule(problem, SearchBudget(states=100, nodes=0, short=0)).certificate

@@ -66,6 +66,7 @@ def squares(module: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tens
     return y.detach(), x.grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", every(2, ["dp=1", "dp=2", "dp=3", "tp=2", "pp=2", "dp=2,zero=1", "dp=2,zero=3"]))
 def test_batches_of_other_sizes_are_compiled_once(plan: str) -> None:
     """Also one that has fewer rows than there are data parts."""

@@ -63,6 +63,7 @@ def test_right_programs_pass(made: dict[str, Execution]) -> None:
         assert not answer.refuted and not answer.undecided, (name, answer.said)
 
 
+@pytest.mark.long
 def test_every_kind_is_refuted_by_the_text(made: dict[str, Execution]) -> None:
     """One mutant of each kind in each program: 40 kinds at least, each in some program."""
     kinds, count = set(), 0
