@@ -1,8 +1,8 @@
 """The events of a step by a cost model: every call of the communication profile, in the pass that makes it.
 
-What communicates is what `communication.profile` has; how long a pass and its lines take, and when a pass runs, is what
-`predict` says. A message is received at the beginning of a pass, for as long as it travels; its sender does not wait,
-so that the end at the sender takes no time.
+What communicates is what `communication.communication_volume` has; how long a pass and its lines take, and when a pass
+runs, is what `predict` says. A message is received at the beginning of a pass, for as long as it travels; its sender
+does not wait, so that the end at the sender takes no time.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ plan can be. There are three levels, each with a method from the literature:
 2  what a stage spends its memory on: Lagrangian relaxation of the limit of memory (`bounds/lagrangian.py`,
    `solver.pareto_frontier`)
 3  which strategy each operation takes: min-weight variable elimination, and min-plus powers of equal layers, which
-   are both exact (`solver.eliminate`, `solver.fold`)
+   are both exact (`solver.eliminate`, `solver.fold_equal_layers`)
 
 Between 1 and 2, a dynamic program spreads the layers over pipeline stages (`stage_partition_dp`). What level 2 leaves
 open is filled by mixing two ways to run a layer (`stage_strategy_mix`), or by repair and branching (`solver.solve`).
