@@ -41,8 +41,9 @@ hypothesis.settings.load_profile("nnscaler")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than cores: many tests wait for processes that start or hang, and need no core meanwhile."""
-    return len(os.sched_getaffinity(0)) + 1
+    """A worker for each core that this process may use. One more would compute while others wait for processes, and
+    import and trace everything once more, which takes longer."""
+    return len(os.sched_getaffinity(0))
 
 
 def pytest_collection(session: pytest.Session) -> None:
