@@ -183,7 +183,7 @@ def test_what_the_second_half_of_a_backward_does_not_read_is_let_go_of(
 
 @pytest.mark.parametrize(("fails", "at"), [("whole", 60), ("give", 25)])
 def test_a_step_after_one_that_failed(fails: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the failed one had begun is waited for, and is not added to the gradients of the next."""
+    """Wait for what the failed one had begun, and add it to no gradient of the next."""
     torch.manual_seed(0)
     program = compile_traced(trace(Adapted(), {"ids": IDS}), WantedPlan(2, "dp=2,zero=3"), model={"name": "model"})
     path = program.save(tmp_path / "program")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import autocast_mode
 from torch.nn import functional as F
 
 from nnscaler.errors import NnscalerError
@@ -200,33 +199,17 @@ def test_a_model_without_data_has_no_dtypes_under_autocast() -> None:
     trace(Net(decorated_off).to("meta"), (X,))
 
 
-LEFT = """
-from contextlib import suppress
-
-import torch
-from torch.amp import autocast_mode
-
-from nnscaler.runtime.training.autocast import autocast_on
-
-x = torch.ones(2, 3)
-names = ("__init__", "__enter__", "__exit__")
-before = [getattr(autocast_mode.autocast, name) for name in names]
-with autocast_on("cpu"), autocast_on("cpu"):
-    assert [getattr(autocast_mode.autocast, name) for name in names] != before
-    with suppress(ZeroDivisionError), torch.autocast("cuda", torch.bfloat16):
-        assert torch.mm(x, x.t()).dtype == torch.bfloat16
-        raise ZeroDivisionError
-    assert torch.mm(x, x.t()).dtype == torch.float32
-assert [getattr(autocast_mode.autocast, name) for name in names] == before
-assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
-print("left")
-"""
-
-
 def test_torch_is_left_as_it_was() -> None:
-    """In a process of its own: this one is shared with tests that leave ranks behind, hanging as they are meant to."""
-    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, check=False)
-    assert done.stdout == "left\n", done.stderr
+    names = ("__init__", "__enter__", "__exit__")
+    before = [getattr(autocast_mode.autocast, name) for name in names]
+    with autocast_on("cpu"), autocast_on("cpu"):
+        assert [getattr(autocast_mode.autocast, name) for name in names] != before
+        with pytest.raises(ZeroDivisionError), torch.autocast("cuda", torch.bfloat16):
+            assert torch.mm(X, X.t()).dtype == torch.bfloat16
+            raise ZeroDivisionError
+        assert torch.mm(X, X.t()).dtype == torch.float32
+    assert [getattr(autocast_mode.autocast, name) for name in names] == before
+    assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
 
 
 def test_a_region_of_an_exact_run_is_off_without_a_word() -> None:
