@@ -225,7 +225,6 @@ def test_what_is_printed_to_run_can_be_pasted(model: str, tmp_path: Path, capsys
     assert run.returncode == 0 and "step 1  loss " in run.stdout
 
 
-@pytest.mark.long
 def test_a_saved_plan_and_a_policy(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = compiled(model, tmp_path)
     saved = str(out / "plan.json")

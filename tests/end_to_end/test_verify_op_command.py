@@ -141,7 +141,6 @@ def test_emitted_tests(ops: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["verify-op", f"{ops}::wrong", "--emit-test", f"{ops}/where.py"]) == 2
 
 
-@pytest.mark.long
 def test_an_annotation_for_a_plain_function(ops: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-op", f"{ops}::plain", "--annotation", "m k+, k+ n -> m n", *QUICK]) == 0
     assert main(["verify-op", f"{ops}::plain", "--annotation", "m k, k n -> m n", *QUICK]) == 1

@@ -72,7 +72,6 @@ def test_3_inconclusive(ops: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].startswith("INCONCLUSIVE  ")
 
 
-@pytest.mark.long
 def test_the_worst_operator_of_a_file_counts(ops: str) -> None:
     assert main(["verify-op", ops, "-q"]) == ExitCode.REFUTED
 

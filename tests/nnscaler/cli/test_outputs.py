@@ -169,7 +169,6 @@ def test_half_a_report_does_not_take_the_place_of_the_last_one(tmp_path: Path, s
     assert old.read_text() == "whole\n"
 
 
-@pytest.mark.long
 @needs_full
 def test_a_screen_that_cannot_be_written_is_no_verdict(tmp_path: Path) -> None:
     (tmp_path / "my_ops.py").write_text(

@@ -129,7 +129,6 @@ def test_targets_that_do_not_exist(server: ForkServer, rank_functions: str) -> N
         assert message in (failure.error or "")
 
 
-@pytest.mark.long
 def test_a_server_that_is_killed_takes_its_ranks_along(rank_functions: str, tmp_path: Path) -> None:
     with ForkServer() as own, ThreadPoolExecutor() as threads:
         target, arguments = f"{rank_functions}:sleep_beside_a_child", {"folder": str(tmp_path)}

@@ -69,7 +69,6 @@ def asked(*words: str) -> ExternalRequest:
     return external_request(parsed(*words))
 
 
-@pytest.mark.long
 @given(tokens)
 def test_there_and_back(token: ExternalToken) -> None:
     word = encode(token)

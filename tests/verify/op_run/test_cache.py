@@ -261,7 +261,6 @@ def test_an_operator_of_torch_library_is_looked_into(head: str, call: str, tmp_p
     assert fingerprint(spec.target) != before
 
 
-@pytest.mark.long
 def test_built_in_operators_have_keys() -> None:
     from op_registry.builtin import SPECS
 

@@ -58,7 +58,6 @@ def hangs(x: Tensor) -> Tensor:
 """
 
 
-@pytest.mark.long
 def test_a_death_is_a_finding_on_the_operator_that_ran(write: Callable[[str], str]) -> None:
     file = write(DEADLY)
     results = sorted(run_many(find_jobs([file]), OPTIONS, PoolSettings(workers=2)), key=lambda r: r.index)

@@ -110,7 +110,6 @@ def test_apply_is_its_class() -> None:
     assert spec.name == "Twice" and spec.where is not None and spec.where.file == __file__
 
 
-@pytest.mark.long
 def test_a_compiled_function_is_the_function() -> None:
     def half(x: torch.Tensor) -> torch.Tensor:
         return x / 2

@@ -35,7 +35,6 @@ def test_collectives_in_another_order() -> None:
     assert "broadcast" in finding.message
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     only(
@@ -81,7 +80,6 @@ def test_a_loop_without_end_is_ended() -> None:
     assert report.findings[0].code == "timed_out"
 
 
-@pytest.mark.long
 def test_parameters_that_cannot_be_matched_decide_nothing(tmp_path: Path) -> None:
     script = tmp_path / "experts.py"
     script.write_text(EXPERTS)

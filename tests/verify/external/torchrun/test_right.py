@@ -14,7 +14,6 @@ OWN, WHOLE = "with its own data", "the rows of all data parts together"
 TURNS, PART = "in turn", "on each data part by itself"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "ranks", "way"),
     [
@@ -83,7 +82,6 @@ def test_what_was_done_for_the_script_is_told() -> None:
     assert "on one rank, the optimizer's lr is another number: it was that of the ranks" in notes
 
 
-@pytest.mark.long
 def test_its_own_dtype_where_float64_does_not_run(tmp_path: Path) -> None:
     script = tmp_path / "single.py"
     script.write_text(SINGLE)
@@ -112,7 +110,6 @@ for _ in range(4):
 """
 
 
-@pytest.mark.long
 def test_two_models_and_two_optimizers(tmp_path: Path) -> None:
     script = tmp_path / "adversarial.py"
     script.write_text(TWO_MODELS)

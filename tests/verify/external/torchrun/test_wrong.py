@@ -8,7 +8,6 @@ from tests.verify.external.torchrun.running import told, verified
 from verify.results.verdict import Verdict
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "ranks", "code", "cause"),
     [
@@ -38,7 +37,6 @@ def test_wrong(command: str, ranks: int, code: str, cause: str) -> None:
     assert (code, cause) in found, told(report)
 
 
-@pytest.mark.long
 def test_only_what_is_not_reduced_is_named() -> None:
     report = verified("by_hand.py --broken late", 2)
     (finding,) = report.findings
