@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -63,6 +64,7 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: Feed | 
     Changes this process: its arguments, environment, import path and torch. Raises what the script raises, ScriptExit,
     and Unmatched.
     """
+    gc.freeze()  # what is there holds no model of the script: the watch looks at what is made from here on
     os.environ.update(torchrun_environment(start))
     _seed(start.rank)
     watch = ScriptWatch(start, save, feed)
