@@ -61,10 +61,10 @@ def check_words(words: Sequence[str]) -> tuple[str, ...]:
 def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: Feed | None = None) -> None:
     """Run the script until it has made its steps, or ends. `save` gets the record.
 
-    Changes this process: its arguments, environment, import path and torch. Raises what the script raises, ScriptExit,
-    and Unmatched.
+    Changes this process: its arguments, environment, import path, torch, and what is garbage collected. Raises what the
+    script raises, ScriptExit, and Unmatched.
     """
-    gc.freeze()  # what is there holds no model of the script: the watch looks at what is made from here on
+    gc.freeze()  # what is there holds no model of the script, and `outermost` need not look at it
     os.environ.update(torchrun_environment(start))
     _seed(start.rank)
     watch = ScriptWatch(start, save, feed)
