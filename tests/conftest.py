@@ -8,6 +8,7 @@ import importlib
 import itertools
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import torch
 from verify.processes.subprocess_isolation import can_run_apart as CAN_RUN_APART
 
 if TYPE_CHECKING:
+    from nnscaler.runtime.jobs.launcher import ForkServer
     from tests.traced_once import TracedOnce
 
 # Nothing is kept in the home of whoever runs the tests.
@@ -97,10 +99,43 @@ def _simulator_in_this_process() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+class SharedServer:
+    """Hands out one fork server to all, which is started at the first call."""
+
+    def __init__(self, start: Callable[[], ForkServer], stack: contextlib.ExitStack) -> None:
+        self.start, self._stack = start, stack
+        self._server: ForkServer | None = None
+
+    def __call__(self) -> contextlib.nullcontext[ForkServer]:
+        if self._server is None or self._server._process.poll() is not None:
+            self._server = self._stack.enter_context(self.start())
+        return contextlib.nullcontext(self._server)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_fork_server() -> Iterator[SharedServer | None]:
+    """Processes of all tests start from one server: what it imports takes longer than most that they do. Tests marked
+    `apart` start servers of their own, and so do all commands that run as processes."""
+    backends = sys.modules.get("verify.programs.execution.backends")
+    if backends is None:  # no test that was collected runs programs
+        yield None
+        return
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        server = SharedServer(backends.start_server, stack)
+        for module in filter(None, (backends, sys.modules.get("verify.programs.training.run"))):
+            patch.setattr(module, "start_server", server)
+        yield server
+
+
 @pytest.fixture(autouse=True)
-def _simulator_apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _apart(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _one_fork_server: SharedServer | None
+) -> None:
     if request.node.get_closest_marker("apart") is not None:
         monkeypatch.setattr("verify.processes.subprocess_isolation.can_run_apart", CAN_RUN_APART)
+        if _one_fork_server is not None:
+            monkeypatch.setattr("verify.programs.execution.backends.start_server", _one_fork_server.start)
+            monkeypatch.setattr("verify.programs.training.run.start_server", _one_fork_server.start)
 
 
 @pytest.fixture(autouse=True)

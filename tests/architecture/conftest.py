@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGES = ("op_registry", "nnscaler", "verify")
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of a node that hold statements
 OUTSIDE = {".git", ".venv", "build", "dist", "__pycache__"}
 
 
@@ -39,11 +41,21 @@ def python_files(files: list[Path]) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def product(python_files: list[Path], repository: Path) -> dict[str, ast.Module]:
-    """The modules of the product, by their paths in the repository."""
-    names = {path: path.relative_to(repository) for path in python_files}
-    return {
-        str(name): ast.parse(path.read_text(encoding="utf-8"))
-        for path, name in names.items()
-        if name.parts[0] in PACKAGES
-    }
+def trees(python_files: list[Path], repository: Path) -> dict[str, ast.Module]:
+    """Every module, parsed once, by its path in the repository."""
+    return {str(p.relative_to(repository)): ast.parse(p.read_text(encoding="utf-8")) for p in python_files}
+
+
+@pytest.fixture(scope="session")
+def product(trees: dict[str, ast.Module]) -> dict[str, ast.Module]:
+    """The modules of the product."""
+    return {name: tree for name, tree in trees.items() if Path(name).parts[0] in PACKAGES}
+
+
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """All statements below a node. Expressions, which are most of what `ast.walk` visits, hold none."""
+    for name in BLOCKS:
+        for child in getattr(node, name, ()):
+            if isinstance(child, ast.stmt):
+                yield child
+            yield from statements(child)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
+
+from tests.architecture.conftest import statements
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
@@ -29,30 +30,21 @@ def test_no_file_is_longer_than_the_limit(files: list[Path], repository: Path) -
     assert not long, f"longer than {FILE_LINES} lines: {long}"
 
 
-def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """All statements below a node. Expressions, which are most of what `ast.walk` visits, hold none."""
-    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for child in getattr(node, name, ()):
-            if isinstance(child, ast.stmt):
-                yield child
-            yield from _statements(child)
-
-
-def test_no_function_is_longer_than_the_limit(python_files: list[Path], repository: Path) -> None:
+def test_no_function_is_longer_than_the_limit(trees: dict[str, ast.Module]) -> None:
     long: list[str] = []
-    for path in python_files:
-        for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees.items():
+        for node in statements(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > FUNCTION_LINES:
-                    long.append(f"{path.relative_to(repository)}:{node.lineno} {node.name}: {length} lines")
+                    long.append(f"{path}:{node.lineno} {node.name}: {length} lines")
     assert not long, f"functions longer than {FUNCTION_LINES} lines:\n" + "\n".join(long)
 
 
 def test_calls_are_short(product: dict[str, ast.Module]) -> None:
     long = []
     for path, tree in product.items():
-        for node in ast.walk(tree):
+        for node in statements(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 if sum(argument.arg not in ("self", "cls") for argument in arguments) > PARAMETERS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,12 @@ import pytest
 import verify
 from nnscaler import compile as compiler
 from nnscaler.cli.main import main
-from nnscaler.runtime.jobs.launcher import ForkServer
 from nnscaler.scheduling import timeline
 from nnscaler.scheduling.schedule import Schedule, parse_order
 from tests.broken import models
 from tests.broken.planting import Edit, Original, assert_refuted
 from tests.sampling import every
-from verify.programs.execution.backends import start_server
+from verify.programs.execution import backends
 
 TIMEOUT = 60.0  # of the whole run; a hang is to be found in much less
 
@@ -124,12 +123,6 @@ MORE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with start_server() as fork_server:
-        yield fork_server
-
-
 def check(report: verify.Report, hang: Hang) -> None:
     finding = assert_refuted(report, hang.code, hang.tensors[0])
     assert all(f"`{tensor}`" in finding.message for tensor in hang.tensors), finding.message
@@ -148,12 +141,16 @@ def test_on_threads(request: pytest.FixtureRequest, hang: Hang, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("hang", every(2, [*HANGS, MORE[1]]), ids=lambda hang: hang.name)
-def test_on_processes(request: pytest.FixtureRequest, server: ForkServer, hang: Hang, tmp_path: Path) -> None:
+def test_on_processes(
+    request: pytest.FixtureRequest, hang: Hang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "STALL", 2.0)
     original: Original = request.getfixturevalue(hang.program)
     program = original.broken(tmp_path, hang.edits)
-    report = original.verify(program, backend="gloo", timeout=TIMEOUT, server=server)
-    check(report, hang)
-    wait_until(lambda: not children_of(server.process_id))
+    with backends.start_server() as server:
+        report = original.verify(program, backend="gloo", timeout=TIMEOUT, server=server)
+        check(report, hang)
+        wait_until(lambda: not children_of(server.process_id))
 
 
 @pytest.mark.long

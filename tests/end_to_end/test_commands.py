@@ -86,6 +86,7 @@ def children() -> set[int]:
     return found
 
 
+@pytest.mark.apart
 def test_processes_by_default(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = children()
     assert main(["verify-plan", model, "--ranks", "4", "--plan", "dp=2,tp=2"]) == 0
@@ -253,8 +254,9 @@ def test_an_edited_program_is_refuted(model: str, tmp_path: Path, capsys: pytest
 
 
 def test_a_hang_is_refuted_and_leaves_no_process(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("verify.programs.execution.backends.STALL", 2.0)
     program = compiled(model, tmp_path)
     edit(
         program,
