@@ -121,14 +121,14 @@ SLOW = ("aten.grid_sampler.default", "nnscaler.grouped_mm")
 
 @cache
 def _rows(full: bool) -> tuple[SurveyRow, ...]:
-    """A sixth of the operators, or all of them."""
+    """A ninth of the operators, or all of them."""
     registry = default_registry()
     names = list(dict.fromkeys(sample.operator for sample in SAMPLES if sample.operator not in TESTED))
-    chosen = names if full else [n for i, n in enumerate(names) if n in ALWAYS or (i % 6 == 0 and n not in SLOW)]
+    chosen = names if full else [n for i, n in enumerate(names) if n in ALWAYS or (i % 9 == 0 and n not in SLOW)]
     return survey(spec for spec in map(registry.lookup, chosen) if spec is not None)
 
 
-ALL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a sixth", "all"])
+ALL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a ninth", "all"])
 
 
 @pytest.mark.early

@@ -61,7 +61,9 @@ def test_a_thread_that_waits_for_ever_is_a_deadlock() -> None:
     assert "rank 0 (a helper thread) waits in barrier" in caught.value.message
 
 
-def test_a_pool_that_has_nothing_to_do_hides_no_deadlock() -> None:
+def test_a_pool_that_has_nothing_to_do_hides_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify.external.ranks.threads.simulator._STALL", 1.0)
+
     def work(rank: int) -> None:
         pool = ThreadPoolExecutor(1)
         assert pool.submit(lambda: 1).result() == 1

@@ -19,7 +19,8 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
-def test_a_rank_that_leaves_a_collective_out() -> None:
+def test_a_rank_that_leaves_a_collective_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify.external.ranks.processes.gloo_watch._STALL", 0.5)
     report = verified("breaks.py missing", 2)
     (finding,) = report.findings
     assert (report.verdict, finding.code) == (Verdict.REFUTED, "deadlock"), told(report)
@@ -75,7 +76,7 @@ def test_no_step_is_no_pass() -> None:
 
 
 def test_a_loop_without_end_is_ended() -> None:
-    report = verified("breaks.py loop", 2, timeout=4.0)
+    report = verified("breaks.py loop", 2, timeout=2.0)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
     assert report.findings[0].code == "timed_out"
 
