@@ -116,7 +116,7 @@ TESTED = frozenset(
 
 
 ALWAYS = ("aten.linear.default", "aten.scaled_dot_product_attention.default", "aten.matmul.default")
-SLOW = ("aten.grid_sampler.default", "nnscaler.grouped_mm")
+SLOW = ("aten.grid_sampler.default", "nnscaler.grouped_mm", "aten.conv3d.default")
 
 
 @cache

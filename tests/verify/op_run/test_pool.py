@@ -208,6 +208,7 @@ def test_autograd_that_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) 
     assert report.verdict.passes and any("unprotected" in note and "autograd" in note for note in report.notes)
 
 
+@pytest.mark.long  # only a build for GPUs can fail
 def test_autograd_survives_a_fork_after_a_trace() -> None:
     """A build for GPUs counts one as soon as tensors are faked: the engine has to be there before."""
     script = (
