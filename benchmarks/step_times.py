@@ -11,6 +11,7 @@ from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 
 AT_ONCE = 5  # steps of one program before the next one's turn
+IN_TURN = 3  # steps of a turn, as training goes on with one program
 
 
 def time_steps(communicator: Communicator, programs: Sequence[str], steps: int) -> list[list[float]]:
@@ -44,8 +45,8 @@ def time_turns(
 ) -> list[list[float]]:
     """Return the seconds of a step of each program on this rank, in each of `rounds` in which all take a turn.
 
-    `ranks`: of each program; others wait. A turn is a step that is not counted and one that is. A rank that does not
-    take part takes no time.
+    `ranks`: of each program; others wait. A turn is a step that is not counted and IN_TURN that are. A rank that does
+    not take part takes no time.
     """
     prepared = []
     for program, count in zip(programs, ranks, strict=True):
@@ -62,16 +63,17 @@ def time_turns(
     for number in range(rounds + 1):
         for one, count, times in zip(prepared, ranks, taken, strict=True):
             communicator.barrier(everyone)
-            seconds = 0.0
+            turn = [0.0] * IN_TURN
             if one is not None:
                 executor, batch = one
-                for _ in range(2):
+                for step in range(-1, IN_TURN):
                     executor.zero_grad()
                     communicator.barrier(tuple(range(count)))
                     start = time.perf_counter()
                     executor.step(batch)
-                    seconds = time.perf_counter() - start
+                    if step >= 0:
+                        turn[step] = time.perf_counter() - start
             if number:
-                times.append(seconds)
+                times += turn
     communicator.barrier(everyone)
     return taken
