@@ -33,6 +33,8 @@ class Division:
     dim     that is divided
     slots   where on that dim the part of each of them lies
     shapes  of the parts
+    like    tensors without memory in these shapes
+    lengths of the parts on that dim, where they lie in the order of the ranks and side by side; else None
     sums    the leaf's gradient is a partial sum over the axis, and not equal on its ranks
     whole   shape before the division
     """
@@ -42,6 +44,8 @@ class Division:
     dim: int
     slots: Slots
     shapes: tuple[tuple[int, ...], ...]
+    like: tuple[Tensor, ...]
+    lengths: tuple[int, ...] | None
     sums: bool
     whole: tuple[int, ...]
 
@@ -59,6 +63,39 @@ class Division:
             tensor.narrow(self.dim, slot.start, slot.stop - slot.start).copy_(part)
         else:
             tensor.index_copy_(self.dim, slot.to(tensor.device), part)
+
+    def cut(self, tensor: Tensor, places: tuple[Tensor, ...]) -> None:
+        """Copy the part of each rank to its place."""
+        parts = self._views(tensor)
+        if parts is None:
+            parts = [self.part(tensor, index) for index in range(len(places))]
+        torch._foreach_copy_(places, parts)  # one call for all: most parameters of a model are small
+
+    def _views(self, tensor: Tensor) -> list[Tensor] | None:
+        """Return the part of each rank, where they lie in the order of the ranks and side by side."""
+        return None if self.lengths is None else list(torch.split_with_sizes(tensor, self.lengths, self.dim))
+
+
+def join(divisions: Sequence[Division], wholes: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+    """Write the parts of all ranks into wholes."""
+    places: list[Tensor] = []
+    found: list[Tensor] = []
+    for division, whole, own in zip(divisions, wholes, parts, strict=True):
+        views = division._views(whole)
+        if views is None:
+            for index, part in enumerate(own):
+                division.put(whole, index, part)
+        else:
+            places += views
+            found += own
+    if places:
+        torch._foreach_copy_(places, found)
+
+
+def unflattened(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return views of flat memory, one after the other, in the shapes of these."""
+    found: tuple[Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, like)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +133,9 @@ def divisions_of(stage: Stage, description: Parameter) -> tuple[Division, ...]:
         group = getattr(stage, axis)
         sums = axis in description.reduce
         shape = tuple(len(indices) for indices in whole)
-        found.append(Division(group.ranks, group.index, dim, tuple(slots), tuple(shapes), sums, shape))
+        like = tuple(torch.empty(part, device="meta") for part in shapes)
+        lengths = _side_by_side(slots, shape[dim])
+        found.append(Division(group.ranks, group.index, dim, tuple(slots), tuple(shapes), like, lengths, sums, shape))
     return tuple(found)
 
 
@@ -107,6 +146,17 @@ def _slot(positions: Tensor) -> slice | Tensor:
     return positions
 
 
+def _side_by_side(slots: Sequence[slice | Tensor], size: int) -> tuple[int, ...] | None:
+    lengths, end = [], 0
+    for slot in slots:
+        if not isinstance(slot, slice) or (slot.start != end and slot.start != slot.stop):
+            return None
+        lengths.append(slot.stop - slot.start)
+        end += lengths[-1]
+    return tuple(lengths) if end == size else None
+
+
+@torch.no_grad()
 def gather(resting: Sequence[AtRest], communicator: Communicator) -> None:
     """Make every leaf from the tensors at rest. Every rank calls it, with the parameters in one order."""
     values = [entry.rest.detach().to(entry.leaf.dtype) for entry in resting]
@@ -114,18 +164,19 @@ def gather(resting: Sequence[AtRest], communicator: Communicator) -> None:
         chosen = [i for i, entry in enumerate(resting) if len(entry.divisions) > depth]
         for bucket in _buckets(chosen, {i: resting[i].divisions[depth] for i in chosen}, values):
             divisions = [resting[i].divisions[depth] for i in bucket]
+            like = list(zip(*(d.like for d in divisions), strict=True))  # by rank
             flat = torch.cat([values[i].reshape(-1) for i in bucket])
-            lengths = [(sum(_count(d.shapes[rank]) for d in divisions),) for rank in range(len(divisions[0].group))]
+            lengths = [(sum(part.numel() for part in own),) for own in like]
             pieces = communicator.all_gather(flat, divisions[0].group, lengths)
-            wholes = [values[i].new_empty(d.whole) for i, d in zip(bucket, divisions, strict=True)]
-            for index, piece in enumerate(pieces):
-                parts = piece.split([_count(d.shapes[index]) for d in divisions])
-                for whole, division, part in zip(wholes, divisions, parts, strict=True):
-                    division.put(whole, index, part.view(division.shapes[index]))
+            wholes = [
+                resting[i].leaf.detach() if depth == 0 else values[i].new_empty(resting[i].divisions[depth].whole)
+                for i in bucket
+            ]
+            join(divisions, wholes, list(zip(*map(unflattened, pieces, like), strict=True)))
             for i, whole in zip(bucket, wholes, strict=True):
                 values[i] = whole
-    with torch.no_grad():
-        for entry, value in zip(resting, values, strict=True):
+    for entry, value in zip(resting, values, strict=True):
+        if not entry.divisions:
             entry.leaf.copy_(value)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from math import prod
 
 import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import SUMMED, Communicator, Pending
-from nnscaler.runtime.training.at_rest import Division
+from nnscaler.runtime.training.at_rest import Division, unflattened
 
 _NAMED = 3  # parameters of a bucket that an error names
 Group = tuple[int, ...]
@@ -116,30 +115,24 @@ class DivisionBucket(Bucket):
     ) -> None:
         super().__init__(divisions[0].group, names, len(divisions))
         self._divisions, self._dtype, self._device = list(divisions), dtype, device
-        sizes = [[prod(d.shapes[rank]) for d in divisions] for rank in range(len(self.group))]
-        self._starts = [list(accumulate(row, initial=0)) for row in sizes]
+        self._like = list(zip(*(d.like for d in divisions), strict=True))  # by rank
         self._pieces: list[Tensor] = []  # for each rank
+        self._places: list[tuple[Tensor, ...]] = []  # of each gradient, for each rank
         self._part: Tensor | None = None
 
     def take(self, position: int, gradient: Tensor) -> None:
         """Copy the gradient of a leaf to where the parts of each rank lie."""
         if not self._pieces:
-            lengths = [starts[-1] for starts in self._starts]
+            lengths = [sum(part.numel() for part in own) for own in self._like]
             self._pieces = list(torch.empty(sum(lengths), dtype=self._dtype, device=self._device).split(lengths))
-        division = self._divisions[position]
-        for rank, (piece, starts) in enumerate(zip(self._pieces, self._starts, strict=True)):
-            place = piece[starts[position] : starts[position + 1]].view(division.shapes[rank])
-            place.copy_(division.part(gradient, rank))
+            self._places = list(zip(*map(unflattened, self._pieces, self._like), strict=True))
+        self._divisions[position].cut(gradient, self._places[position])
 
     def parts(self) -> list[Tensor]:
         """Return this rank's part of the sum of each gradient, after `wait`."""
         assert self._part is not None, "it was started"
-        here, self._pieces = self._divisions[0].index, []
-        starts = self._starts[here]
-        return [
-            self._part[starts[i] : starts[i + 1]].view(division.shapes[here])
-            for i, division in enumerate(self._divisions)
-        ]
+        here, self._pieces, self._places = self._divisions[0].index, [], []
+        return list(unflattened(self._part, self._like[here]))
 
     def _begin(self, communicator: Communicator) -> Pending:
         self._part = torch.empty_like(self._pieces[self._divisions[0].index])
