@@ -170,6 +170,7 @@ def test_half_a_report_does_not_take_the_place_of_the_last_one(tmp_path: Path, s
 
 
 @needs_full
+@pytest.mark.long
 def test_a_screen_that_cannot_be_written_is_no_verdict(tmp_path: Path) -> None:
     (tmp_path / "my_ops.py").write_text(
         "import nnscaler\n@nnscaler.register_op('a b -> a b')\ndef twice(x):\n    return 2 * x\n"

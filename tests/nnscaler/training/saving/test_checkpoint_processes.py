@@ -13,7 +13,7 @@ FUNCTIONS = Path(__file__).with_name("rank_of_checkpoints.py")
 
 
 def test_three_ranks_write_and_two_read(tmp_path: Path) -> None:
-    with ForkServer(preload=("nnscaler.training.saving.checkpoints",)) as server:
+    with ForkServer(preload=("tests.nnscaler.training.saving.resharding",)) as server:
         found = []
         for plan, function in (("dp=3,zero=3", "save_twice"), ("tp=2", "load_both")):
             kwargs = {"program": replace(compiled(plan), origin=None), "folder": str(tmp_path / "run")}
