@@ -95,7 +95,9 @@ def join(divisions: Sequence[Division], wholes: Sequence[Tensor], parts: Sequenc
 def unflattened(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return views of flat memory, one after the other, in the shapes of these."""
     found: tuple[Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, like)
-    return found
+    if all(map(Tensor.numel, like)):
+        return found
+    return tuple(view.view(part.shape) for view, part in zip(found, like, strict=True))  # not each torch keeps (0, n)
 
 
 @dataclass(frozen=True, slots=True)

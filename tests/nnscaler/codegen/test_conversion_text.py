@@ -104,7 +104,7 @@ def runtime_states(layout: Layout) -> dict[str, runtime_layout.State]:
     return {name: eval(text, classes) for name, text in zip(NAMES, texts, strict=False)}
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(conversions())
 def test_a_path_keeps_the_value_and_its_backward_is_the_adjoint(case: tuple[tuple[int, ...], Layout, Layout]) -> None:
     sizes, source, target = case

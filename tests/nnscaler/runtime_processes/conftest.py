@@ -1,4 +1,4 @@
-"""One fork server for all tests of a folder: what it imports takes longer than any job here."""
+"""The fork server of all tests: what it imports takes longer than any job here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from nnscaler.runtime.jobs.launcher import ForkServer
+from verify.programs.execution import backends
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def server() -> Iterator[ForkServer]:
-    with ForkServer() as fork_server:
+    with backends.start_server() as fork_server:
         yield fork_server
 
 
