@@ -32,8 +32,7 @@ class Division:
     index   of this rank among them
     dim     that is divided
     slots   where on that dim the part of each of them lies
-    shapes  of the parts
-    like    tensors without memory in these shapes
+    like    tensors without memory in the shapes of the parts
     lengths of the parts on that dim, where they lie in the order of the ranks and side by side; else None
     sums    the leaf's gradient is a partial sum over the axis, and not equal on its ranks
     whole   shape before the division
@@ -43,7 +42,6 @@ class Division:
     index: int
     dim: int
     slots: Slots
-    shapes: tuple[tuple[int, ...], ...]
     like: tuple[Tensor, ...]
     lengths: tuple[int, ...] | None
     sums: bool
@@ -126,18 +124,17 @@ def divisions_of(stage: Stage, description: Parameter) -> tuple[Division, ...]:
         states[axis] = state
         dim = state.dim  # type: ignore[union-attr]
         slots: list[slice | Tensor] = []
-        shapes: list[tuple[int, ...]] = []
+        like: list[Tensor] = []
         for index in range(sizes[axis]):
             there = {**here, axis: index}
             held = logical_coordinates(description.shape, states, sizes, there)[dim]
             slots.append(_slot(torch.searchsorted(whole[dim], held)))
-            shapes.append(local_shape(description.shape, states, sizes, there))
+            like.append(torch.empty(local_shape(description.shape, states, sizes, there), device="meta"))
         group = getattr(stage, axis)
         sums = axis in description.reduce
         shape = tuple(len(indices) for indices in whole)
-        like = tuple(torch.empty(part, device="meta") for part in shapes)
         lengths = _side_by_side(slots, shape[dim])
-        found.append(Division(group.ranks, group.index, dim, tuple(slots), tuple(shapes), like, lengths, sums, shape))
+        found.append(Division(group.ranks, group.index, dim, tuple(slots), tuple(like), lengths, sums, shape))
     return tuple(found)
 
 

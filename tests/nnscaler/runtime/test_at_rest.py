@@ -19,7 +19,7 @@ def division(slots: Slots, dim: int) -> Division:
     shapes = tuple((n, 5) if dim == 0 else (5, n) for n in lengths)
     like = tuple(torch.empty(shape, device="meta") for shape in shapes)
     whole = (6, 5) if dim == 0 else (5, 6)
-    return Division((0, 1, 2), 0, dim, slots, shapes, like, _side_by_side(slots, 6), True, whole)
+    return Division((0, 1, 2), 0, dim, slots, like, _side_by_side(slots, 6), True, whole)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

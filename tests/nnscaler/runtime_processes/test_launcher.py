@@ -106,7 +106,7 @@ def test_a_rank_that_loops_runs_into_the_time_limit(server: ForkServer, rank_fun
 
 def test_what_ranks_started_ends_with_them(server: ForkServer, rank_functions: str, tmp_path: Path) -> None:
     job = JobSpecification(f"{rank_functions}:sleep_beside_a_child", 1, {"folder": str(tmp_path)})
-    outcome = launch(job, timeout=1.5, server=server)
+    outcome = launch(job, timeout=3, server=server)
     assert outcome.end == "timeout"
     wait_for(lambda: not any(is_alive(p) for p in processes_in(tmp_path, 1)))
 

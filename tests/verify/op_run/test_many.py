@@ -76,7 +76,7 @@ def test_a_death_is_a_finding_on_the_operator_that_ran(write: Callable[[str], st
 
 
 def test_a_hang_is_not_a_pass(write: Callable[[str], str]) -> None:
-    report = run_one(find_jobs([write(HANGS)])[0], OpOptions(timeout=2.0))
+    report = run_one(find_jobs([write(HANGS)])[0], OpOptions(timeout=5.0))
     assert report.verdict is Verdict.INCONCLUSIVE and report.exit_code == 3
     (finding,) = report.findings
     assert finding.code == "operator_timed_out" and "was still running after " in finding.message
