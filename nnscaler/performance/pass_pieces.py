@@ -117,6 +117,7 @@ class Pieces:
             yield from _half(line, price.backward[i], price.halves[i].gradients, kind)
         if kind != "I":
             yield self.around(device, "scatter", program.stage.index)
+            yield Piece(price.added)
         if kind != "W":
             for message in program.receives:
                 if message.needs_grad:

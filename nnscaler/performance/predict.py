@@ -112,7 +112,8 @@ def predict(
     for device, own in enumerate(map(communicated.on, range(len(ranks)))):
         left = before[device] + after[device]
         for p in own:
-            left += p.stage.passes * (prices[p.stage.index].divided - _moved(graph, p, cost, {"B"}))
+            price = prices[p.stage.index]
+            left += p.stage.passes * (price.divided + price.added - _moved(graph, p, cost, {"B"}))
             left -= once[p.stage.index]
         for p in own:
             beside[p.stage.index] = left / len(own)

@@ -20,8 +20,9 @@ from nnscaler.communication.communicated_graph import (
     times_of,
 )
 from nnscaler.communication.gathered_parameters import gathered_again, parameter_gathers
+from nnscaler.communication.rest_moves import rest_moves
 from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
-from nnscaler.ir.graph import Graph, element_bytes
+from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.layout import full_along, local_shape
 from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.ir.placement import Stage
@@ -30,6 +31,8 @@ from nnscaler.ir.signature import Signature
 from nnscaler.performance.collectives_outside_passes import PricedCall, last_of, taken
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
+
+ADDING = 1.5  # a sum in place reads two tensors and writes one, where a copy reads one and writes one
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class StagePrices:
     arriving  by message that the stage receives
     back      by message that it sends: the gradient that comes back
     divided   gradients that are divided after each backward
+    added     gradients of parameters that a backward adds to those of earlier micro-batches; the mean over a step
     computed  operators of a backward, with what is computed again
     hidden    of F and of B, the part of collectives that computing hides: gathers of parameters that are begun before
               they are read, and the way back of gradients
@@ -57,6 +61,7 @@ class StagePrices:
     arriving: tuple[float, ...]
     back: tuple[float, ...]
     divided: float
+    added: float
     computed: float
     hidden: tuple[float, float]
 
@@ -68,13 +73,14 @@ class StagePrices:
     @property
     def behind(self) -> float:
         """Seconds of B."""
-        return sum(self.backward) + sum(self.again) + sum(self.back) + self.divided - self.hidden[1]
+        lines = sum(self.backward) + sum(self.again) + sum(self.back)
+        return lines + self.divided + self.added - self.hidden[1]
 
     @property
     def weights(self) -> float:
         """Seconds of W, of those of B."""
         pieces = zip(self.halves, self.backward, self.again, strict=True)
-        taken = self.divided + sum(h.gradients * behind + h.again * again for h, behind, again in pieces)
+        taken = self.divided + self.added + sum(h.gradients * behind + h.again * again for h, behind, again in pieces)
         return min(taken, self.behind)
 
 
@@ -128,9 +134,24 @@ def stage_prices(
         tuple(_sent(graph, stage, message, cost) for message in program.receives),
         tuple(_sent(graph, stage, m, cost) if m.needs_grad else 0.0 for m in program.sends),
         divided,
+        _added(graph, program, cost),
         under[1],
         hidden,
     )
+
+
+def _added(graph: Graph, program: StageProgram, cost: CostModel) -> float:
+    """Return the seconds in which a backward adds gradients to what earlier ones left; the first one of a step adds
+    none."""
+    stage, size = program.stage, 0
+    for stored in program.stored:
+        moves = list(rest_moves(graph, program, stored))
+        tensor = graph.tensors[stored.tensor]
+        if tensor.role == "parameter" and tensor.needs_grad and program.gradient:
+            layout = stored.at_rest if any(move.phase == "B" for move in moves) else stored.leaf
+            dtype = tensor.sums or gradient_dtype(tensor.dtype)
+            size += prod(local_shape(layout, stage.sizes, tensor.shape)) * element_bytes(dtype)
+    return ADDING * cost.copied(size) * (stage.passes - 1) / stage.passes
 
 
 def _in_shared_messages(

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from statistics import fmean
 from typing import Protocol
 
 import numpy as np
@@ -179,10 +178,9 @@ def time_steps(
     if not outcome.ok:
         listener.warning(f"steps were not measured: {outcome.describe()}")
         return Steps()
-    results = outcome.results()
-    crowded = {count: fmean(row[2][i] for row in results[:count]) for i, count in enumerate(counts)}
+    alone, outside, slowest = outcome.results()[0]
     listener.progress(f"steps        {time.perf_counter() - start:5.1f} s  up to {ranks} at once")
-    return Steps(tuple(programs), tuple(results[0][0]), tuple(results[0][1]), crowded)
+    return Steps(tuple(programs), tuple(alone), tuple(outside), dict(zip(counts, slowest, strict=True)))
 
 
 def with_overheads(profile: Profile, steps: Steps, ranks: int) -> Profile:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from math import inf, nan
-from statistics import fmean, median
+from math import inf
+from statistics import median
 
-from nnscaler.runtime.communication.benchmark_collectives import later_than, lower_quartile
+import torch
+
+from nnscaler.runtime.communication.benchmark_collectives import later_than
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.communication.recording import RecordingCommunicator
 from nnscaler.runtime.program.program_directory import read_program
@@ -25,11 +27,11 @@ def time_crowded(
 ) -> tuple[list[float], list[float], list[float]]:
     """Time steps, in seconds: alone, and while other ranks compute.
 
-    The first result has each of `programs` on the first rank alone: the lower quartile, since whatever else the machine
-    does only adds to it. The second has the part of these outside of the passes of the schedule. The third has the
-    first program in the first `count` ranks at once, for each of `counts`, on this rank: the median of the turns'
-    means, since a rank that waits for a core takes longer by what others get. nan where this rank did not take part.
-    Each turn takes about `seconds`; after `within` of them all, no round begins.
+    The first result has each of `programs` on the first rank alone. The second has the part of these outside of the
+    passes of the schedule. The third has the first program in the first `count` ranks at once, for each of `counts`:
+    they begin each step together, as ranks do that communicate, and the slowest one says what it took. All are medians,
+    of a machine as it is on average, and equal on all ranks. Each turn takes about `seconds`; after `within` of them
+    all, no round begins.
     """
     steps = [_TimedSteps(program) for program in programs]
     alone: list[list[float]] = [[] for _ in programs]
@@ -38,12 +40,14 @@ def time_crowded(
     for _ in range(ROUNDS):
         for step, found in zip(steps, alone, strict=True):
             found += _turn(communicator, step, 1, seconds)
-        for count, means in zip(counts, crowded, strict=True):
-            means.append(fmean(_turn(communicator, steps[0], count, seconds)))
+        for count, found in zip(counts, crowded, strict=True):
+            found += _turn(communicator, steps[0], count, seconds)
         if later_than(communicator, begin + within):
             break
-    outside = [lower_quartile(step.outside) if step.outside else nan for step in steps]
-    return [lower_quartile(times) for times in alone], outside, [median(means) for means in crowded]
+    everyone = tuple(range(communicator.world_size))
+    outside = [median(step.outside) if step.outside else 0.0 for step in steps]
+    known = communicator.all_reduce(torch.tensor(outside, dtype=torch.float64), everyone, "max")
+    return [median(times) for times in alone], known.tolist(), [median(times) for times in crowded]
 
 
 class _TimedSteps:
@@ -55,32 +59,36 @@ class _TimedSteps:
         self.recording = RecordingCommunicator(CommunicatorBase(0, 1))
         self.executor = RankExecutor(directory.role(0), 0, self.recording, directory.state(), settings)
         self.batch = directory.inputs()
-        self.outside: list[float] = []  # seconds of each step outside of its passes
+        self.outside: list[float] = []  # seconds of each timed step outside of its passes, on a rank that is alone
 
-    def run(self) -> None:
+    def run(self) -> float:
+        """Run a step; return the seconds that it took."""
         self.executor.zero_grad()
         self.recording.events.clear()
         start = time.perf_counter()
         self.executor.step(self.batch)
-        passes = (e.end - e.start for e in self.recording.events if _PASS.match(e.instruction))
-        self.outside.append(time.perf_counter() - start - sum(passes))
+        return time.perf_counter() - start
+
+    def run_alone(self) -> float:
+        """Run a step as `run` does, and remember what of it was outside of its passes."""
+        took = self.run()
+        self.outside.append(took - sum(e.end - e.start for e in self.recording.events if _PASS.match(e.instruction)))
+        return took
 
 
 def _turn(communicator: Communicator, steps: _TimedSteps, count: int, seconds: float) -> list[float]:
-    """Run steps on the first `count` ranks, which go on for a while after they are done, so that none of several has
-    the machine for itself."""
+    """Run steps on the first `count` ranks, which begin each of them together, and return what each took on the slowest
+    of them."""
     everyone = tuple(range(communicator.world_size))
+    own = everyone[:count]
     found: list[float] = []
-    communicator.barrier(everyone)
     if communicator.rank < count:
         steps.run()
-        begin = now = time.perf_counter()
-        while not found or now < begin + seconds:
-            before = now
-            steps.run()
-            now = time.perf_counter()
-            found.append(now - before)
-        while count > 1 and time.perf_counter() < now + seconds / 5:
-            steps.run()
     communicator.barrier(everyone)
-    return found or [nan]
+    while sum(found) < seconds:
+        took = torch.zeros((), dtype=torch.float64)
+        if communicator.rank < count:
+            communicator.barrier(own)
+            took += steps.run_alone() if count == 1 else steps.run()
+        found.append(communicator.all_reduce(took, everyone, "max").item())
+    return found

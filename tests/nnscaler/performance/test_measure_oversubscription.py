@@ -1,0 +1,39 @@
+"""Steps that several ranks run at once are timed as one step of all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.jobs import measure_oversubscription
+
+
+class Steps:
+    """Steps that say what they took: 100 seconds more on each rank, and ten more from one step to the next."""
+
+    def __init__(self, program: str) -> None:
+        self.rank, self.made = int(program), 0
+        self.outside: list[float] = []
+
+    def run(self) -> float:
+        self.made += 1
+        return 100.0 * self.rank + 10.0 * self.made
+
+    def run_alone(self) -> float:
+        self.outside.append(0.5)
+        return self.run()
+
+
+def test_the_slowest_rank_says_what_a_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_oversubscription, "_TimedSteps", Steps)
+    monkeypatch.setattr(measure_oversubscription, "ROUNDS", 1)
+
+    def work(communicator: Communicator) -> object:
+        return measure_oversubscription.time_crowded(communicator, [str(communicator.rank)], [1, 2, 3], 25.0)
+
+    found = Simulator(3).run(work)
+    # Alone: steps of 20 and 30 s, after one that does not count, and then one of 50; of two ranks, the second one's
+    # of 120, and of three the last one's of 220.
+    assert found[0] == found[1] == found[2]
+    assert found[0] == ([25.0], [0.5], [50.0, 120.0, 220.0])
