@@ -220,7 +220,7 @@ class GlooCommunicator(TorchCommunicator):
         return wait
 
     def _sum_in_place(self, call: CommunicationCall, own: Tensor) -> None:
-        """Sum as `_all_reduce` does, to the same bits; each rank adds up a part of what is large."""
+        """Sum in the order of the group. Each rank adds up a part of what is large, and gives it to the others."""
         count = len(call.ranks)
         if own.numel() * own.element_size() <= _SMALL or own.numel() < count:
             parts = self._others(own, call)
@@ -238,9 +238,12 @@ class GlooCommunicator(TorchCommunicator):
         self._exchange(dict.fromkeys(call.ranks, mine), pieces, call)
 
     def _others(self, own: Tensor, call: CommunicationCall) -> list[Tensor]:
-        """Return `own` at this rank's place in the group, and memory of its lane for what arrives from the others."""
-        group, count = tuple(sorted(call.ranks)), own.numel()
-        needed = count * own.element_size() * (len(call.ranks) - 1)
+        """Return `own` at this rank's place in the group, and memory for what arrives from the others: its lane's for
+        what is begun, since a lane runs one call at a time."""
+        if not call.begun:
+            return [own if rank == self.rank else torch.empty_like(own) for rank in call.ranks]
+        group = tuple(sorted(call.ranks))
+        needed = own.numel() * own.element_size() * (len(call.ranks) - 1)
         if group not in self._scratch or self._scratch[group].numel() < needed:
             self._scratch[group] = torch.empty(needed, dtype=torch.uint8)
         places = iter(self._scratch[group][:needed].view(own.dtype).view(len(call.ranks) - 1, *own.shape))
@@ -254,16 +257,12 @@ class GlooCommunicator(TorchCommunicator):
 
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         with self._inside(call):
-            value, count = _host(tensor), len(call.ranks)
-            if count == 2 or value.numel() * value.element_size() <= _SMALL or value.numel() < count:
-                total = reduce_in_order(self._gather(value, call), call.reduction)
+            value = _host(tensor)
+            if call.reduction == "sum":
+                total = value.clone() if value is tensor else value
+                self._sum_in_place(call, total)
             else:
-                pieces = list(value.reshape(-1).tensor_split(count))
-                mine = reduce_in_order(self._scatter(pieces, call), call.reduction)
-                parts = zip(call.ranks, pieces, strict=True)
-                results = [mine if rank == self.rank else torch.empty_like(p) for rank, p in parts]
-                self._exchange(dict.fromkeys(call.ranks, mine), dict(zip(call.ranks, results, strict=True)), call)
-                total = torch.cat(results).view(value.shape)
+                total = reduce_in_order(self._gather(value, call), call.reduction)
             return total.to(tensor.device)
 
     def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
