@@ -194,11 +194,10 @@ def _collectives(
         return (), ()
     listener.progress(f"collectives  {time.perf_counter() - start:5.1f} s  {len(calls)} between {ranks} processes")
     times, shares = zip(*outcome.results(), strict=True)
-    slowest = [max(taken) for taken in zip(*times, strict=True)]
     counts = sorted(shares[0])
     means = [fmean(share[count] for share in shares[:count]) for count in counts]
     hidden = tuple(float(v) for v in np.interp(range(1, ranks + 1), counts, means))
     return tuple(
         CollectiveEntry(kind, group, size, taken, at_once)
-        for (kind, group, size, at_once), taken in zip(calls, slowest, strict=True)
+        for (kind, group, size, at_once), taken in zip(calls, times[0], strict=True)
     ), hidden

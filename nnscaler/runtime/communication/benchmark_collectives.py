@@ -13,6 +13,7 @@ from nnscaler.runtime.communication.communicator import Communicator, Pending
 
 REPEATS = 6
 TOGETHER = 3  # calls between two barriers, which ranks leave at different times
+ALONE = 12  # turns of computing alone between them: more, since no call keeps ranks together that share cores
 LEAST = 1e-6  # seconds of a call that is lost in the noise
 BETWEEN = 4e-3  # seconds of computing before each call, while all ranks compute
 _HIDDEN = (1 << 17, 1 << 20)  # bytes of the tensors that are under way while ranks compute
@@ -21,43 +22,47 @@ _HIDDEN = (1 << 17, 1 << 20)  # bytes of the tensors that are under way while ra
 def time_collectives(
     communicator: Communicator, calls: Sequence[tuple[str, int, int, int]], seconds: float = inf
 ) -> tuple[list[float], dict[int, float]]:
-    """Time each call (kind, ranks of a group, bytes, ranks that call at once) on this rank, in seconds; and, for each
-    number of ranks that call at once, the share of a sum of all of them which computing hides, see `hidden_share`.
+    """Time each call (kind, ranks of a group, bytes, ranks that call at once), in seconds, the same on every rank; and,
+    for each number of ranks that call at once, the share of a sum of all of them which computing hides on this rank,
+    see `hidden_share`.
 
     A call is timed as a step sees it, between products of matrices: what a rank that computes and calls in turn takes
     more than one that only computes. Where ranks share cores, one that waits for a message lets another compute, and
     has to wait for a core when the message is there. All calls take turns, in rounds: what disturbs the machine for a
-    while disturbs all alike. A time is the lower quartile of its turns, since whatever else the machine does only adds
-    to them. Groups of consecutive ranks call at the same time. Bytes are those of the tensor whole along the group; of
-    the message, for `send`. All sizes are rounded up to elements of float32. `seconds`: after which no round begins,
-    but for the first that counts.
+    while disturbs all alike. A turn takes as long as on its slowest rank: one that computes alone may have a core for
+    itself while the others wait, and seem to be fast. A time is the lower quartile of its turns, since whatever else
+    the machine does only adds to them. Groups of consecutive ranks call at the same time. Bytes are those of the tensor
+    whole along the group; of the message, for `send`. All sizes are rounded up to elements of float32. `seconds`: after
+    which no round begins, but for the first that counts.
     """
     everyone, products = tuple(range(communicator.world_size)), Products(communicator)
-    turns: list[tuple[int, Callable[[], object]]] = []
+    turns: list[tuple[int, int, Callable[[], object]]] = []
     for number, (kind, size, count, at_once) in enumerate(calls):
         first = communicator.rank // size * size
         group = tuple(range(first, first + size))
         takes_part = communicator.rank < at_once
-        turns.append((at_once, _call(communicator, kind, group, -(-count // 4), number) if takes_part else _nothing))
-    counts = sorted({at_once for at_once, _ in turns})
-    turns += [(count, _nothing) for count in counts]
+        function = _call(communicator, kind, group, -(-count // 4), number) if takes_part else _nothing
+        turns.append((at_once, TOGETHER, function))
+    counts = sorted({at_once for at_once, _, _ in turns})
+    turns += [(count, ALONE, _nothing) for count in counts]
     taken: list[list[float]] = [[] for _ in turns]
     begin = time.perf_counter()
     for number in range(REPEATS + 1):
-        for (at_once, function), times in zip(turns, taken, strict=True):
+        for (at_once, repeats, function), times in zip(turns, taken, strict=True):
             communicator.barrier(everyone)
             start = time.perf_counter()
-            for _ in range(TOGETHER if communicator.rank < at_once else 0):
+            for _ in range(repeats if communicator.rank < at_once else 0):
                 products.run()
                 function()
-            times.append((time.perf_counter() - start) / TOGETHER)
+            times.append((time.perf_counter() - start) / repeats)
         if number and later_than(communicator, begin + seconds):
             break
-    usual = [lower_quartile(times[1:]) for times in taken]
+    slowest = communicator.all_reduce(torch.tensor(taken, dtype=torch.float64), everyone, "max").tolist()
+    usual = [lower_quartile(times[1:]) for times in slowest]
     computing = dict(zip(counts, usual[len(calls) :], strict=True))
     hidden = {count: hidden_share(communicator, count, products) for count in counts}
     pairs = zip(turns[: len(calls)], usual, strict=False)
-    return [max(LEAST, seconds - computing[at_once]) for (at_once, _), seconds in pairs], hidden
+    return [max(LEAST, seconds - computing[at_once]) for (at_once, _, _), seconds in pairs], hidden
 
 
 class Products:
