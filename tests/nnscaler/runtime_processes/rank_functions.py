@@ -68,6 +68,7 @@ def collectives(communicator: Communicator, ranks: tuple[int, ...], generator: t
     results.append(communicator.all_reduce(torch.randint(0, 9, (4,), generator=generator), ranks))
     results.append(communicator.all_reduce(random(6) > 0, ranks))
     results.append(communicator.all_reduce(random(4, dtype=torch.bfloat16), ranks))
+    results.append(communicator.all_reduce(random(70001).clamp(-1, 1).bfloat16(), ranks))
     results += communicator.all_gather(random(2, 3).t(), ranks)
     results += communicator.all_gather(random(3) > 0, ranks)
     results.append(communicator.reduce_scatter([random(2, 2) for _ in ranks], ranks))
@@ -99,6 +100,7 @@ def begun(communicator: Communicator) -> list[Tensor]:
         waiting.append(communicator.start_all_gather(shards[0], gathered, ranks))
         waiting.append(communicator.start_all_gather(shards[1][:, :2], rows, ranks))
         results.append(communicator.all_reduce(torch.full((5,), 1.0 + here), ranks))
+        results.append(communicator.all_reduce(torch.randn(40001, generator=generator), ranks))
         for pending in reversed(waiting):
             pending.wait()
         results += [*sums, part, *gathered, wholes[1]]
