@@ -14,7 +14,7 @@ AHEAD_BYTES = 16 * 2**20  # of parameters that are gathered before they are read
 AHEAD = 1 / 8  # of all that a pass gathers: more is not there at a time before it is read
 BATCHES = 16  # of so many bytes of these gradients, one is begun together
 SHARED_BYTES = 2**16  # up to which a tensor shares a message with others that are begun together
-EDGE, INNER = 1 / 8, 3 / 8  # of all gradients over one group: the first bucket and the last, and those between them
+EDGE, INNER = 1 / 8, 1 / 4  # of all gradients over one group: the first bucket and the last, and those between them
 
 
 def gathered_ahead(total: int) -> int:

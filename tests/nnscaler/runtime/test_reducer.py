@@ -44,8 +44,8 @@ def test_the_first_bucket_and_the_last_are_small_and_no_tensor_is_divided() -> N
     mib = 2**20
     assert in_buckets([]) == [] and in_buckets([5 * mib]) == [[0]]
     assert in_buckets([mib // 4] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # at least 1 MiB
-    assert [len(bucket) for bucket in in_buckets([mib] * 64)] == [8, 24, 24, 8]
-    assert in_buckets([4 * mib, 10 * mib, 2 * mib, mib, mib, 14 * mib]) == [[0], [1, 2], [3, 4], [5]]
+    assert [len(bucket) for bucket in in_buckets([mib] * 64)] == [8, 16, 16, 16, 8]
+    assert in_buckets([4 * mib, 10 * mib, 2 * mib, mib, mib, 14 * mib]) == [[0], [1], [2, 3, 4], [5]]
     assert in_buckets([24 * mib] * 16) == [[i] for i in range(16)]  # at most 25 MiB
     assert [len(bucket) for bucket in gathered_together([mib] * 64)] == [25, 25, 14]
 
