@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _CACHES = tempfile.TemporaryDirectory(prefix="nnscaler-caches-")
 os.environ["XDG_CACHE_HOME"] = _CACHES.name
 
-gc.disable()
 _NUMBERS = itertools.count()
 
 # Workers of `pytest -n auto` already use every core.
