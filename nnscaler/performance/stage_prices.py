@@ -149,8 +149,7 @@ def _added(graph: Graph, program: StageProgram, cost: CostModel) -> float:
         tensor = graph.tensors[stored.tensor]
         if tensor.role == "parameter" and tensor.needs_grad and program.gradient:
             layout = stored.at_rest if any(move.phase == "B" for move in moves) else stored.leaf
-            dtype = tensor.sums or gradient_dtype(tensor.dtype)
-            size += prod(local_shape(layout, stage.sizes, tensor.shape)) * element_bytes(dtype)
+            size += prod(local_shape(layout, stage.sizes, tensor.shape)) * element_bytes(gradient_dtype(tensor.dtype))
     return ADDING * cost.copied(size) * (stage.passes - 1) / stage.passes
 
 
