@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from nnscaler.runtime.freed_memory import kept_memory
 from verify.external.ranks.run import run_ranks
-from verify.external.ranks.threads.simulator import kept_memory
 from verify.processes.pool import Done, run_forked
 
 RANKS = 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.freed_memory import keep_freed_memory
 from nnscaler.runtime.layout import Partial
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
@@ -106,15 +106,8 @@ def run_program(
     module = load_role(folder / role.file, transform=letting_go)
     executor = executor_of(module)(module, rank, communicator, state, chosen, share=share)
     stages = stages_of_roles(program, settings.cache)
-    _return_freed_memory()
+    keep_freed_memory()
     return Running(executor, _source_of_loss(stages), bool(program.data_axes), program, tuple(stages))
-
-
-def _return_freed_memory() -> None:
-    """Give the system back what compiling has freed, some 250 MiB, which the C library keeps for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
 
 
 def _source_of_loss(stages: Sequence[type[Stage]]) -> int:

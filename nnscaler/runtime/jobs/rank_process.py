@@ -20,6 +20,7 @@ import torch
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.join_process_group import join
+from nnscaler.runtime.freed_memory import keep_freed_memory
 from nnscaler.runtime.jobs.job import JobDirectory, StatusWriter
 from nnscaler.runtime.program.load_python import load_user_module
 
@@ -32,6 +33,7 @@ def run_rank(directory: Path, rank: int, log: Path) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)  # the launcher asks where a rank hangs
     torch.set_num_threads(1)
+    keep_freed_memory()
     job = JobDirectory(directory)
     try:
         status = StatusWriter(job.status, rank)

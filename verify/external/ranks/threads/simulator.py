@@ -7,8 +7,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nnscaler.runtime.communication.simulator import await_exit
+from nnscaler.runtime.freed_memory import kept_memory
 from nnscaler.runtime.jobs.load_adjusted_clock import LEAST, FairClock
 from verify.external.ranks.call_sites import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state
@@ -198,32 +198,3 @@ def _stop(threads: list[threading.Thread]) -> None:
             if thread.is_alive() and thread.ident is not None and time.monotonic() > until - _GRACE / 2:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(RankStopped))
     await_exit(threads)
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # parameters of glibc's mallopt
-_LARGEST = 32 << 20  # bytes: where glibc's own threshold ends that grows with what is freed
-
-
-@contextmanager
-def kept_memory() -> Iterator[None]:
-    """Keep the memory that ranks free for the next rank, rather than give it back to the system.
-
-    Inside, large blocks come from one heap that does not shrink; at the end it does. Does nothing without glibc.
-    Programs over shards make and free buffers as large as layers, and each rank of the process does: page faults of
-    fresh memory took more than half of a step of `fully_shard`, three times as long as the copying itself.
-    """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
-        yield
-        return
-    library.mallopt(_ARENA_MAX, 1)  # heaps of threads are too small for large blocks
-    library.mallopt(_MMAP_MAX, 0)
-    library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-    try:
-        yield
-    finally:
-        library.mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)  # these three: what glibc comes to by itself
-        library.mallopt(_MMAP_THRESHOLD, _LARGEST)
-        library.mallopt(_MMAP_MAX, 65536)
-        library.mallopt(_ARENA_MAX, 0)
-        library.malloc_trim(0)
