@@ -163,8 +163,7 @@ def measure_model(
             micro_batches,
             said,
         )
-        profile = profile if on_gpu else with_overheads(profile, steps, ranks)
-        return replace(profile, overheads=replace(profile.overheads, hidden=hidden))
+        return profile if on_gpu else with_overheads(profile, steps, ranks, hidden)
     finally:
         torch.set_num_threads(threads)
 

@@ -8,7 +8,7 @@ before the first gradient that needs it. Messages are received before all that a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
@@ -56,6 +56,11 @@ class Piece:
     seconds: float
     calls: tuple[PieceCall, ...] = ()
 
+    def longer(self, times: float) -> Piece:
+        """Return the piece as it is where all of it takes so many times longer."""
+        calls = tuple(replace(call, start=call.start * times, end=call.end * times) for call in self.calls)
+        return Piece(self.seconds * times, calls)
+
 
 class Pieces:
     """The pieces of a predicted step. Nothing of it changes."""
@@ -91,7 +96,10 @@ class Pieces:
         """
         if kind == "U":
             return [self.around(device, "gradient")]
-        return self._forward(device, program) if kind == "F" else list(self._backward(device, program, kind))
+        if kind == "F":
+            return self._forward(device, program)
+        longer = 1.0 if kind == "B" else self.prediction.halved
+        return [piece.longer(longer) for piece in self._backward(device, program, kind)]
 
     def _forward(self, device: int, program: StageProgram) -> list[Piece]:
         price = self.prediction.prices[program.stage.index]

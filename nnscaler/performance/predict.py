@@ -21,7 +21,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.performance.collectives_outside_passes import PricedCall, calls_around, last_of, taken
-from nnscaler.performance.stage_prices import StagePrices, place_of, stage_prices
+from nnscaler.performance.stage_prices import StagePrices, divided_parameters, place_of, stage_prices
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.scheduling.dependencies import check_acyclic, dependencies
@@ -51,6 +51,7 @@ class Prediction:
     after      per device, seconds from the end of its last pass to the end of its step
     share      of the seconds in `prices` and `around` that they take while all ranks compute
     hidden     per device, seconds of its gradient sums that lie under its last backwards
+    halved     how many times longer a backward takes in two halves
     """
 
     seconds: float
@@ -66,6 +67,7 @@ class Prediction:
     after: tuple[float, ...]
     share: float
     hidden: tuple[float, ...]
+    halved: float
 
 
 def predict(
@@ -85,7 +87,8 @@ def predict(
     before, after = [0.0] * len(ranks), [overheads.step] * len(ranks)
     for price, program in zip(prices, programs, strict=True):
         for device in program.stage.devices:
-            before[device] += sum(price.prepare)
+            before[device] += sum(price.prepare) + overheads.moved * divided_parameters(graph, program, "gather")
+            after[device] += overheads.moved * divided_parameters(graph, program, "gradient")
     hidden = [0.0] * len(ranks)
     for device, calls in enumerate(around):
         before[device] += taken(calls, ranks[device], "gather")
@@ -100,7 +103,7 @@ def predict(
     sliced = any(program.stage.slices > 1 for program in programs)
     shares = [w.slices for w in stage_work(communicated, signatures) if w.slices] if sliced else []
     of_slices = [[share / max(each) for share in each] for each in shares]
-    costs = PassCosts(forward, backward, weights, updates, of_slices)
+    costs = PassCosts(forward, backward, weights, updates, of_slices, overheads.halved)
     if overheads.crowding:
         counts = [len(own) for own in ranks]
         timeline = simulate_crowded(order, communicated.edges, costs, counts, overheads.relief, before)
@@ -121,7 +124,7 @@ def predict(
     before, after, hidden = ([share * seconds for seconds in figures] for figures in (before, after, hidden))
     return Prediction(
         max(ends), forward, backward, weights, once, tuple(beside), timeline, prices, around, tuple(before),
-        tuple(after), share, tuple(hidden),
+        tuple(after), share, tuple(hidden), overheads.halved,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from nnscaler.communication.communicated_graph import (
     times_of,
 )
 from nnscaler.communication.gathered_parameters import gathered_again, parameter_gathers
-from nnscaler.communication.rest_moves import rest_moves
+from nnscaler.communication.rest_moves import RestPhase, moves_of, rest_moves
 from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.layout import full_along, local_shape
@@ -47,7 +47,8 @@ class StagePrices:
     arriving  by message that the stage receives
     back      by message that it sends: the gradient that comes back
     divided   gradients that are divided after each backward
-    added     gradients of parameters that a backward adds to those of earlier micro-batches; the mean over a step
+    added     gradients of parameters that a backward adds to those of earlier micro-batches, the mean over a step; and
+              cuts, to be divided
     computed  operators of a backward, with what is computed again
     hidden    of F and of B, the part of collectives that computing hides: gathers of parameters that are begun before
               they are read, and the way back of gradients
@@ -109,6 +110,8 @@ def stage_prices(
     for i, statement in enumerate(program.forward):
         times = times_of(statement, stage)
         ahead, behind = shared.get(i) or _statement(graph, stage, statement, signatures, cost)
+        if i in begun:
+            ahead, behind = ahead + cost.overheads.moved, behind + cost.overheads.moved
         pairs.append((ahead * times, behind * times if program.gradient else 0.0))
         if isinstance(statement, Compute):
             again.append((ahead + cost.overheads.again) * times if runs_again(statement) else 0.0)
@@ -134,10 +137,15 @@ def stage_prices(
         tuple(_sent(graph, stage, message, cost) for message in program.receives),
         tuple(_sent(graph, stage, m, cost) if m.needs_grad else 0.0 for m in program.sends),
         divided,
-        _added(graph, program, cost),
+        _added(graph, program, cost) + cost.overheads.moved * divided_parameters(graph, program, "B"),
         under[1],
         hidden,
     )
+
+
+def divided_parameters(graph: Graph, program: StageProgram, phase: RestPhase) -> int:
+    """Return how many parameters are gathered from their parts in a phase, or have gradients that are divided in it."""
+    return sum(move.phase == phase and move.kind != "all_reduce" for _, move in moves_of(graph, program))
 
 
 def _added(graph: Graph, program: StageProgram, cost: CostModel) -> float:

@@ -58,6 +58,7 @@ class PassCosts:
     weights    of W, which is a part of `backward`; the rest of it is I
     updates    of U: of summing its gradients; (): they take no time, as the update at the end of a step
     slices     by stage and slice, the multiple of these that the pass of a slice takes; (): no pass is of a slice
+    halved     how many times longer I and W together take than B
     """
 
     forward: Sequence[float]
@@ -65,6 +66,7 @@ class PassCosts:
     weights: Sequence[float]
     updates: Sequence[float] = ()
     slices: Sequence[Sequence[float]] = ()
+    halved: float = 1.0
 
     @staticmethod
     def alike(stages: int, forward: float = 1.0, backward: float = 2.0, weights: float = 1.0) -> PassCosts:
@@ -82,7 +84,8 @@ class PassCosts:
             return self.updates[stage] if self.updates else 0.0
         if instruction.kind == "B":
             return self.backward[stage]
-        return self.weights[stage] if instruction.kind == "W" else self.backward[stage] - self.weights[stage]
+        half = self.weights[stage] if instruction.kind == "W" else self.backward[stage] - self.weights[stage]
+        return half * self.halved
 
 
 def simulate(

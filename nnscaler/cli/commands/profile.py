@@ -105,6 +105,10 @@ def summary(profile: Profile) -> list[str]:
     crowding = ", ".join(f"{n} at once x{times:.2f}" for n, times in enumerate(overheads.crowding, 1) if n > 1)
     beside = ", ".join(f"a {n} {getattr(overheads, n) * 1e6:.3g} us" for n in ("statement", "step"))
     beside += f", a repeated statement {overheads.again * 1e6:.3g} us more"
+    if overheads.moved:
+        beside += f", a parameter that ZeRO gathers or divides {overheads.moved * 1e6:.3g} us"
+    if overheads.halved > 1:
+        beside += f"; a backward in two halves x{overheads.halved:.2f}"
     return [
         f"{profile.cluster.name}: {peaks}; {memory}",
         f"besides: {beside}" + (f"; ranks that compute {crowding}" if crowding else ""),

@@ -37,6 +37,8 @@ class Overheads:
                 that of all ranks, which all other figures include. Empty: each rank computes on a device of its own
     hidden      the share of a collective that takes no time of a rank which begins it, computes, and waits for it
                 later, while 1, 2, ... ranks do so. Empty: none of it, which is an upper estimate
+    moved       beside its collective, for a parameter that is gathered from its parts (ZeRO), or its gradient divided
+    halved      how many times longer than a whole backward its two halves take
     """
 
     statement: float = 0.0
@@ -44,6 +46,8 @@ class Overheads:
     step: float = 0.0
     crowding: tuple[float, ...] = ()
     hidden: tuple[float, ...] = ()
+    moved: float = 0.0
+    halved: float = 1.0
 
     def relief(self, ranks: int) -> float:
         """Return the share of its time that a pass takes while only `ranks` ranks compute."""

@@ -16,7 +16,7 @@ from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.calls_to_measure import Key
 from nnscaler.planning.cost.model import KINDS, Collective, Overheads, Shape
 
-VERSION = 3
+VERSION = 4
 _HELP = "`nnscaler profile MODEL.py --out FILE` writes a profile"
 
 
@@ -164,9 +164,11 @@ def _profile(values: Mapping[str, Any]) -> Profile:
 
 
 def _overheads(values: Mapping[str, Any]) -> Overheads:
-    statement, again, step = (float(values[name]) for name in ("statement", "again", "step"))
+    statement, again, step, moved, halved = (
+        float(values[name]) for name in ("statement", "again", "step", "moved", "halved")
+    )
     crowding, hidden = (tuple(map(float, values[name])) for name in ("crowding", "hidden"))
-    return Overheads(statement, again, step, crowding, hidden)
+    return Overheads(statement, again, step, crowding, hidden, moved, halved)
 
 
 def _entry(values: Mapping[str, Any]) -> CostEntry:

@@ -68,6 +68,7 @@ class TableCost:
             statement=found.statement * share,
             again=found.again * share,
             step=found.step * share,
+            moved=found.moved * share,
             crowding=found.crowding[: self.ranks],
             hidden=found.hidden[: self.ranks],
         )

@@ -34,7 +34,9 @@ def test_a_profile_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(profile.collectives) == 20 and all(c.seconds > 0 for c in profile.collectives)
     overheads = profile.overheads
     assert len(overheads.crowding) == 2 and 0 < overheads.crowding[0] <= overheads.crowding[1]
-    assert "besides: a statement" in said.out and "2 at once x" in said.out and "up to 2 at once" in said.err
+    assert (
+        "besides: a statement" in said.out and "2 at once x" in said.out and "of 3 programs, up to 2 ranks" in said.err
+    )
     cost = TableCost(profile)
     assert cost.collective("all_reduce", 4096, AxisPlace(2)) > 0 and cost.identity.startswith("table:")
 

@@ -12,8 +12,8 @@ from nnscaler.runtime.jobs import measure_oversubscription
 class Steps:
     """Steps that say what they took: 100 seconds more on each rank, and ten more from one step to the next."""
 
-    def __init__(self, program: str) -> None:
-        self.rank, self.made = int(program), 0
+    def __init__(self, program: str, communicator: Communicator | None = None) -> None:
+        self.rank, self.made = int(program), 0 if communicator is None else 50
         self.outside: list[float] = []
 
     def run(self) -> float:
@@ -30,10 +30,12 @@ def test_the_slowest_rank_says_what_a_step_took(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(measure_oversubscription, "ROUNDS", 1)
 
     def work(communicator: Communicator) -> object:
-        return measure_oversubscription.time_crowded(communicator, [str(communicator.rank)], [1, 2, 3], 25.0)
+        own = str(communicator.rank)
+        return measure_oversubscription.time_crowded(communicator, [own], [1, 2, 3], [(own, 2)], 25.0)
 
     found = Simulator(3).run(work)
     # Alone: steps of 20 and 30 s, after one that does not count, and then one of 50; of two ranks, the second one's
-    # of 120, and of three the last one's of 220.
+    # of 120, and of three the last one's of 220. The program of two ranks has made 50 steps before: the second one of
+    # its turn takes 620 on the second rank.
     assert found[0] == found[1] == found[2]
-    assert found[0] == ([25.0], [0.5], [50.0, 120.0, 220.0])
+    assert found[0] == ([25.0], [0.5], [50.0, 120.0, 220.0], [620.0])

@@ -151,8 +151,8 @@ def test_files(profile: Profile, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda d: "{", "is not JSON"),
-        (lambda d: json.dumps([1]), "is not a profile of version 3, but of None"),
-        (lambda d: json.dumps({**d, "version": 7}), "is not a profile of version 3, but of 7"),
+        (lambda d: json.dumps([1]), "is not a profile of version 4, but of None"),
+        (lambda d: json.dumps({**d, "version": 7}), "is not a profile of version 4, but of 7"),
         (lambda d: json.dumps({k: v for k, v in d.items() if k != "operators"}), "lacks 'operators'"),
         (lambda d: json.dumps({**d, "operators": 3}), "is not a profile"),
         (lambda d: json.dumps({**d, "collectives": [{"kind": "x", "ranks": 2, "size": 1, "seconds": 1}]}),
