@@ -135,9 +135,10 @@ def _once(graph: Graph, program: StageProgram, price: StagePrices, cost: CostMod
 def _moved(graph: Graph, program: StageProgram, cost: CostModel, phases: Collection[RestPhase]) -> float:
     """Return the seconds in which parameters go between rest and their leaves in one of these phases, at the rate of
     full buckets."""
-    stage = program.stage
+    stage, moved = program.stage, cost.overheads.moved
     return sum(
         _rate(stage, move, cost) * move.bytes(stage, graph.tensors[stored.tensor].shape)
+        + (moved if move.kind != "all_reduce" else 0.0)
         for stored, move in moves_of(graph, program)
         if move.phase in phases
     )

@@ -94,6 +94,7 @@ class ScheduleFigures:
     at_ends    (devices, chunks, micro-batches) -> the same, of the first and of the last stage, each by itself
     holds      (devices, micro-batches) -> whether the figures do
     in_rounds  whether the devices wait for each other after each pass, so that all take as long as the slowest
+    in_halves  whether backwards run in halves, which may take longer than the whole
     """
 
     ramps: Callable[[int], tuple[Ramp, ...]]
@@ -102,6 +103,7 @@ class ScheduleFigures:
     holds: Callable[[int, int], bool] = lambda devices, micro_batches: True
     chunks: tuple[int, ...] = (1,)
     in_rounds: bool = False
+    in_halves: bool = False
 
     def step_seconds(self, passes: Sequence[Ramp], micro_batches: int, chunks: int = 1) -> float:
         """Return the seconds of a step. `passes`: by device, the seconds of F, I and W of a micro-batch.

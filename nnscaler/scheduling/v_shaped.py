@@ -101,6 +101,7 @@ ZB_V = ScheduleKind(
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices), 1),
         holds=lambda devices, micro_batches: micro_batches >= 2 * devices - 1,
+        in_halves=True,
         chunks=(2,),
     ),
 )
@@ -115,6 +116,7 @@ DUALPIPE_V = ScheduleKind(
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices + 0.5),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices), 1),
         holds=lambda devices, micro_batches: micro_batches >= 2 * devices,
+        in_halves=True,
         chunks=(2,),
     ),
 )

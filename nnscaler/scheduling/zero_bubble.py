@@ -87,6 +87,7 @@ ZB_H1 = ScheduleKind(
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, devices),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, devices),) * 2,
         holds=lambda devices, micro_batches: micro_batches >= devices,
+        in_halves=True,
     ),
 )
 ZB_H2 = ScheduleKind(
@@ -99,6 +100,7 @@ ZB_H2 = ScheduleKind(
         in_flight=lambda device, devices, chunks, micro_batches: min(micro_batches, 2 * devices - 1),
         at_ends=lambda devices, chunks, micro_batches: (min(micro_batches, 2 * devices - 1),) * 2,
         holds=lambda devices, micro_batches: micro_batches >= 2 * devices - 1,
+        in_halves=True,
     ),
 )
 SPLIT_1F1B = ScheduleKind("1f1b-split", "1F1B, last split", split_1f1b, chunks=1)

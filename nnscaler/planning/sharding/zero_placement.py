@@ -266,13 +266,14 @@ def placed(
     size, gradient = (elements * element_bytes(dtype) for dtype in (tensor.dtype, gradient_dtype(tensor.dtype)))
     ranks = AxisPlace(count, inner)
     over = _deferred(tensor, leaf, setting)
-    forward = 0.0 if placement.forward is None else cost.collective(placement.forward, size, ranks)
+    moved = cost.overheads.moved
+    forward = 0.0 if placement.forward is None else cost.collective(placement.forward, size, ranks) + moved
     backward = once = 0.0
     if tensor.needs_grad and placement.backward is not None:
-        backward = cost.collective(placement.backward, size, ranks)
+        backward = cost.collective(placement.backward, size, ranks) + moved
     for move in placement.moves if found is not None else ():
         if DP in over or EP in over or not move.gradients:
-            seconds = seconds_per_byte(cost, ranks, move.kind) * (gradient if move.gradients else size)
+            seconds = seconds_per_byte(cost, ranks, move.kind) * (gradient if move.gradients else size) + moved
             backward, once = (backward + seconds, once) if move.each else (backward, once + seconds)
     summed = float(shard * element_bytes(gradient_dtype(tensor.dtype)))
     return PlacedParameter(

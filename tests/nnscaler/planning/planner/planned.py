@@ -32,6 +32,8 @@ def deep(layers: int, tokens: int = 64, tied: bool = False) -> Graph:
     return trace(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, self_check=False).graph
 
 
-def subject_of(graph: str | Graph, ranks: int, cluster: str = "h100x8") -> PlanningCache:
+def subject_of(
+    graph: str | Graph, ranks: int, cluster: str = "h100x8", priced: type[AnalyticCost] = AnalyticCost
+) -> PlanningCache:
     graph = graph_of(graph) if isinstance(graph, str) else graph
-    return PlanningCache(graph, dict(signatures(graph)), AnalyticCost(load_cluster(cluster).scaled(ranks)))
+    return PlanningCache(graph, dict(signatures(graph)), priced(load_cluster(cluster).scaled(ranks)))
