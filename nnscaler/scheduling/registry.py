@@ -17,7 +17,7 @@ from nnscaler.scheduling.n_f_one_b import N_F_ONE_B
 from nnscaler.scheduling.one_f_one_b import INTERLEAVED, ONE_F_ONE_B
 from nnscaler.scheduling.pipedream import PIPEDREAM, written_for
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
-from nnscaler.scheduling.slices import in_slices
+from nnscaler.scheduling.token_slices import in_slices
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
 from nnscaler.scheduling.zero_bubble import SPLIT_1F1B, ZB_H1, ZB_H1_FEW, ZB_H2
 from nnscaler.transform.apply import check_places

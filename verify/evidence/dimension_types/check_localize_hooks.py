@@ -26,7 +26,7 @@ from nnscaler.ir.signature import Signature
 from verify.evidence.cases import uneven_sizes
 from verify.evidence.dimension_types.shard_argument_hooks import NoProof, content, followed_in, leaves, resolved
 from verify.evidence.dimension_types.symbolic_call import operand_sizes, resized
-from verify.evidence.smt.shrink import same_kind
+from verify.evidence.smt.smaller_calls import same_kind
 
 PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
 OUTERS = (2, 3, 4)

@@ -28,7 +28,7 @@ from verify.evidence.smt.check import BoundedResult, check
 from verify.evidence.smt.claims import TracedCall, trace_whole
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.element_arithmetic import NoCall, Unsupported
-from verify.evidence.smt.shrink import same_kind, variants
+from verify.evidence.smt.smaller_calls import same_kind, variants
 from verify.evidence.smt.terms import ProofBudget
 
 Target = str | frozenset[int]

@@ -20,7 +20,7 @@ from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
-from verify.evidence.smt.shrink import same_kind
+from verify.evidence.smt.smaller_calls import same_kind
 from verify.programs.lemmas.size_conditions import Followed, place_of
 from verify.programs.lemmas.statement import Obligation
 from verify.programs.lemmas.unify_sizes import Conflict, join_names

@@ -31,7 +31,7 @@ from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import builtin_call, sample_calls
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
-from verify.evidence.smt.shrink import same_kind, variants
+from verify.evidence.smt.smaller_calls import same_kind, variants
 from verify.programs.lemmas.make_call_tensors import (
     Unrepresented,
     only_whole,

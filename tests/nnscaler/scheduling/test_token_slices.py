@@ -13,8 +13,8 @@ from nnscaler.instructions import StagePasses, check_order
 from nnscaler.planning.parse_axes import parse_axes, parse_slices
 from nnscaler.scheduling.dependencies import chain, check_acyclic
 from nnscaler.scheduling.registry import schedule_of
-from nnscaler.scheduling.slices import best_slices
 from nnscaler.scheduling.timeline import PassCosts, simulate
+from nnscaler.scheduling.token_slices import best_slices
 from nnscaler.transform.plan import Plan
 
 
