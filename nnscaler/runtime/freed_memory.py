@@ -2,7 +2,7 @@
 
 A step frees at its end what the next one asks for again. By itself glibc gives the end of its heap back then, and the
 next step takes a page fault for each 4 KiB of it: a tenth of the time of a step of a small model on two ranks. So ranks
-keep it. Who sets glibc's own variables (`MALLOC_TRIM_THRESHOLD_` and so on) has it as they say.
+keep it. Who sets one of glibc's own variables for this (`MALLOC_TRIM_THRESHOLD_` and so on) has it as they say.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from contextlib import contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # parameters of glibc's mallopt
 _LARGEST = 32 << 20  # bytes: where glibc's own threshold ends that grows with what is freed; larger blocks are mapped
 _NEVER = 2**31 - 1
+_OWN = ("trim_threshold", "mmap_threshold", "mmap_max")  # in glibc's variables, and among its GLIBC_TUNABLES
 
 
 def keep_freed_memory() -> None:
     """Keep what this process frees from now on, and give back what it has freed so far, some 250 MiB after compiling.
 
-    Blocks of more than 32 MiB go back as before. Does nothing without glibc, nor where its variables are set.
+    Blocks of more than 32 MiB go back as before. Does nothing without glibc; where its variables are set, they decide.
     """
     library = _glibc()
     if library is None:
         return
     library.malloc_trim(0)
-    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    told = os.environ.get("GLIBC_TUNABLES", "")
+    if not any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in told for name in _OWN):
         library.mallopt(_MMAP_THRESHOLD, _LARGEST)  # else the next line would fix it where it is
         library.mallopt(_TRIM_THRESHOLD, _NEVER)
 
