@@ -109,6 +109,8 @@ def _random(described: TensorArgument, bound: int, generator: torch.Generator, d
 
 
 _LIMIT = 600.0  # seconds for the collectives
+_QUIET = 0.9  # the share of the time that one thread has a core for, where nothing else needs it
+_TELLING = 0.5  # seconds from which on such a share says something
 SECONDS = 45.0  # for all that is measured
 _OF_COLLECTIVES, _OF_STEPS = 0.2, 0.35  # of these seconds; operators have the rest
 
@@ -150,7 +152,7 @@ def measure_model(
         if number % every == 0 or number == count:
             listener.progress(f"operators    {time.perf_counter() - start:5.1f} s  {number} of {count}")
 
-    threads = torch.get_num_threads()
+    threads, computed = torch.get_num_threads(), time.process_time()
     torch.set_num_threads(1)  # as ranks run
     try:
         device = "cuda" if on_gpu else "cpu"
@@ -163,9 +165,18 @@ def measure_model(
             micro_batches,
             said,
         )
+        if not on_gpu:
+            _warn_if_busy(time.process_time() - computed, time.perf_counter() - start, listener)
         return profile if on_gpu else with_overheads(profile, steps, ranks, hidden)
     finally:
         torch.set_num_threads(threads)
+
+
+def _warn_if_busy(computed: float, took: float, listener: Listener) -> None:
+    """Say that something else held the cores, where one thread that never waits did not compute all the time."""
+    if took > _TELLING and computed < _QUIET * took:
+        held = f"for {1 - computed / took:.0%} of the time something else held the core that timed operators"
+        listener.warning(f"{held}: the figures are not those of this machine; profile it again when it is quiet")
 
 
 def _timed(call: ShardCall, device: str, enough: float) -> tuple[float, float] | str:

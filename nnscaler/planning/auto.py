@@ -87,6 +87,13 @@ def cost_of(wanted: AutoPlan, cluster: Cluster) -> CostModel:
     return TableCost(load_profile(Path(wanted.profile)), cluster)
 
 
+def asked_nothing(cost: CostModel) -> CostModel:
+    """Return the same costs, of which nothing was asked yet: its coverage is that of what is asked from now on."""
+    from nnscaler.planning.cost.table_cost import TableCost
+
+    return TableCost(cost.profile, cost.cluster) if isinstance(cost, TableCost) else cost
+
+
 def search_plan(
     graph: Graph,
     known: Mapping[str, Signature],

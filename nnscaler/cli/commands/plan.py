@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nnscaler.performance.predict import Replay
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.planning.planner.find_plan import Found
+    from nnscaler.transform.plan import Plan
 
 EPILOG = """examples:
   nnscaler plan gpt.py --ranks 8                                for what is found on this machine
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.ir.signature import signatures
     from nnscaler.model_file import check_targets, load_model_file, traced
     from nnscaler.plan_source import asked_search, check_plan
-    from nnscaler.planning.auto import Decided, cluster_of, cost_of, search_plan
+    from nnscaler.planning.auto import Decided, asked_nothing, cluster_of, cost_of, search_plan
     from nnscaler.transform.select import select
 
     console: Console = options.console
@@ -111,7 +112,9 @@ def run(options: argparse.Namespace) -> int:
         graph, known, options.ranks, wanted, Decided(cost=cost, optimizer_bytes=request.optimizer_bytes), said
     )
     seconds = time.perf_counter() - start
-    replayed = _replayed(graph, known, found, cost, options)
+    own = asked_nothing(cost)  # the search has asked for more than its plan
+    replayed = _replayed(graph, known, found, own, options)
+    _warn_of_missing(cost if replayed is None else own, found.plan, options)
     sections = {"Explanation": () if options.explain is None else explanation(found, options.explain)}
     if other is not None and replayed is not None:
         sections["Comparison"] = comparison(
@@ -133,6 +136,18 @@ def _replayed(
     if not asked and 2 * found.plan.micro_batches * found.plan.stages > MANY:
         return None
     return replay(graph, known, found.plan, cost)
+
+
+def _warn_of_missing(cost: CostModel, plan: Plan, options: argparse.Namespace) -> None:
+    """Say how much of what was asked for the profile does not know: it may be that of another model, or of fewer
+    ranks."""
+    from nnscaler.planning.cost.table_cost import TableCost
+
+    if isinstance(cost, TableCost) and cost.coverage().missing:
+        told = f"{cost.coverage().describe()}: the analytic model prices them"
+        micro = f" --micro-batches {plan.micro_batches}" if plan.micro_batches > 1 else ""
+        measured = f"`nnscaler profile {options.model} --ranks {options.ranks}{micro}` measures them"
+        options.console.warning(f"{told}. {measured}")
 
 
 def _write(

@@ -130,7 +130,7 @@ class Profile:
 def load_profile(path: str | Path) -> Profile:
     """Return the profile of a file. Raises NnscalerError `no_such_file`, and `profile_invalid` with what is wrong."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
         raise NnscalerError("no_such_file", f"cannot read {path}: {error.strerror}", help=_HELP) from None
     except ValueError as error:
@@ -147,7 +147,24 @@ def load_profile(path: str | Path) -> Profile:
         raise NnscalerError("profile_invalid", f"{path} is not a profile: {error}", help=_HELP) from None
 
 
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
+
+
+def _check_times(values: Mapping[str, Any]) -> None:
+    """Check that nothing takes less than no time. Raises ValueError."""
+    times = [(f"`{name}` of `overheads`", value) for name, value in values["overheads"].items()]
+    for entry in values["operators"]:
+        where = f"of {entry['signature']}"
+        times += [(f"`{n}` {where}", entry[n]) for n in ("forward", "backward", "predicted")]
+    times += [(f"`seconds` of {entry['kind']}", entry["seconds"]) for entry in values["collectives"]]
+    for where, value in times:
+        if any(each < 0 for each in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{where} is {value}")
+
+
 def _profile(values: Mapping[str, Any]) -> Profile:
+    _check_times(values)
     collectives = tuple(CollectiveEntry(**entry) for entry in values["collectives"])
     unknown = sorted({c.kind for c in collectives} - set(KINDS))
     if unknown:

@@ -15,6 +15,7 @@ REPEATS = 6
 TOGETHER = 3  # calls between two barriers, which ranks leave at different times
 ALONE = 12  # turns of computing alone between them: more, since no call keeps ranks together that share cores
 LEAST = 1e-6  # seconds of a call that is lost in the noise
+SENT = object()  # returned where a call is no more than the begin of it: it ends on another rank
 BETWEEN = 4e-3  # seconds of computing before each call, while all ranks compute
 _HIDDEN = (1 << 17, 1 << 20)  # bytes of the tensors that are under way while ranks compute
 
@@ -34,6 +35,9 @@ def time_collectives(
     the machine does only adds to them. Groups of consecutive ranks call at the same time. Bytes are those of the tensor
     whole along the group; of the message, for `send`. All sizes are rounded up to elements of float32. `seconds`: after
     which no round begins, but for the first that counts.
+
+    Where something else holds the cores, the two that are subtracted may have met more or less of it. So a call takes
+    no less than the rank that is in it for the shortest time: this one came last, and waited for no other.
     """
     everyone, products = tuple(range(communicator.world_size)), Products(communicator)
     turns: list[tuple[int, int, Callable[[], object]]] = []
@@ -46,23 +50,28 @@ def time_collectives(
     counts = sorted({at_once for at_once, _, _ in turns})
     turns += [(count, ALONE, _nothing) for count in counts]
     taken: list[list[float]] = [[] for _ in turns]
+    inside: list[list[float]] = [[] for _ in turns]  # negative, since the shortest one counts
     begin = time.perf_counter()
     for number in range(REPEATS + 1):
-        for (at_once, repeats, function), times in zip(turns, taken, strict=True):
+        for (at_once, repeats, function), times, called in zip(turns, taken, inside, strict=True):
             communicator.barrier(everyone)
-            start = time.perf_counter()
+            start, calling = time.perf_counter(), 0.0
             for _ in range(repeats if communicator.rank < at_once else 0):
                 products.run()
-                function()
+                before = time.perf_counter()
+                ends = function() is not SENT
+                calling += time.perf_counter() - before if ends else inf
             times.append((time.perf_counter() - start) / repeats)
+            called.append(-calling / repeats if communicator.rank < at_once else -inf)
         if number and later_than(communicator, begin + seconds):
             break
-    slowest = communicator.all_reduce(torch.tensor(taken, dtype=torch.float64), everyone, "max").tolist()
-    usual = [lower_quartile(times[1:]) for times in slowest]
+    both = communicator.all_reduce(torch.tensor([taken, inside], dtype=torch.float64), everyone, "max")
+    usual = [lower_quartile(times[1:]) for times in both[0].tolist()]
+    least = [lower_quartile([-called for called in turn[1:]]) for turn in both[1].tolist()]
     computing = dict(zip(counts, usual[len(calls) :], strict=True))
     hidden = {count: hidden_share(communicator, count, products) for count in counts}
-    pairs = zip(turns[: len(calls)], usual, strict=False)
-    return [max(LEAST, seconds - computing[at_once]) for (at_once, _, _), seconds in pairs], hidden
+    found = zip(turns[: len(calls)], usual, least, strict=False)
+    return [max(LEAST, shortest, seconds - computing[at_once]) for (at_once, _, _), seconds, shortest in found], hidden
 
 
 class Products:
@@ -172,12 +181,13 @@ def _call(
     message = torch.ones(max(1, elements))
     place = communicator.rank - group[0]
 
-    def pass_on() -> None:
+    def pass_on() -> object:
         """Even ranks send to the next; a rank without a partner waits at the barrier."""
-        if place % 2 == 0 and place + 1 < size:
+        if place % 2 == 1:
+            return communicator.recv(message.shape, message.dtype, communicator.rank - 1, ("timed", number))
+        if place + 1 < size:
             communicator.send(message, communicator.rank + 1, ("timed", number))
             communicator.finish()
-        elif place % 2 == 1:
-            communicator.recv(message.shape, message.dtype, communicator.rank - 1, ("timed", number))
+        return SENT
 
     return pass_on

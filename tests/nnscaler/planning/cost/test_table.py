@@ -157,6 +157,10 @@ def test_files(profile: Profile, tmp_path: Path) -> None:
         (lambda d: json.dumps({**d, "operators": 3}), "is not a profile"),
         (lambda d: json.dumps({**d, "collectives": [{"kind": "x", "ranks": 2, "size": 1, "seconds": 1}]}),
          "no collective 'x'"),
+        (lambda d: json.dumps({**d, "overheads": {**d["overheads"], "statement": float("nan")}}), "NaN is no number"),
+        (lambda d: json.dumps({**d, "overheads": {**d["overheads"], "hidden": [0.5, -0.1]}}),
+         "`hidden` of `overheads` is [0.5, -0.1]"),
+        (lambda d: json.dumps({**d, "operators": [{**d["operators"][0], "forward": -1.0}]}), "`forward` of aten."),
     ],
 )  # fmt: skip
 def test_wrong_files(profile: Profile, tmp_path: Path, change: Callable[[object], str], message: str) -> None:
