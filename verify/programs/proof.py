@@ -17,7 +17,15 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
 from nnscaler.manifest import Manifest
 from verify.programs.checks.context import CheckOutcome
-from verify.programs.lemmas import LemmaResult, SizesResult, check_rows, open_memo, prove_obligations, sizes_result
+from verify.programs.lemmas import (
+    LemmaResult,
+    SizesResult,
+    check_rows,
+    hangs_on_sizes,
+    open_memo,
+    prove_obligations,
+    sizes_result,
+)
 from verify.programs.typing import StaticResult, check_program
 from verify.results.catalogue import UNMATCHED
 from verify.results.report import Check, environment
@@ -117,7 +125,7 @@ def prove_program(
         started = time.perf_counter()
         lemmas = prove_obligations(static.obligations, seconds=options.seconds, memo=memo, seed=options.seed)
         rows = check_rows(static.rows) if static.rows else None
-        sizes = sizes_result(graph, static.obligations, static.at_sample)
+        sizes = replace(sizes_result(graph, static.obligations, static.at_sample), as_far=hangs_on_sizes(lemmas))
         counts = ", ".join(f"{n} {verdict}" for verdict, n in lemmas.counts.items())
         progress("prove", time.perf_counter() - started, f"{len(lemmas.lemmas)} lemmas: {counts}")
     problem = None if memo is None or memo.disk is None else memo.disk.problem

@@ -7,7 +7,7 @@ variants told apart. A proof only ever strengthens what has passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -82,6 +82,33 @@ def test(subject: ClaimedCall, claim: Claim) -> Evidence:
         return Evidence(Verdict.REFUTED, "", outcome.count, _finding(small, outcome.failures[0]))
     reason = "" if check.verdict.passes else check.detail or "its results are not finite, or zeros only"
     return Evidence(check.verdict, reason, outcome.count, open=check.verdict.passes)
+
+
+def test_as_called(small: Representative, splits: Mapping[str, int], partial: Sequence[RunPartial] = ()) -> Evidence:
+    """Run the program's own call in as many shards as the program makes of it.
+
+    splits   identifier -> number of shards, over all axes that split it
+    partial  choices that take partial sums
+    """
+    pairs = list(splits.items())
+    meshes = [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
+    sizes = small.signature.bound.sizes if small.signature.bound is not None else {}
+    outcome = TargetOutcome()
+    started = time.perf_counter()
+    for inputs in _draws(small):
+        cases = [SplitCase(inputs, (choice,), (PARTS[0],)) for choice in partial]
+        for mesh in meshes:
+            uneven = any(sizes.get(name, 0) % count for name, count in mesh)
+            names, counts = tuple(Split(name) for name, _ in mesh), tuple(count for _, count in mesh)
+            if uneven:  # of one axis each
+                cases += [SplitCase(inputs, (n,), (c,), uneven=True) for n, c in zip(names, counts, strict=True)]
+            else:
+                cases.append(SplitCase(inputs, names, counts))
+        run_cases(small.runner, cases, outcome)
+        if outcome.failures:
+            return Evidence(Verdict.REFUTED, "", outcome.count, _finding(small, outcome.failures[0]))
+    check = as_check("as called", outcome, time.perf_counter() - started)
+    return Evidence(check.verdict, "" if check.verdict.passes else check.detail, outcome.count)
 
 
 def _inputs(subject: ClaimedCall, claim: Claim) -> Iterator[tuple[Representative, Inputs]]:

@@ -61,11 +61,13 @@ class SizesResult:
     symbols      sizes that may vary, with their conditions
     others       conditions on several symbols, or with a remainder
     assumptions  numbers of the program that are taken for sizes, with their places
+    as_far       a lemma of a user's operator that is not proved for all sizes; empty where there is none
     """
 
     symbols: tuple[Symbol, ...]
     others: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
+    as_far: str = ""
 
     @property
     def text(self) -> str:
@@ -74,6 +76,8 @@ class SizesResult:
         lines = [f"holds for {join_names(map(_every, free))}" if free else "holds for the sizes of the sample"]
         if self.others:
             lines[0] += f", with {join_names(self.others)}"
+        if free and self.as_far:
+            lines[0] += f", as far as this does: {self.as_far}"
         lines += [f"the {s.name} stays {s.sample}: {s.blocker}" for s in self.symbols if s.blocker]
         lines += self.assumptions[:SHOWN]
         if len(self.assumptions) > SHOWN:

@@ -100,6 +100,20 @@ def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Rep
     return _larger(signature, seed, large) or constant or first
 
 
+def as_called(signature: Signature, seed: int) -> Representative:
+    """Return the program's own call, at its sizes. Raises Unrepresented where its tensors are too large, or it does not
+    run."""
+    spec, bound = signature.spec, signature.bound
+    if spec is None or bound is None or any(prod(t.shape) > LARGEST for t in signature.call.tensors()):
+        raise Unrepresented("its tensors are too large to run it at the program's sizes")
+    attempt = _Attempt(spec, bound, seed)
+    for concrete in with_tensors_for(signature.call, seed):
+        found = attempt.on(concrete)
+        if found is not None:
+            return found
+    raise Unrepresented(attempt.reason or "it does not run on other numbers")
+
+
 def _larger(signature: Signature, seed: int, large: Sequence[str]) -> Representative | None:
     """Return a call with dims of other sizes than 1, which tells more: an index into 1 entry is always 0."""
     bound = signature.bound
