@@ -18,9 +18,10 @@ from nnscaler.errors import AnnotationError
 from verify.evidence.cases import SplitCase
 from verify.evidence.options import DRAWS, OpOptions
 from verify.evidence.oracle.check import TargetOutcome, as_check, check_target, run_cases
-from verify.evidence.oracle.claims import Claimed, claims_of, kind_of, untested
-from verify.evidence.oracle.enumerate_cases import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
+from verify.evidence.oracle.claims import Claimed, Target, claims_of, kind_of, untested
+from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, beyond_bounds, leaders_of, why_unused
 from verify.evidence.oracle.findings import does_not_fit, not_tested, refuted_by_proof, survived, unusable, wrong
+from verify.evidence.oracle.first_inputs import Unusable
 from verify.evidence.oracle.needs_input_grad import check_subsets
 from verify.evidence.oracle.runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.shrink import shrink
@@ -119,6 +120,10 @@ class Verification:
         for claim in self.claims:
             wanted = [strengths.get(key, TESTED) for key in claim.needs]
             strength = weakest(wanted)
+            if not claim.outcome.failures and claim.name != "two axes":
+                pairs = [(self.tested[i], target, strengths.get((i, target), TESTED)) for i, target in claim.needs]
+                run_cases(self.runner, (c for pair in pairs for c in beyond_bounds(self.spec, *pair)), claim.outcome)
+                self.explain(claim.outcome)
             if strength.counter_example is not None and not claim.outcome.failures and claim.name != "two axes":
                 self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
@@ -291,6 +296,16 @@ class Verification:
             needs: list[tuple[int, Target]] = [(i, t) for i, b in enumerate(found) for t in b.targets]
             self.conclude("two axes", "a mesh of two axes", outcome, started, needs)
 
+    def explain(self, outcome: TargetOutcome) -> None:
+        """Add the finding of what failed."""
+        if outcome.failures:
+            failed = outcome.failures[0]
+            smallest = shrink(self.runner, failed) if self.options.explain else failed
+            finding = wrong(self.spec, smallest)
+            line = self.reproduce(finding.code, smallest.case) if self.reproduce is not None else None
+            self.counter_examples[len(self.findings)] = smallest
+            self.findings.append(finding.with_reproduce(line))
+
     def conclude(
         self,
         name: str,
@@ -304,14 +319,8 @@ class Verification:
 
         `needs`: what a proof of it has to prove; `unproved`: what it would have to, and cannot.
         """
-        if outcome.failures:
-            failed = outcome.failures[0]
-            smallest = shrink(self.runner, failed) if self.options.explain else failed
-            finding = wrong(self.spec, smallest)
-            line = self.reproduce(finding.code, smallest.case) if self.reproduce is not None else None
-            self.counter_examples[len(self.findings)] = smallest
-            self.findings.append(finding.with_reproduce(line))
-        elif self.options.safeguards.mutants and outcome.survived(DRAWS):
+        self.explain(outcome)
+        if not outcome.failures and self.options.safeguards.mutants and outcome.survived(DRAWS):
             self.findings.append(survived(self.spec, target, outcome.survived(DRAWS)))
         if outcome.half_line:
             note = f"`{self.spec.name}` gives NaN or infinity on some inputs: what passed holds on positive inputs"

@@ -1,0 +1,70 @@
+"""An operator that does something else from some size on is looked at there, wherever it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from op_registry.spec import OperatorSpec, SourceLocation
+
+from verify.evidence.options import OpOptions
+from verify.operators.verify_spec import verify_spec
+from verify.results.report import Report
+from verify.results.verdict import Verdict
+
+FROM = 40
+
+
+def centred_from_constant(x: Tensor) -> Tensor:
+    return x - x.mean(0, keepdim=True) if x.shape[0] > 40 else x * 1.0
+
+
+def centred_from_global(x: Tensor) -> Tensor:
+    return x - x.mean(0, keepdim=True) if x.shape[0] > FROM else x * 1.0
+
+
+def centred_from(size: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x - x.mean(0, keepdim=True) if x.shape[0] > size else x * 1.0
+
+
+def centred_if_wide(x: Tensor) -> Tensor:
+    return x - x.mean(0, keepdim=True) if x.shape[1] > 40 else x * 1.0
+
+
+def late_rows_doubled(x: Tensor) -> Tensor:
+    return torch.where(torch.arange(x.shape[0])[:, None] >= 50, x * 2, x)
+
+
+def right_on_both_sides(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[0] > 40 else x + x
+
+
+def verified(function: Any) -> Report:
+    spec = OperatorSpec("planted", "b d -> b d", target=function, where=SourceLocation("my_ops.py", 7))
+    return verify_spec(spec, OpOptions())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        centred_from_constant,
+        centred_from_global,
+        centred_from(40),
+        centred_from(300),
+        centred_if_wide,
+        late_rows_doubled,
+    ],
+)
+def test_what_is_wrong_from_some_size_on_is_refuted(function: Any) -> None:
+    report = verified(function)
+    assert report.verdict is Verdict.REFUTED
+    assert {finding.code for finding in report.findings} == {"annotation_wrong"}
+
+
+@pytest.mark.parametrize("function", [right_on_both_sides, lambda x: x * 40, torch.relu])
+def test_what_is_right_at_all_sizes_passes(function: Any) -> None:
+    assert verified(function).verdict.passes
