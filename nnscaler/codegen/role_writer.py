@@ -14,6 +14,7 @@ from nnscaler.communication.communicated_graph import (
     StageProgram,
     Stored,
     Version,
+    writes,
 )
 from nnscaler.communication.regions import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph
@@ -154,7 +155,7 @@ def _returned(program: StageProgram) -> list[tuple[str, Version]]:
 
 def _updates(program: StageProgram, prepare: bool) -> list[tuple[str, Version]]:
     variables = {s.tensor: s.variable for s in program.stored}
-    made = {v.variable for s in program.prepare if isinstance(s, Compute) for v in s.outputs if v is not None}
+    made = {v.variable for s in program.prepare for v in writes(s)}
     return [(f"new {variables[b]}", v) for b, v in program.updates if (v.variable in made) == prepare]
 
 

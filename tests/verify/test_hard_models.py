@@ -209,6 +209,25 @@ def test_a_buffer_changes_once_per_step(micro_batches: int) -> None:
     assert any(check.name.startswith("buffers") for check in report.checks)
 
 
+class Shifting(nn.Module):
+    """Its buffer grows by steps, and is read beside what tensor parallelism cuts: it is cut too, and joined again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 6), nn.Linear(6, 3)
+        self.register_buffer("shift", torch.zeros(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.shift.add_(0.1)  # type: ignore[operator]
+        return F.cross_entropy(self.outer(self.inner(x) + self.shift), y)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("ranks", "plan"), [(2, "tp=2"), (3, "tp=3"), (4, "tp=2,pp=2")])
+def test_a_buffer_that_is_cut_in_a_step_is_joined_once(ranks: int, plan: str) -> None:
+    report = verify.verify_plan(Shifting, {"x": X, "y": Y}, ranks=ranks, plan=plan, micro_batches=2)
+    assert report.verdict.passes, report.to_json()
+
+
 class Averaging(nn.Module):
     """Its buffer is changed by the forward pass that reads it."""
 
