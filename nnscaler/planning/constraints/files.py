@@ -42,6 +42,7 @@ from nnscaler.planning.constraints.kinds import (
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
 from nnscaler.planning.sharding.zero_placement import PLACEMENTS
+from nnscaler.scheduling.registry import check_schedule, get_schedule
 from nnscaler.transform.plan import CP, DP, EP, PP, TP
 
 _ALONE = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
@@ -133,6 +134,8 @@ def _sizes(schedule: Any, numbers: Mapping[str, int | bool], place: str) -> Cons
         message = f"{place} (sizes): schedule is {schedule!r}"
         raise NnscalerError("plan_illegal", message, help='schedule = "zb-v", as of `nnscaler list schedules`')
     try:
+        if schedule is not None and not get_schedule(schedule).shares:  # else another constraint says which stages
+            check_schedule(schedule, searched=True)
         return sizes(schedule, **numbers)
     except NnscalerError as error:
         raise NnscalerError(error.code, f"{place} (sizes): {error.message}", help=error.help) from error
