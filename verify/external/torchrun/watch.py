@@ -326,6 +326,9 @@ class ScriptWatch:
         )
         if enough:
             self._stopped = True
+            if self._feed is None:
+                told = "a step" if self._wanted == 1 else f"{self._wanted} steps"
+                self.tell(f"the script was stopped after {told} of its optimizer: `--steps` says how many are watched")
             self._save(self.record())
             raise Stopped
 
