@@ -1,4 +1,4 @@
-"""What becomes of memory that tensors free: the system has it back, or the C library keeps it for what comes next.
+"""Keep memory that tensors free for what comes next, rather than give it back to the system.
 
 A step frees at its end what the next one asks for again. By itself glibc gives the end of its heap back then, and the
 next step takes a page fault for each 4 KiB of it: a tenth of the time of a step of a small model on two ranks. So ranks

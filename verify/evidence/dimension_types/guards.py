@@ -25,6 +25,8 @@ class Granted:
     conditions: tuple[str, ...] = ()
 
 
+# how conditions on what is split begin: shards may not meet them
+RUNS_ONLY, DEPENDS = "it runs only where", "it depends on whether"
 AT_LEAST_TWO = "no rank holds less than 2 of it"
 
 
@@ -34,7 +36,7 @@ def granted(shape_env: Any, split: Symbols, names: Mapping[Any, str]) -> Granted
     for symbol, value in shape_env.replacements.items():
         text = _text(sympy.Eq(symbol, value, evaluate=False), names)
         if symbol in split or split & symbols_of(value):
-            return Granted(f"it runs only where {text}")
+            return Granted(f"{RUNS_ONLY} {text}")
         conditions[text] = None
     for guard, own in zip(shape_env.guards, shape_env.guards.own, strict=True):
         expression = reduced(guard.expr)
@@ -46,7 +48,7 @@ def granted(shape_env: Any, split: Symbols, names: Mapping[Any, str]) -> Granted
             continue
         text = _text(expression, names)
         if split & symbols_of(expression):
-            return Granted(f"it depends on whether {text}")
+            return Granted(f"{DEPENDS} {text}")
         conditions[text] = None
     return Granted(conditions=tuple(conditions))
 

@@ -14,9 +14,9 @@ __all__ = [
     "SizesResult",
     "Symbol",
     "check_rows",
+    "hangs_on_sizes",
     "obligations_of",
     "open_memo",
-    "hangs_on_sizes",
     "prove_obligations",
     "sizes_result",
 ]

@@ -18,7 +18,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
-from verify.evidence.dimension_types.guards import granted
+from verify.evidence.dimension_types.guards import DEPENDS, RUNS_ONLY, granted
 from verify.evidence.dimension_types.interpret import interpret
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, State, Unknown, Zero
 from verify.evidence.dimension_types.symbolic_call import make_symbolic, quiet
@@ -265,9 +265,6 @@ def _lemma(form: _CallForm, claim: Claim, known: Mapping[Claim, Evidence]) -> Le
     )
 
 
-_OF_SIZES = ("it depends on whether", "it runs only where")  # what a proof needs of sizes, and a shard may not have
-
-
 def hangs_on_sizes(found: LemmaResult) -> str:
     """Return the first lemma of a user's operator that passes, and is not proved for all sizes; empty where none is
     so."""
@@ -284,7 +281,7 @@ def _at_program_sizes(form: _CallForm, known: Mapping[Claim, Evidence], seed: in
     weaker = [e for e in known.values() if e.verdict.passes and e.verdict is not Verdict.PROVED_ALL_SIZES]
     if not _is_users(form.spec) or not weaker:
         return []
-    reason = next((e.blocker for e in weaker if any(text in e.blocker for text in _OF_SIZES)), "")
+    reason = next((e.blocker for e in weaker if DEPENDS in e.blocker or RUNS_ONLY in e.blocker), "")
     found: list[Lemma] = []
     for obligation in form.obligations.values():
         splits, partial = _shards_of(obligation)
