@@ -34,8 +34,7 @@ from nnscaler.backward_partition import Halves, halves_of
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
 from nnscaler.runtime.saved_values import GONE, SavedValues
 
-Root = tuple[Tensor, Tensor]  # an output and its gradient
-Edge = tuple[GradientEdge, Tensor]
+Root = tuple[GradientEdge, Tensor]  # where backward enters the graph, and the gradient of that output
 Received = tuple[Tensor | None, ...]  # by output of a node, the gradient that arrived
 
 
@@ -49,7 +48,7 @@ class _Group:
     """
 
     leaves: list[Tensor] = field(default_factory=list)
-    roots: list[Edge] = field(default_factory=list)
+    roots: list[Root] = field(default_factory=list)
     starts: dict[Node, Received] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -86,18 +85,17 @@ class SplitBackward:
 
     def inputs(self, roots: Sequence[Root], received: Sequence[Tensor]) -> None:
         """Compute the gradients of `received`, from those of the `roots`: I."""
-        edges = [(get_gradient_edge(value), gradient) for value, gradient in roots]
         ends = {get_gradient_edge(tensor).node: tensor for tensor in received}
-        below = _below([edge.node for edge, _ in edges])
+        below = _below([edge.node for edge, _ in roots])
         halves = halves_of(below, ends.keys(), lambda node: isinstance(node, BackwardCFunction))
-        groups = _waiting(below, halves, edges)
+        groups = _waiting(below, halves, roots)
         now = [tensor for node, tensor in ends.items() if node in halves.trunk]
         for parameter in self._parameters:
             number = halves.groups.get(get_gradient_edge(parameter).node)
             if number is not None:  # it was read
                 (now if number in halves.early else groups[number].leaves).append(parameter)
         self._later = list(groups.values())
-        begin = [(edge, gradient) for edge, gradient in edges if not halves.waits(edge.node)]
+        begin = [(edge, gradient) for edge, gradient in roots if not halves.waits(edge.node)]
         if not begin or not now:
             return
         with ExitStack() as hooks:
@@ -145,10 +143,10 @@ def _below(roots: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
     return below
 
 
-def _waiting(below: dict[Node, tuple[Node, ...]], halves: Halves[Node], edges: Sequence[Edge]) -> dict[int, _Group]:
+def _waiting(below: dict[Node, tuple[Node, ...]], halves: Halves[Node], roots: Sequence[Root]) -> dict[int, _Group]:
     """Return the groups that wait for W, without their leaves, by number, in the order in which I comes to them."""
     groups: dict[int, _Group] = {}
-    for edge, gradient in edges:
+    for edge, gradient in roots:
         if halves.waits(edge.node):
             groups.setdefault(halves.groups[edge.node], _Group()).roots.append((edge, gradient))
     for node in reversed(below):

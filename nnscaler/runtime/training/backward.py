@@ -8,22 +8,36 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
 from nnscaler.runtime.role import Stage, may_gather_again, number_of, place_of
 from nnscaler.runtime.saved_values import SavedValues
-from nnscaler.runtime.split_backward import SplitBackward
+from nnscaler.runtime.split_backward import Root, SplitBackward
 from nnscaler.runtime.training.gradients.accumulate import Gradients
 from nnscaler.runtime.training.messages import Mail
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What backward needs of an output. Its value is not among that, and goes once it is sent.
+
+    edge  where backward enters the graph; None: no gradient of it is asked for
+    """
+
+    edge: GradientEdge | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     """One micro-batch, or slice of it, between its forward and its backward, or the first half of it."""
 
-    outputs: Mapping[str, Tensor]
+    outputs: Mapping[str, _Output]
     received: Mapping[str, Tensor]
 
 
@@ -67,9 +81,13 @@ class BackwardPasses:
         self._split[forward] = split
         return split.recording()
 
-    def keep(self, forward: Instruction, outputs: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
-        """Keep what the backward of a micro-batch starts from, and the leaves where it ends."""
-        self._in_flight[forward] = _InFlight(outputs, received)
+    def keep(
+        self, stage: Stage, forward: Instruction, outputs: Mapping[str, Tensor], received: Mapping[str, Tensor]
+    ) -> None:
+        """Keep where the backward of a micro-batch enters the graph, and the leaves where it ends."""
+        names = [send.key for send in stage.sends if send.needs_grad] + (["loss"] if stage.loss is not None else [])
+        kept = {name: _output(outputs[name]) for name in names}
+        self._in_flight[forward] = _InFlight(kept, received)
 
     def run(self, stage: Stage, instruction: Instruction, loss_scale: float) -> None:
         """Run a backward. B and I receive the gradients of sent tensors, and return those of received tensors; W has
@@ -90,7 +108,7 @@ class BackwardPasses:
             if instruction.kind == "I":
                 self._split[forward].inputs(roots, list(received.values()))
             elif roots:
-                torch.autograd.backward([v for v, _ in roots], [g for _, g in roots])
+                torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
             self._reads.settle()
         if instruction.kind == "I":
             self._gradients.widen()
@@ -109,25 +127,31 @@ class BackwardPasses:
             return
         for send in stage.sends:
             if send.needs_grad:
-                value, number = flight.outputs[send.key], number_of(stage, instruction.at)
+                output, number = flight.outputs[send.key], number_of(stage, instruction.at)
                 with self._communicator.at(place_of(stage)):
-                    self._mail.expect_gradient(stage, send, value, number)
+                    self._mail.expect_gradient(stage, send, output.shape, output.dtype, number)
 
-    def _roots(self, stage: Stage, flight: _InFlight, micro: int, loss_scale: float) -> list[tuple[Tensor, Tensor]]:
-        """Return the outputs that backward starts from, with their gradients."""
-        roots: dict[str, tuple[Tensor, Tensor]] = {}
+    def _roots(self, stage: Stage, flight: _InFlight, micro: int, loss_scale: float) -> list[Root]:
+        """Return where backward enters the graph, with the gradients of the outputs."""
+        gradients: dict[str, Tensor] = {}
         for send in stage.sends:
             if send.needs_grad:
-                value = flight.outputs[send.key]
+                output = flight.outputs[send.key]
                 with self._communicator.at(place_of(stage)):
-                    gradient = self._mail.receive_gradient(stage, send, value, micro)
-                roots[send.key] = (value, roots[send.key][1] + gradient if send.key in roots else gradient)
+                    gradient = self._mail.receive_gradient(stage, send, output.shape, output.dtype, micro)
+                gradients[send.key] = gradients[send.key] + gradient if send.key in gradients else gradient
         if stage.loss is not None:
-            roots["loss"] = (flight.outputs["loss"], _full_like(flight.outputs["loss"], loss_scale))
-        return [(value, gradient) for value, gradient in roots.values() if value.requires_grad]
+            gradients["loss"] = _gradient_of_loss(flight.outputs["loss"], loss_scale)
+        edges = {name: flight.outputs[name].edge for name in gradients}
+        return [(edge, gradients[name]) for name, edge in edges.items() if edge is not None]
 
 
-def _full_like(loss: Tensor, scale: float) -> Tensor:
+def _output(value: Tensor) -> _Output:
+    edge = get_gradient_edge(value) if value.requires_grad else None
+    return _Output(edge, value.shape, value.dtype, value.device)
+
+
+def _gradient_of_loss(loss: _Output, scale: float) -> Tensor:
     if scale > torch.finfo(loss.dtype).max:
         raise ProgramError(f"a loss scale of {scale:g} is infinite in the loss's dtype, {loss.dtype}")
-    return torch.full_like(loss, scale)
+    return torch.full(loss.shape, scale, dtype=loss.dtype, device=loss.device)

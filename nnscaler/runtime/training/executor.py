@@ -328,7 +328,7 @@ class RankExecutor:
             if keep:
                 self._updated[stage.index] = {key: outputs[key] for key in stage.updates if key in outputs}
             if keep and trained:
-                self._backward.keep(instruction, outputs, received)
+                self._backward.keep(stage, instruction, outputs, received)
             return outputs["loss"].detach() if stage.loss is not None else None
 
     def _go_back(self, stage: Stage, instruction: Instruction) -> None:

@@ -36,9 +36,11 @@ class Mail:
         """Begin to receive a value, for `receive_value`."""
         self._expect(_of_value(stage, receive, micro), dtype)
 
-    def expect_gradient(self, stage: Stage, send: Send | Exchange, value: Tensor, micro: int) -> None:
+    def expect_gradient(
+        self, stage: Stage, send: Send | Exchange, shape: torch.Size, dtype: torch.dtype, micro: int
+    ) -> None:
         """Begin to receive the gradient of a sent value, for `receive_gradient`."""
-        self._expect(_of_gradient(stage, send, value, micro), value.dtype)
+        self._expect(_of_gradient(stage, send, shape, micro), dtype)
 
     def _expect(self, arriving: Arriving, dtype: torch.dtype) -> None:
         for shape, source, key, _ in arriving.messages(self.communicator.rank):
@@ -84,9 +86,11 @@ class Mail:
         else:
             self._send_pieces(gradient, receive.backward, key)
 
-    def receive_gradient(self, stage: Stage, send: Send | Exchange, value: Tensor, micro: int) -> Tensor:
-        """Receive the gradient of a sent value."""
-        return self._arrived(_of_gradient(stage, send, value, micro), value.dtype)
+    def receive_gradient(
+        self, stage: Stage, send: Send | Exchange, shape: torch.Size, dtype: torch.dtype, micro: int
+    ) -> Tensor:
+        """Receive the gradient of a sent value of this shape."""
+        return self._arrived(_of_gradient(stage, send, shape, micro), dtype)
 
     def _send_pieces(self, tensor: Tensor, messages: Sequence[Message], key: Key) -> None:
         for number, (source, destination, here, _) in _numbered(messages):
@@ -133,9 +137,9 @@ def _of_value(stage: Stage, receive: Receive | Exchange, micro: int) -> Arriving
     return Arriving(key, stage.local(receive.shape), pieces)
 
 
-def _of_gradient(stage: Stage, send: Send | Exchange, value: Tensor, micro: int) -> Arriving:
+def _of_gradient(stage: Stage, send: Send | Exchange, shape: torch.Size, micro: int) -> Arriving:
     key: Key = (send.key, stage.index, send.stage, micro, "B")
-    return Arriving(key, tuple(value.shape), send.peers[_position(stage)] if isinstance(send, Send) else send.backward)
+    return Arriving(key, tuple(shape), send.peers[_position(stage)] if isinstance(send, Send) else send.backward)
 
 
 def _position(stage: Stage) -> int:

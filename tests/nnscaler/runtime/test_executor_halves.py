@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from nnscaler.runtime import (
 )
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.training.backward import BackwardPasses
+from nnscaler.runtime.training.messages import Mail
 
 Role = Callable[..., ModuleType]
 aten = torch.ops.aten
@@ -123,6 +125,38 @@ def test_gradients_of_half_precision_are_added_up_in_float32(
     assert {"B", "I", "W"} <= set(seen)
     for name, gradient in found[0].items():
         assert (found[1][name] - gradient).abs().max() <= 2**-8 * gradient.abs().max()
+
+
+@pytest.mark.parametrize("orders", [WHOLE, ORDERS[1]])
+def test_a_sent_value_is_gone_before_its_backward(
+    run: Any, role: Role, orders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward needs where it enters the graph, and not the value, which no operator of this stage saves."""
+
+    class First(stages("float64")[0]):  # type: ignore[misc]
+        def forward(self, x):
+            return {"h": aten.linear.default(aten.tanh.default(x), self.w)}
+
+    sent: dict[tuple[int, int], weakref.ref[Tensor]] = {}
+    lived: list[bool] = []
+    send, back = Mail.send_value, BackwardPasses.run
+
+    def sending(self: Mail, stage: Stage, message: Send, value: Tensor, micro: int) -> None:
+        sent[stage.rank, micro] = weakref.ref(value)
+        send(self, stage, message, value, micro)
+
+    def running(self: BackwardPasses, stage: Stage, instruction: Instruction, scale: float) -> None:
+        if stage.index == 0:
+            lived.append(sent[stage.rank, instruction.micro]() is not None)
+        back(self, stage, instruction, scale)
+
+    monkeypatch.setattr(Mail, "send_value", sending)
+    monkeypatch.setattr(BackwardPasses, "run", running)
+    state, batch = data("float64")
+    roles = [role(order, stage) for order, stage in zip(orders, (First, stages("float64")[1]), strict=True)]
+    run(roles, state, batch)
+    assert len(lived) >= 6
+    assert not any(lived)
 
 
 def test_two_stages_of_one_rank_share_a_tied_weight(run: Any, role: Role) -> None:

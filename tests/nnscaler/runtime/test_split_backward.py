@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nnscaler.runtime import recompute
-from nnscaler.runtime.split_backward import SplitBackward
+from nnscaler.runtime.split_backward import Root, SplitBackward
 from tests.sampling import every
 
 Forward = Callable[[dict[str, Tensor], dict[str, Tensor]], list[Tensor]]
@@ -146,8 +147,12 @@ def leaves(seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return parameters, {"x": leaf(4, 6), "y": leaf(4, 6)}
 
 
-def roots_of(outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return [(o, torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view(o.shape)) for o in outputs if o.requires_grad]
+def roots_of(outputs: list[Tensor]) -> list[Root]:
+    return [
+        (get_gradient_edge(o), torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view(o.shape))
+        for o in outputs
+        if o.requires_grad
+    ]
 
 
 def gradients(*groups: dict[str, Tensor]) -> dict[str, Tensor | None]:
@@ -364,7 +369,7 @@ def test_modules_of_torch() -> None:
     split = SplitBackward(list(layer.parameters()))
     with split.recording():
         loss = layer(x).square().sum()
-    split.inputs([(loss, torch.ones_like(loss))], [x])
+    split.inputs([(get_gradient_edge(loss), torch.ones_like(loss))], [x])
     assert all(p.grad is None for p in layer.parameters())
     split.weights()
     same({"x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}}, wanted)
