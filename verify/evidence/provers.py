@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
@@ -49,19 +50,19 @@ def prove_base(
             continue
         if proof.proved and not proof.conditions:
             found[target] = Strength(Verdict.PROVED_ALL_SIZES)
-        elif proof.proved:
-            found[target] = Strength(Verdict.PROVED_BOUNDED, "; ".join(proof.conditions))
         else:
-            found[target] = Strength(Verdict.TESTED_EXACT, proof.blocker)
+            verdict = Verdict.PROVED_BOUNDED if proof.proved else Verdict.TESTED_EXACT
+            found[target] = Strength(verdict, proof.blocker, conditions=proof.conditions)
     for target in targets:
         strength = found.get(target, Strength(Verdict.TESTED_EXACT, "no proof was tried"))
         if strength.verdict is Verdict.TESTED_EXACT and time.thread_time() > deadline:
-            strength = Strength(Verdict.TESTED_EXACT, SPENT, open=True)
+            strength = replace(strength, blocker=SPENT, open=True)
         elif strength.verdict is Verdict.TESTED_EXACT:
             bounded = prove_bounded(runner.spec, base.signature, whole.concrete, [target], steps=BOUNDED_STEPS)
             if target in bounded and bounded[target].proved:
-                strength = Strength(Verdict.PROVED_BOUNDED, strength.blocker)
+                strength = replace(strength, verdict=Verdict.PROVED_BOUNDED)
             elif target in bounded and bounded[target].counter_example:
-                strength = Strength(Verdict.REFUTED, strength.blocker, bounded[target].counter_example)
+                counter_example = bounded[target].counter_example
+                strength = replace(strength, verdict=Verdict.REFUTED, counter_example=counter_example)
         found[target] = strength
     return found

@@ -17,9 +17,10 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import AnnotationError
 from verify.evidence.cases import SplitCase
 from verify.evidence.options import DRAWS, OpOptions
+from verify.evidence.oracle.cases_beyond_bounds import beyond_bounds
 from verify.evidence.oracle.check import TargetOutcome, as_check, check_target, run_cases
 from verify.evidence.oracle.claims import Claimed, Target, claims_of, kind_of, untested
-from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, beyond_bounds, leaders_of, why_unused
+from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, leaders_of, why_unused
 from verify.evidence.oracle.findings import does_not_fit, not_tested, refuted_by_proof, survived, unusable, wrong
 from verify.evidence.oracle.first_inputs import Unusable
 from verify.evidence.oracle.needs_input_grad import check_subsets

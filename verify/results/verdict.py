@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Verdict(Enum):
@@ -61,8 +62,36 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Condition:
+    """What a proof takes for granted, or where it ends.
+
+    text      in the operator's identifiers: "h <= 40"
+    relation  the same as a sympy relation of symbols that have the identifiers' names; None: it is not one of sizes
+    """
+
+    text: str
+    relation: Any = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The identifiers whose sizes it relates."""
+        return frozenset() if self.relation is None else frozenset(s.name for s in self.relation.free_symbols)
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether the sizes are known to meet it. What is not one of sizes is for others to check."""
+        if self.relation is None:
+            return True
+        known = {symbol: sizes[symbol.name] for symbol in self.relation.free_symbols if symbol.name in sizes}
+        return bool(self.relation.subs(known) == True)  # noqa: E712 - an open relation is no truth value
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class Strength:
-    """`verdict`: PROVED (all sizes), PROVED (bounded) or TESTED (exact). `blocker`: what stopped the stronger proof.
+    """`verdict`: PROVED (all sizes), PROVED (bounded) or TESTED (exact). `blocker`: what stopped the proof that takes
+    nothing but `conditions` for granted; empty where nothing did.
 
     `counter_example`: values for which the claim fails, found by Z3 and confirmed by exact arithmetic, which no draw
     had hit; the claim is then REFUTED. `open`: the limit of time was reached before all proofs were tried.
@@ -72,6 +101,12 @@ class Strength:
     blocker: str = ""
     counter_example: Mapping[str, str] | None = None
     open: bool = False
+    conditions: tuple[Condition, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it is not stronger."""
+        return self.blocker or "; ".join(map(str, self.conditions))
 
 
 TESTED = Strength(Verdict.TESTED_EXACT)

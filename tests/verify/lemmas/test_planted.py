@@ -56,57 +56,6 @@ def test_a_wrong_annotation_of_a_user_is_refuted(
     assert str(finding.where) == "my_ops.py:7"
 
 
-def centred_from(size: int, dim: int = 0) -> Any:
-    """An operator that centres columns where a dim is longer than `size`, and else does nothing."""
-
-    def centred(x: Tensor) -> Tensor:
-        return x - x.mean(0, keepdim=True) if x.shape[dim] > size else x * 1.0
-
-    return centred
-
-
-def late_rows_doubled(x: Tensor) -> Tensor:
-    return torch.where(torch.arange(x.shape[0])[:, None] >= 12, x * 2, x)
-
-
-@pytest.mark.parametrize(
-    ("function", "shape", "axes"),
-    [
-        (centred_from(40), (64, 10), (("dp", 2),)),  # the whole is centred, shards are not
-        (centred_from(40), (128, 10), (("dp", 2),)),  # each is, by itself
-        (centred_from(10), (64, 10), (("dp", 2), ("micro", 4))),
-        (centred_from(40), (65, 10), (("dp", 2),)),  # unequal shards
-        (centred_from(40, 1), (12, 64), (("dp", 2),)),  # as long as another dim says
-        (late_rows_doubled, (64, 10), (("dp", 2),)),
-    ],
-)
-def test_what_is_right_at_small_sizes_is_refuted_at_the_programs(
-    function: Any, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]
-) -> None:
-    spec = users(function, "a b -> a b")
-    call = called("planted", [shape], floats(*shape))
-    result = proved(stated(spec, call, *[Split("a")] * len(axes), axes=axes))
-    assert result.verdict is Verdict.REFUTED
-    assert any("at the program's sizes" in m.text and m.strength is Verdict.REFUTED for m in result.lemmas)
-    assert {o.code for outcome in result.outcomes for o in outcome.findings} == {"annotation_wrong"}
-
-
-def test_what_hangs_on_sizes_passes_where_the_program_has_them_and_is_unknown_where_it_cannot_be_run() -> None:
-    spec = users(centred_from(40), "a b -> a b")
-    small = proved(stated(spec, called("planted", [(20, 10)], floats(20, 10)), Split("a")))
-    assert small.verdict is Verdict.PROVED_BOUNDED and "a <= 40" in hangs_on_sizes(small)
-    large = proved(stated(spec, called("planted", [(4096, 16384)], floats(4096, 16384)), Split("a")))
-    assert large.verdict is Verdict.INCONCLUSIVE
-    (finding,) = large.outcomes[0].findings
-    assert finding.code == "nothing_checked" and "a = 4096" in finding.message and "a <= 40" in str(finding.cause)
-
-
-def test_a_branch_on_sizes_that_is_right_on_both_sides_passes() -> None:
-    spec = users(lambda x: x * 2.0 if x.shape[0] > 40 else x + x, "a b -> a b")
-    result = proved(stated(spec, called("planted", [(64, 10)], floats(64, 10)), Split("a")))
-    assert result.verdict is Verdict.PROVED_BOUNDED and "a <= 40" in hangs_on_sizes(result)
-
-
 def test_a_right_annotation_of_the_same_operator_is_proved() -> None:
     spec = users(softmax, "a b^ -> a b^")
     result = proved(stated(spec, called("planted", [(4096, 16384)], floats(4096, 16384)), Split("a")))

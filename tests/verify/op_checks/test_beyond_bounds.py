@@ -35,6 +35,28 @@ def centred_if_wide(x: Tensor) -> Tensor:
     return x - x.mean(0, keepdim=True) if x.shape[1] > 40 else x * 1.0
 
 
+def centred_if_long(x: Tensor) -> Tensor:
+    return x - x.mean(0, keepdim=True) if x.shape[0] > 8 * x.shape[1] else x * 1.0
+
+
+def centred_by_step(x: Tensor) -> Tensor:
+    """Its trace is of one width alone."""
+    for _ in range(1 if int(x.shape[1]) > 40 else 0):
+        x = x - x.mean(0, keepdim=True)
+    return x * 1.0
+
+
+class CentredGradientIfWide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.width = x.shape[1]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * (gradient - gradient.mean(0, keepdim=True)) if ctx.width > 40 else 2 * gradient
+
+
 def late_rows_doubled(x: Tensor) -> Tensor:
     return torch.where(torch.arange(x.shape[0])[:, None] >= 50, x * 2, x)
 
@@ -43,8 +65,8 @@ def right_on_both_sides(x: Tensor) -> Tensor:
     return x * 2.0 if x.shape[0] > 40 else x + x
 
 
-def verified(function: Any) -> Report:
-    spec = OperatorSpec("planted", "b d -> b d", target=function, where=SourceLocation("my_ops.py", 7))
+def verified(function: Any, annotation: str = "b d -> b d") -> Report:
+    spec = OperatorSpec("planted", annotation, target=function, where=SourceLocation("my_ops.py", 7))
     return verify_spec(spec, OpOptions())
 
 
@@ -56,11 +78,15 @@ def verified(function: Any) -> Report:
         centred_from(40),
         centred_from(300),
         centred_if_wide,
+        centred_if_long,
+        centred_by_step,
+        CentredGradientIfWide.apply,
         late_rows_doubled,
     ],
 )
-def test_what_is_wrong_from_some_size_on_is_refuted(function: Any) -> None:
-    report = verified(function)
+@pytest.mark.parametrize("annotation", ["b d -> b d", "b d^ -> b d^"])
+def test_what_is_wrong_from_some_size_on_is_refuted(function: Any, annotation: str) -> None:
+    report = verified(function, annotation)
     assert report.verdict is Verdict.REFUTED
     assert {finding.code for finding in report.findings} == {"annotation_wrong"}
 

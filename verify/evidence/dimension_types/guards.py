@@ -11,6 +11,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from verify.evidence.dimension_types.states import Symbols, symbols_of
+from verify.results.verdict import Condition
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,39 +19,38 @@ class Granted:
     """The guards of a trace, checked on shards.
 
     blocker     a condition that the proof of a split needs and that may fail on a shard; empty if there is none
-    conditions  the conditions under which the proof holds
+    conditions  under which the proof holds, the blocker's among them
     """
 
     blocker: str = ""
-    conditions: tuple[str, ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
 
-# how conditions on what is split begin: shards may not meet them
-RUNS_ONLY, DEPENDS = "it runs only where", "it depends on whether"
 AT_LEAST_TWO = "no rank holds less than 2 of it"
 
 
 def granted(shape_env: Any, split: Symbols, names: Mapping[Any, str]) -> Granted:
     """Check every guard of the trace (the environment's are `Guards`). `names`: identifiers by their symbols."""
-    conditions: dict[str, None] = {}
+    conditions: dict[str, Condition] = {}
+    blocker = ""
     for symbol, value in shape_env.replacements.items():
-        text = _text(sympy.Eq(symbol, value, evaluate=False), names)
+        condition = _condition(sympy.Eq(symbol, value, evaluate=False), names)
+        conditions[condition.text] = condition
         if symbol in split or split & symbols_of(value):
-            return Granted(f"{RUNS_ONLY} {text}")
-        conditions[text] = None
+            blocker = blocker or f"it runs only where {condition}"
     for guard, own in zip(shape_env.guards, shape_env.guards.own, strict=True):
         expression = reduced(guard.expr)
         if _always(expression, 1) or not symbols_of(expression):
             continue
+        condition = _condition(expression, names)
         if _always(expression, 2):
             if own and split & symbols_of(expression):
-                conditions[AT_LEAST_TWO] = None
+                conditions[AT_LEAST_TWO] = Condition(AT_LEAST_TWO, condition.relation)
             continue
-        text = _text(expression, names)
+        conditions[condition.text] = condition
         if split & symbols_of(expression):
-            return Granted(f"{DEPENDS} {text}")
-        conditions[text] = None
-    return Granted(conditions=tuple(conditions))
+            blocker = blocker or f"it depends on whether {condition}"
+    return Granted(blocker, tuple(conditions.values()))
 
 
 def reduced(relation: Any) -> Any:
@@ -72,9 +72,16 @@ def _always(expression: Any, least: int) -> bool:
     return bool(found.is_singleton() and found.lower == sympy.true)
 
 
-def _text(expression: Any, names: Mapping[Any, str]) -> str:
+def _condition(expression: Any, names: Mapping[Any, str]) -> Condition:
     known = {s: sympy.Symbol(names[s], integer=True, positive=True) for s in symbols_of(expression) if s in names}
     relations = {sympy.Eq: "==", sympy.Ne: "!="}
     sign = relations.get(type(expression))
     shown = expression.xreplace(known)
-    return f"{shown.lhs} {sign} {shown.rhs}" if sign and isinstance(shown, sympy.Rel) else str(shown)
+    text = f"{shown.lhs} {sign} {shown.rhs}" if sign and isinstance(shown, sympy.Rel) else str(shown)
+    return Condition(text, shown)
+
+
+def equals(name: str, size: int) -> Condition:
+    """Return the condition that an identifier has this size."""
+    symbol = sympy.Symbol(name, integer=True, positive=True)
+    return Condition(f"{name} == {size}", sympy.Eq(symbol, size, evaluate=False))

@@ -26,7 +26,7 @@ from nnscaler.ir.layout import State as Layout
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.dimension_types.check_localize_hooks import asked_otherwise
-from verify.evidence.dimension_types.guards import granted
+from verify.evidence.dimension_types.guards import equals, granted
 from verify.evidence.dimension_types.interpret import interpret
 from verify.evidence.dimension_types.shard_argument_hooks import NoProof, whole_call
 from verify.evidence.dimension_types.states import (
@@ -53,18 +53,20 @@ from verify.evidence.dimension_types.states import (
 from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic, quiet
 from verify.evidence.dimension_types.trace import Trace, record, simplified
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
+from verify.results.verdict import Condition
 
 SECONDS = 3.0  # of processor time, for one call
+NO_GRADIENT = Condition("no gradient flows through a partial maximum")  # the compiler refuses it otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """`blocker` says why it is not proved; `conditions` under what it is."""
+    """`blocker` says why it is not proved; `conditions` under what it is, or would be."""
 
     target: Choice
     proved: bool
     blocker: str = ""
-    conditions: tuple[str, ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class _Prover:
     def prove(self, target: Choice) -> Proof:
         """Return the proof under the fewest conditions, or why the first attempt failed."""
         reason = ""
+        failed: Proof | None = None
         best: Proof | None = None
         try:
             for call, wanted in self.attempts(target):
@@ -121,14 +124,14 @@ class _Prover:
                 proof = self.attempt(target, call, wanted)
                 if proof.proved and (best is None or len(proof.conditions) < len(best.conditions)):
                     best = proof
-                reason = reason or proof.blocker
+                failed = failed or (None if proof.proved else proof)
                 if (best is not None and not best.conditions) or time.thread_time() > self.deadline:
                     break
         except NoProof as no_proof:
-            reason = reason or str(no_proof)
+            reason = str(no_proof)
         except Exception as error:  # noqa: BLE001 - a proof that fails proves nothing
-            reason = reason or f"the proof raises {type(error).__name__}: {error}"
-        return best or _blocked(target, reason)
+            reason = f"the proof raises {type(error).__name__}: {error}"
+        return best or failed or _blocked(target, reason)
 
     def attempt(self, target: Choice, call: Call | None, wanted: frozenset[str]) -> Proof:
         """Return the proof by one trace."""
@@ -195,12 +198,11 @@ class _Prover:
                 self.blocks[identifier] = no_proof
         return self.blocks[identifier]
 
-    def fixed(self, wanted: frozenset[str]) -> tuple[str, ...]:
+    def fixed(self, wanted: frozenset[str]) -> tuple[Condition, ...]:
         """Return the sizes that a proof was made for, of identifiers without a symbol."""
         assert self.signature.bound is not None
-        return tuple(
-            f"{name} == {size}" for name, size in self.signature.bound.sizes.items() if name not in wanted and size > 1
-        )
+        sizes = self.signature.bound.sizes
+        return tuple(equals(name, size) for name, size in sizes.items() if name not in wanted and size > 1)
 
     def traced(self, call: Call | None, wanted: frozenset[str]) -> _SymbolicTrace | str:
         """Return the trace, or why there is none."""
@@ -243,7 +245,7 @@ def _follow(signature: Signature, target: Choice, traced: _SymbolicTrace) -> Pro
     names = {symbol: name for name, symbol in call.world.symbols.items()}
     grants = granted(call.world.shape_env, split, names)
     if grants.blocker:
-        return _blocked(target, grants.blocker)
+        return Proof(target, False, grants.blocker, grants.conditions)
     layouts_in = input_states(signature, target)
     layouts_out = output_states(signature, target, len(trace.outputs))
     shards_in = _expected(signature, target, layouts_in, call, True)
@@ -256,10 +258,10 @@ def _follow(signature: Signature, target: Choice, traced: _SymbolicTrace) -> Pro
     blocker = _outputs_differ(trace, call, known, shards_out, split)
     conditions = grants.conditions
     if PARTIAL_MAX in shards_out:
-        conditions = (*conditions, "no gradient flows through a partial maximum")
+        conditions = (*conditions, NO_GRADIENT)
     else:
         blocker = blocker or _gradients_differ(trace, known, gradients_in, split)
-    return Proof(target, not blocker, blocker, () if blocker else conditions)
+    return Proof(target, not blocker, blocker, grants.conditions if blocker else conditions)
 
 
 def _split_symbols(signature: Signature, target: Choice, call: SymbolicCall) -> frozenset[Any]:

@@ -137,8 +137,8 @@ def as_check(name: str, outcome: TargetOutcome, seconds: float, strength: Streng
         details.append(f"{outcome.cases} cases")
         if void := outcome.void(DRAWS):
             details.append(f"constant along the split: {', '.join(void)}")
-        if strength.blocker:
-            details.append(f"not proved for all sizes: {strength.blocker}")
+        if strength.reason:
+            details.append(f"not proved for all sizes: {strength.reason}")
     elif not refuted:
         details += outcome.survived(DRAWS) or [f"not tested: {claim}" for claim in outcome.untested[:SHOWN]]
         details = details or list(outcome.skipped)

@@ -8,13 +8,9 @@ on a mesh of two axes, and one identifier over both.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from types import CodeType
-from typing import Any
 
 from op_registry.annotation.syntax_tree import UNSPLIT
 from op_registry.annotation.well_formed import parse_checked
@@ -29,7 +25,6 @@ from verify.evidence.options import DRAWS, Kind, OpOptions
 from verify.evidence.oracle.claims import Claimed, Target, form_of
 from verify.evidence.oracle.first_inputs import Unusable, first_inputs, first_line
 from verify.evidence.oracle.runner import OperatorRunner, Prepared, WholeRaised
-from verify.results.verdict import Strength, Verdict
 
 FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given")
 PAIRS = 15  # of two targets; the seed says which ones, where there are more
@@ -58,47 +53,6 @@ class Base:
         found: list[Target] = [*self.leaders]
         found += self.linear
         return tuple(found)
-
-
-_BOUND = re.compile(r"\b([A-Za-z]\w*) (?:<=|<|>=|>|==|!=) (\d+)")  # as proofs write conditions on sizes
-_LARGEST_BOUND = 1024
-_NUMBERS = 6  # of a function that are tried
-
-
-def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Strength) -> Iterator[SplitCase]:
-    """Yield cases of a user's operator at sizes beyond those that its proof, or its own code, names: of `b <= 40`, one
-    where the whole is larger than 40, and one where its halves are too. None for what is proved for all sizes.
-
-    Small sizes say nothing of an operator that does something else from some size on.
-    """
-    if spec.target is None or proved.verdict is Verdict.PROVED_ALL_SIZES:
-        return
-    assert base.signature.bound is not None
-    choice: Choice = Split(target) if isinstance(target, str) else RunPartial(target)
-    named = [(name, int(number)) for name, number in _BOUND.findall(proved.blocker)]
-    named += [(target, number) for number in _numbers_in(spec.target) if isinstance(target, str)]
-    for name, number in dict.fromkeys(named):
-        even = number + 2 - number % 2
-        if name in base.signature.bound.sizes and even <= _LARGEST_BOUND:
-            for size in (even, 2 * even) if name == target else (even,):
-                sizes = {**dict(base.inputs.sizes), name: size}
-                yield SplitCase(replace(base.inputs, sizes=tuple(sizes.items())), (choice,), (2,))
-
-
-def _numbers_in(function: Any) -> list[int]:
-    """Return the whole numbers above 1 that stand in a function, or that it reads from around it, some at most."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return []
-    around = [getattr(function, "__globals__", {}).get(name) for name in code.co_names]
-    around += inspect.getclosurevars(function).nonlocals.values()
-    found = list(around)
-    inside = [code]
-    while inside:
-        for constant in inside.pop().co_consts:
-            found.append(constant)
-            inside += [constant] if isinstance(constant, CodeType) else []
-    return sorted({n for n in found if type(n) is int and 1 < n <= _LARGEST_BOUND})[:_NUMBERS]
 
 
 def leaders_of(signature: Signature, ones: bool = False) -> tuple[str, ...]:

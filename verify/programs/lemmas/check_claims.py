@@ -17,6 +17,7 @@ from op_registry.spec import Refusal
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.dimension_types.check_localize_hooks import composes, left_alone
+from verify.evidence.dimension_types.prove import NO_GRADIENT
 from verify.evidence.options import DRAWS, Kind
 from verify.evidence.oracle.check import TargetOutcome, as_check, run_cases
 from verify.evidence.oracle.enumerate_cases import Base, Target
@@ -27,7 +28,7 @@ from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import FREE, Representative, represent
 from verify.programs.lemmas.statement import Claim, Passes, Splits, Together
 from verify.results.finding import Finding
-from verify.results.verdict import Strength, Verdict
+from verify.results.verdict import Condition, Strength, Verdict
 
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given")
 AGAIN, NEXT = 3, 101  # representative calls that are tried, and how far their seeds are apart
@@ -35,17 +36,15 @@ PARTS = (2, 3, 4)
 MESH = (3, 2)  # of a case with two axes
 EVEN, ODD = 24, 13  # of what is split while something goes around: two blocks in 2, 3 and 4 parts, or unequal ones
 
-# What a proof takes for granted and the compiler refuses otherwise: a partial maximum of a tensor with a gradient.
-_GRANTED = frozenset({"no gradient flows through a partial maximum"})
-
 
 @dataclass(frozen=True)
 class Evidence:
     """The verdict on one claim.
 
-    blocker  why the verdict is not a stronger one
-    count    tensors that were compared
-    open     not everything has been tried yet (a proof, at least); another run can continue
+    blocker     why the verdict is not a stronger one
+    count       tensors that were compared
+    open        not everything has been tried yet (a proof, at least); another run can continue
+    conditions  on sizes, under which it is what it is
     """
 
     verdict: Verdict
@@ -53,6 +52,7 @@ class Evidence:
     count: int = 0
     finding: Finding | None = None
     open: bool = False
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass
@@ -84,11 +84,11 @@ def test(subject: ClaimedCall, claim: Claim) -> Evidence:
     return Evidence(check.verdict, reason, outcome.count, open=check.verdict.passes)
 
 
-def test_as_called(small: Representative, splits: Mapping[str, int], partial: Sequence[RunPartial] = ()) -> Evidence:
-    """Run the program's own call in as many shards as the program makes of it.
+def test_choices(small: Representative, splits: Mapping[str, int], others: Sequence[Choice] = ()) -> Evidence:
+    """Run the choices of a program on one call.
 
-    splits   identifier -> number of shards, over all axes that split it
-    partial  choices that take partial sums
+    splits  identifier -> number of shards, over all axes that split it
+    others  choices that split nothing
     """
     pairs = list(splits.items())
     meshes = [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
@@ -96,7 +96,7 @@ def test_as_called(small: Representative, splits: Mapping[str, int], partial: Se
     outcome = TargetOutcome()
     started = time.perf_counter()
     for inputs in _draws(small):
-        cases = [SplitCase(inputs, (choice,), (PARTS[0],)) for choice in partial]
+        cases = [SplitCase(inputs, (choice,), (PARTS[0],)) for choice in others]
         for mesh in meshes:
             uneven = any(sizes.get(name, 0) % count for name, count in mesh)
             names, counts = tuple(Split(name) for name, _ in mesh), tuple(count for _, count in mesh)
@@ -107,7 +107,7 @@ def test_as_called(small: Representative, splits: Mapping[str, int], partial: Se
         run_cases(small.runner, cases, outcome)
         if outcome.failures:
             return Evidence(Verdict.REFUTED, "", outcome.count, _finding(small, outcome.failures[0]))
-    check = as_check("as called", outcome, time.perf_counter() - started)
+    check = as_check("choices", outcome, time.perf_counter() - started)
     return Evidence(check.verdict, "" if check.verdict.passes else check.detail, outcome.count)
 
 
@@ -270,14 +270,15 @@ def _strengthened(small: Representative, claim: Claim, tested: Evidence, strengt
         return replace(tested, verdict=Verdict.REFUTED, finding=finding)
     if small.other_numbers and strength.verdict is not Verdict.TESTED_EXACT:
         bounded = Verdict.TESTED_EXACT if small.samples else Verdict.PROVED_BOUNDED
-        return replace(tested, verdict=bounded, blocker="it was looked at with other numbers among its arguments")
-    conditions = strength.blocker.split("; ") if strength.blocker else []
-    if strength.verdict is Verdict.PROVED_BOUNDED and conditions and set(conditions) <= _GRANTED:
+        blocker = "it was looked at with other numbers among its arguments"
+        return replace(tested, verdict=bounded, blocker=blocker, conditions=strength.conditions)
+    conditions = strength.conditions
+    if strength.verdict is Verdict.PROVED_BOUNDED and strength.reason == str(NO_GRADIENT):
         return replace(tested, verdict=Verdict.PROVED_ALL_SIZES)
-    blocker = strength.blocker
-    if strength.verdict is Verdict.PROVED_BOUNDED and len(conditions) > 1:
-        blocker = f"it takes for granted that {conditions[0]}, and {len(conditions) - 1} more relations of sizes"
-    return replace(tested, verdict=strength.verdict, blocker=blocker)
+    reason = strength.reason
+    if not strength.blocker and len(conditions) > 1:
+        reason = f"it takes for granted that {conditions[0]}, and {len(conditions) - 1} more relations of sizes"
+    return replace(tested, verdict=strength.verdict, blocker=reason, conditions=conditions)
 
 
 def _unevenly(small: Representative, claim: Splits, found: Mapping[Claim, Evidence]) -> Evidence:

@@ -17,8 +17,7 @@ from op_registry.call import DType, TensorArgument
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.placement import RunPartial, Split
-from verify.evidence.dimension_types.guards import DEPENDS, RUNS_ONLY, granted
+from verify.evidence.dimension_types.guards import granted
 from verify.evidence.dimension_types.interpret import interpret
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, State, Unknown, Zero
 from verify.evidence.dimension_types.symbolic_call import make_symbolic, quiet
@@ -28,11 +27,12 @@ from verify.operators.audit.side_effects import audit
 from verify.programs.lemmas import check_claims
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
 from verify.programs.lemmas.make_call_tensors import Unrepresented
+from verify.programs.lemmas.program_sizes import lemmas_at_sizes
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
-from verify.programs.lemmas.small_call import Representative, as_called, represent
+from verify.programs.lemmas.small_call import Representative, represent
 from verify.programs.lemmas.statement import Claim, Obligation, RunsWhole, claims_of, strided
 from verify.results.catalogue import INCOMPARABLE
-from verify.results.verdict import Verdict
+from verify.results.verdict import Condition, Verdict
 
 # Operators that every rank of an axis runs whole.
 # Every rank computes the same function of equal inputs, so that values are equal. What gradients are is by the
@@ -81,17 +81,19 @@ def look_at(subject: ClaimedCall) -> Evidence:
         return replace(tested, blocker=tested.blocker or "it draws random numbers")
     blocker, conditions = _followed(small)
     if blocker:
-        return replace(tested, blocker=blocker)
+        return replace(tested, blocker=blocker, conditions=conditions)
+    reasons = [str(condition) for condition in conditions]
     if small.signature.bound is not None and not small.signature.bound.sizes:
-        conditions = (*conditions, "it has no annotation, and was looked at with the program's sizes")
+        reasons.append("it has no annotation, and was looked at with the program's sizes")
     if small.other_numbers:
-        conditions = (*conditions, "it was looked at with other numbers among its arguments")
-    if conditions:
-        return replace(tested, verdict=Verdict.PROVED_BOUNDED, blocker="; ".join(conditions))
+        reasons.append("it was looked at with other numbers among its arguments")
+    if reasons:
+        proved = replace(tested, verdict=Verdict.PROVED_BOUNDED, blocker="; ".join(reasons))
+        return replace(proved, conditions=conditions)
     return replace(tested, verdict=Verdict.PROVED_ALL_SIZES)
 
 
-def _followed(small: Representative) -> tuple[str, tuple[str, ...]]:
+def _followed(small: Representative) -> tuple[str, tuple[Condition, ...]]:
     """Explain why gradients are not known to be linear in cotangents, and name the assumptions about sizes."""
     signature = small.signature
     bound, spec = signature.bound, small.runner.spec
@@ -113,7 +115,7 @@ def _followed(small: Representative) -> tuple[str, tuple[str, ...]]:
         state = known.get(number) if number is not None else None
         if number is not None and not isinstance(state, PartialSum | Zero):
             reason = state.reason if isinstance(state, Unknown) else str(state)
-            return f"the gradient of input {i} is not followed to be linear: {reason}", ()
+            return f"the gradient of input {i} is not followed to be linear: {reason}", conditions
     return "", conditions
 
 
@@ -161,7 +163,10 @@ def prove_obligations(
     for form in forms:
         known = found[id(form.small)] if form.small is not None else {}
         lemmas += [_lemma(form, claim, known) for claim in form.uses]
-        lemmas += _at_program_sizes(form, known, seed)
+        if _is_users(form.spec):
+            lemmas += (
+                lemma for o in form.obligations.values() for lemma in lemmas_at_sizes(o, form.small, known, seed)
+            )
     return LemmaResult(tuple(lemmas), len(obligations), time.perf_counter() - started)
 
 
@@ -270,57 +275,6 @@ def hangs_on_sizes(found: LemmaResult) -> str:
     so."""
     users = (lemma for lemma in found.lemmas if lemma.strength.passes and lemma.where is not None)
     return next((str(lemma) for lemma in users if lemma.strength is not Verdict.PROVED_ALL_SIZES), "")
-
-
-def _at_program_sizes(form: _CallForm, known: Mapping[Claim, Evidence], seed: int) -> list[Lemma]:
-    """Return a lemma for each use of a user's operator that does not hold at the program's own sizes, or of which that
-    is not known although it hangs on them.
-
-    What is known of a form at small sizes alone says nothing of an operator that does something else from some size on.
-    """
-    weaker = [e for e in known.values() if e.verdict.passes and e.verdict is not Verdict.PROVED_ALL_SIZES]
-    if not _is_users(form.spec) or not weaker:
-        return []
-    reason = next((e.blocker for e in weaker if DEPENDS in e.blocker or RUNS_ONLY in e.blocker), "")
-    found: list[Lemma] = []
-    for obligation in form.obligations.values():
-        splits, partial = _shards_of(obligation)
-        if not splits and not partial:
-            continue
-        sizes = obligation.signature.bound.sizes if obligation.signature.bound is not None else {}
-        shown = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-        shards = " and ".join(f"{count} shards of `{name}`" for name, count in splits.items())
-        text = f"`{form.operator}` (`{form.text}`) makes {shards or 'partial sums'} at the program's sizes ({shown})"
-        try:
-            evidence = check_claims.test_as_called(as_called(obligation.signature, seed), splits, partial)
-        except Unrepresented as error:
-            evidence = Evidence(Verdict.INCONCLUSIVE, str(error))
-        if evidence.verdict is Verdict.REFUTED or (reason and not evidence.verdict.passes):
-            why = f"{reason}; {evidence.blocker}" if evidence.blocker else ""
-            where = form.spec.where if form.spec is not None else None
-            called = f"{form.operator} at {shown}"
-            found.append(
-                Lemma(
-                    text, form.operator, called, evidence.verdict, why, obligation.uses, obligation.example,
-                    evidence.count, evidence.finding, where,
-                )
-            )  # fmt: skip
-    return found
-
-
-def _shards_of(obligation: Obligation) -> tuple[dict[str, int], list[RunPartial]]:
-    """Return into how many shards each identifier is split over all axes, and the choices that take partial sums.
-
-    What goes around an axis, or is a slice with what is before it, is run as it is anyway.
-    """
-    splits: dict[str, int] = {}
-    partial: list[RunPartial] = []
-    for choice, (_, count) in zip(obligation.choices, obligation.axes, strict=True):
-        if isinstance(choice, Split) and count > 1 and not choice.circulating and not choice.prefix:
-            splits[choice.identifier] = splits.get(choice.identifier, 1) * count
-        elif isinstance(choice, RunPartial) and count > 1:
-            partial.append(choice)
-    return splits, partial
 
 
 def _called(form: _CallForm) -> str:

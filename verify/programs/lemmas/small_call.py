@@ -100,15 +100,18 @@ def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Rep
     return _larger(signature, seed, large) or constant or first
 
 
-def as_called(signature: Signature, seed: int) -> Representative:
-    """Return the program's own call, at its sizes. Raises Unrepresented where its tensors are too large, or it does not
+def call_of_sizes(signature: Signature, sizes: Mapping[str, int], seed: int) -> Representative:
+    """Return the program's call at these sizes. Raises Unrepresented where tensors are too large, or it does not
     run."""
     spec, bound = signature.spec, signature.bound
-    if spec is None or bound is None or any(prod(t.shape) > LARGEST for t in signature.call.tensors()):
-        raise Unrepresented("its tensors are too large to run it at the program's sizes")
+    if spec is None or bound is None:
+        raise Unrepresented("it has no annotation")
+    call = signature.call if sizes == bound.sizes else resized(signature, bound, sizes)
+    if any(prod(t.shape) > LARGEST for t in call.tensors()):
+        raise Unrepresented("its tensors are too large to run it")
     attempt = _Attempt(spec, bound, seed)
-    for concrete in with_tensors_for(signature.call, seed):
-        found = attempt.on(concrete)
+    for concrete in with_tensors_for(call, seed):
+        found = attempt.on(concrete, wanted=sizes)
         if found is not None:
             return found
     raise Unrepresented(attempt.reason or "it does not run on other numbers")

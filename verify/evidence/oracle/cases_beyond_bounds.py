@@ -1,0 +1,93 @@
+"""Cases of a user's operator beyond the sizes that its proof covers.
+
+Small sizes say nothing of an operator that does something else from some size on. Where that is, its proof says in the
+conditions that it takes for granted, or else the numbers in its code hint at it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice, product
+from types import CodeType
+from typing import Any
+
+import torch
+
+from op_registry.spec import OperatorSpec
+
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from verify.evidence.cases import SplitCase
+from verify.evidence.oracle.claims import Target
+from verify.evidence.oracle.enumerate_cases import Base
+from verify.results.verdict import Condition, Strength, Verdict
+
+_LARGEST_BOUND = 1024
+_NUMBERS = 6  # of a function that are tried
+
+
+def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Strength) -> Iterator[SplitCase]:
+    """Yield cases of a user's operator at sizes that its proof does not cover: of each condition on sizes, and of each
+    number in its own code, one where the whole lies beyond it, and one where its halves do too. None for what is proved
+    for all sizes."""
+    bound = base.signature.bound
+    if spec.target is None or proved.verdict is Verdict.PROVED_ALL_SIZES or bound is None:
+        return
+    choice: Choice = Split(target) if isinstance(target, str) else RunPartial(target)
+    together = bound.tied.get(target, (target,)) if isinstance(target, str) else ()
+    changes = [change for c in proved.conditions for change in _sizes_beyond(c, bound.sizes, together)]
+    for name, number in product(bound.sizes, _numbers_in(spec.target)):
+        even = number + 2 - number % 2
+        changes += [{name: even}, {name: 2 * even}] if name in together else [{name: even}]
+    known = dict(base.inputs.sizes)
+    for change in {tuple(change.items()): change for change in changes}.values():
+        wanted = {**bound.sizes, **change}
+        even_too = {name: 2 * wanted[name] for name in together if wanted[name] % 2}
+        if all(size <= _LARGEST_BOUND for size in change.values()):
+            yield SplitCase(replace(base.inputs, sizes=tuple({**known, **change, **even_too}.items())), (choice,), (2,))
+
+
+def _sizes_beyond(
+    condition: Condition, sizes: Mapping[str, int], together: Collection[str]
+) -> Iterator[Mapping[str, int]]:
+    """Yield the nearest other size of each identifier at which a condition fails; of those that are split, also one at
+    which it fails of the halves."""
+    if condition.relation is None:
+        return
+    own = {int(atom) for atom in condition.relation.atoms() if getattr(atom, "is_Integer", False)}
+    near = {n + d for n in {*own, *(sizes[n] for n in condition.names if n in sizes)} for d in (-2, -1, 0, 1, 2)}
+    tried = sorted(n for n in {*near, *(2 * n for n in near)} if 1 <= n <= _LARGEST_BOUND)
+    for name in sorted(condition.names & sizes.keys()):
+        step = 2 if name in together else 1
+        beyond = [n for n in tried if n % step == 0 and not condition.holds({**sizes, name: n})]
+        nearest = sorted(beyond, key=lambda n: abs(n - sizes[name]))
+        yield from ({name: n} for n in nearest[:1])
+        if name in together:
+            halves = (n for n in nearest if not condition.holds({**sizes, name: n // 2}))
+            yield from ({name: n} for n in islice(halves, 1))
+
+
+def _numbers_in(function: Any) -> list[int]:
+    """Return the whole numbers above 1 that stand in a function, or that it reads from around it, some at most."""
+    found: list[Any] = []
+    inside = [getattr(f, "__code__", None) for f in _functions_of(function)]
+    for f in _functions_of(function):
+        code = getattr(f, "__code__", None)
+        if code is not None:
+            found += (getattr(f, "__globals__", {}).get(name) for name in code.co_names)
+            found += inspect.getclosurevars(f).nonlocals.values()
+    while inside:
+        for constant in getattr(inside.pop(), "co_consts", ()):
+            found.append(constant)
+            inside += [constant] if isinstance(constant, CodeType) else []
+    return sorted({n for n in found if type(n) is int and 1 < n <= _LARGEST_BOUND})[:_NUMBERS]
+
+
+def _functions_of(target: Any) -> tuple[Any, ...]:
+    """Return the functions that a user wrote for an operator: of an autograd function, and of an operator of
+    torch.library, both passes."""
+    owner = target if inspect.isclass(target) else getattr(target, "__self__", None)
+    if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function):
+        return owner.forward, owner.backward
+    return tuple(f for f in (getattr(target, n, None) for n in ("_init_fn", "_backward_fn")) if f) or (target,)
