@@ -16,7 +16,7 @@ from op_registry.spec import OperatorSpec, Shards
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from tests.sampling import every
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
-from verify.programs.lemmas import LemmaResult, hangs_on_sizes
+from verify.programs.lemmas import LemmaResult
 from verify.results.verdict import Verdict
 
 

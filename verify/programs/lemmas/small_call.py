@@ -47,7 +47,6 @@ FROZEN = (5, 7, 3, 9, 4)
 LARGEST_KERNEL = 11  # a larger frozen size is one of the positions that a kernel moves over
 TRIED = (12, 13, 14, 11, 15, 10, 16, 6, 7, 8, 24, 23, 25, 22, 26, 27, 28, 29, 30, 35, 40, 45, 65)  # of those
 LARGEST = 1 << 18  # elements of one tensor
-
 SEEDS = 5  # draws of whole numbers that are tried for a result that shows something
 
 
