@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -56,8 +57,9 @@ def run_local_ranks(words: Sequence[str], ranks: int) -> int:
             cause = _first_to_fail(started)
             if cause is None:
                 return 0
+            code = _code_of_same_error(started[0], cause, Path(folder))
             _end(started)
-            return _told(cause)
+            return _told(cause) if code is None else code
         finally:
             _end(started)
 
@@ -109,6 +111,29 @@ def _first_to_fail(started: Sequence[_Rank]) -> _Rank | None:
             break
         time.sleep(_POLL)
     return next((rank for rank in started if _killed(rank)), failed[0])
+
+
+def note_error(error: NnscalerError) -> None:
+    """Write down for the process that started this rank what it ends with."""
+    if STORE in os.environ:
+        _note(Path(os.environ[STORE]).parent, int(os.environ["RANK"])).write_text(str(error), encoding="utf-8")
+
+
+def _note(folder: Path, rank: int) -> Path:
+    return folder / f"error_{rank}"
+
+
+def _code_of_same_error(first: _Rank, cause: _Rank, folder: Path) -> int | None:
+    """Return the exit code of rank 0 where it has said on the screen what the cause ends with too; else None.
+
+    What is wrong with the run's file, or the model, every rank finds, and any of them may be the first to end.
+    """
+    notes = [_note(folder, rank.number) for rank in (first, cause)]
+    if not all(note.exists() for note in notes) or notes[0].read_bytes() != notes[1].read_bytes():
+        return None
+    with suppress(subprocess.TimeoutExpired):
+        first.process.wait(_GRACE)
+    return first.process.returncode if (first.process.returncode or 0) > 0 else None
 
 
 def _killed(rank: _Rank) -> bool:

@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
 def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
     """Train. What the runtime finds wrong is the user's to read, without our frames."""
     from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
+    from nnscaler.training.local_ranks import note_error
     from nnscaler.training.trainer import Trainer
     from verify.programs.pre_run_check import vouch
 
@@ -137,6 +138,9 @@ def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
         raise NnscalerError("rank_lost", str(error), help=help) from error
     except ProgramError as error:
         raise NnscalerError("cannot_train", str(error)) from error
+    except NnscalerError as error:
+        note_error(error)
+        raise
 
 
 def _size(program: Program) -> str:

@@ -1,0 +1,82 @@
+"""Ranks that `nnscaler train` starts itself, and what is said where they end early."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODEL = """
+import os
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.square().mean() if not BRANCHES or y.sum() > 0 else y.mean()
+
+BRANCHES = bool(os.environ.get("BRANCHES"))
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if os.environ.get("BROKEN") == os.environ["RANK"]:
+            raise ValueError("a row is broken")
+        return {"x": torch.randn(4)}
+
+def build_model(): return Model()
+def datasets(): return Rows()
+"""
+RUN = """
+model = "model.py"
+plan = "dp=2"
+steps = 2
+[data]
+source = "model.py::datasets"
+batch_size = 4
+[optimizer]
+name = "SGD"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "message"),
+    [
+        (("--optimizer.foo=2",), "", "SGD takes no 'foo'"),  # each rank finds it by itself
+        ((), "BRANCHES", "torch.export cannot trace the model"),  # rank 0 finds it, and tells the other
+    ],
+)
+def test_what_every_rank_ends_with_is_said_once(
+    tmp_path: Path, words: tuple[str, ...], variable: str, message: str
+) -> None:
+    code, said = run(tmp_path, *words, **({variable: "1"} if variable else {}))
+    assert code == 2
+    assert said.count(message) == 1
+    assert "ended with" not in said
+
+
+def test_what_one_rank_ends_with_is_said_with_its_number(tmp_path: Path) -> None:
+    code, said = run(tmp_path, BROKEN="1")
+    assert code == 2
+    assert (
+        "error: rank 1 ended with exit code 2, and the run with it\n  error: reading the data raises ValueError" in said
+    )
+
+
+def run(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
+    """The exit code of a run of two ranks, and what it says."""
+    (folder / "model.py").write_text(MODEL)
+    (folder / "run.toml").write_text(RUN)
+    command = [sys.executable, "-m", "nnscaler", "train", "run.toml", *words]
+    given = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **variables}
+    found = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False)
+    return found.returncode, found.stderr
