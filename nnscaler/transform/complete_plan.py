@@ -83,11 +83,12 @@ def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, S
     sizes = balanced(batch, parts) if outer == 1 and axis != MICRO else ()
     if batch % (outer * parts) and not sizes:
         what = "micro-batches" if axis == MICRO else axis
-        counts = range(1, batch // outer + 1)
-        legal = [n for n in counts if batch % (outer * n) == 0 or (outer == 1 and axis != MICRO)]
+        uneven = outer == 1 and axis != MICRO  # then only a batch of fewer rows than parts comes here
+        legal = [n for n in range(1, batch // outer + 1) if batch % (outer * n) == 0 or uneven]
+        wrong = "has fewer rows than" if uneven else "does not divide by"
         raise NnscalerError(
             "plan_illegal",
-            f"the batch of {batch} (input {inputs[0].name}) does not divide by {what}={parts}"
+            f"the batch of {batch} (input {inputs[0].name}) {wrong} {what}={parts}"
             + (f" after {outer} data-parallel parts" if outer > 1 else ""),
             help=f"legal: {what} in {legal}; or change sample_inputs()",
         )

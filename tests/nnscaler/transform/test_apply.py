@@ -258,7 +258,7 @@ def test_select_by_name_module_parameter_and_glob(transformer: Any) -> None:
         ),
         (
             Plan((("dp", 9),)),
-            "the batch of 8 (input x) does not divide by dp=9",
+            "the batch of 8 (input x) has fewer rows than dp=9",
             "legal: dp in [1, 2, 3, 4, 5, 6, 7, 8]",
         ),
         (Plan((("dp", 2),), (), 3), "does not divide by micro-batches=3 after 2 data-parallel parts", "[1, 2, 4]"),
