@@ -254,7 +254,8 @@ def compile_traced(
     start = time.perf_counter()
     planned = make(traced.graph, wanted)
     chosen = replace(planned.plan, precision=wanted.precision)
-    report("plan", time.perf_counter() - start, f"{chosen.describe()}: {planned.why}")
+    in_time = f", {chosen.micro_batches} micro-batches, {chosen.schedule}" if chosen.devices > 1 else ""
+    report("plan", time.perf_counter() - start, f"{chosen.describe()}{in_time}: {planned.why}")
     start = time.perf_counter()
     partitioned = apply_plan(traced.graph, planned.signatures, chosen)
     communicated = materialise(partitioned, planned.signatures)
