@@ -198,8 +198,9 @@ def test_a_full_temporary_folder_is_told_before_the_work(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files, "_fill", full)
-    monkeypatch.setattr(files, "check_writable", lambda path: None)  # profile.json
+    # in this order: the first module takes the name from the second one when it is imported, here for the first time
     monkeypatch.setattr("nnscaler.cli.output.writable.check_writable", lambda path: None)
+    monkeypatch.setattr(files, "check_writable", lambda path: None)  # profile.json
     assert main(words) == 2
     err = capsys.readouterr().err
     assert f"cannot write temporary files to {tempfile.gettempdir()}: No space left on device" in err
