@@ -11,10 +11,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_map
@@ -23,9 +23,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.training.batch import DataPart
+from nnscaler.training.packing import pack
 
 Collate = Callable[[list[Any]], Any]
-LABELS_IGNORED = -100  # what torch's cross_entropy leaves out
 
 
 def rows_of(part: DataPart, size: int) -> range:
@@ -66,12 +66,15 @@ class SampleOrder:
 class _Place:
     """Where a run is in its data: `samples` of `epoch` were handed out, of all parts together. It moves.
 
-    `stream`: the state of an iterable dataset that has one, after those samples.
+    `stream`: the state of an iterable dataset that has one, after those samples. `at_end`: they are all of the epoch's.
     """
 
     def __init__(self) -> None:
-        self.epoch = 0
-        self.samples = 0
+        self.start(0)
+
+    def start(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.epoch, self.samples, self.at_end = epoch, 0, False
         self.stream: Any = None
 
 
@@ -168,7 +171,11 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 
     `state_dict` is the same on all parts, and any number of them loads it, with any number of worker processes:
     StatefulDataLoader's own, of each worker, would tie a run to their number.
+
+    ends_known  read a stream a batch ahead, so that the last batch of an epoch is known to be the last
     """
+
+    ends_known = False
 
     def __init__(
         self, dataset: Any, order: SampleOrder, part: DataPart, collate: Collate, options: Mapping[str, Any]
@@ -198,9 +205,14 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         """How many samples of the epoch were handed out, to all parts together."""
         return self._place.samples
 
+    @property
+    def completed(self) -> int:
+        """How many epochs were handed out to their last batch; of a stream, see `ends_known`."""
+        return self._place.epoch + self._place.at_end
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
-        self._place.epoch, self._place.samples, self._place.stream = epoch, 0, None
+        self._place.start(epoch)
 
     def __len__(self) -> int:
         """Return how many batches an epoch has. Raises NnscalerError `bad_data` for a stream: its end tells."""
@@ -210,13 +222,16 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 
     def __iter__(self) -> Iterator[Any]:
         place = self._place
-        for found in super().__iter__():
+        ahead = self._streams and self.ends_known
+        for found, last in _with_last(super().__iter__()) if ahead else ((b, False) for b in super().__iter__()):
             if self._streams:
                 batch, size, place.stream = found
                 place.samples += size
+                place.at_end = last
             else:
-                batch = found
-                place.samples = min(place.samples + self.order.batch_size, self.order.end(self._known))
+                batch, end = found, self.order.end(self._known)
+                place.samples = min(place.samples + self.order.batch_size, end)
+                place.at_end = place.samples == end
             yield batch
         self.set_epoch(place.epoch + 1)
 
@@ -227,6 +242,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
             "epoch": place.epoch,
             "samples": place.samples,
             "stream": place.stream,
+            "at_end": place.at_end,
             "seed": self.order.seed,
             "shuffle": self.order.shuffle,
             "length": self._known,
@@ -241,6 +257,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
                 raise NnscalerError("other_data", f"cannot go on in the middle of an epoch: {message}", help=_OTHER)
         place = self._place
         place.epoch, place.samples, place.stream = (state_dict[name] for name in ("epoch", "samples", "stream"))
+        place.at_end = state_dict.get("at_end", False)
 
 
 _OF_ORDER = {"seed": "seed", "shuffle": "shuffle", "length": "a number of samples of"}
@@ -252,6 +269,16 @@ _FORMS = "a dataset has __len__ and __getitem__, or is a torch.utils.data.Iterab
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _with_last(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch, and whether it is the last one: the next one is read before."""
+    empty = object()
+    batch = next(batches, empty)
+    while batch is not empty:
+        following = next(batches, empty)
+        yield batch, following is empty
+        batch = following
 
 
 def loader(
@@ -288,108 +315,3 @@ def loader(
         message = f"the dataset has {len(dataset)} samples, a batch {order.batch_size}, and short ones are dropped"
         raise NnscalerError("bad_data", message, help="take a smaller batch, or keep the last one")
     return Loader(dataset, order, part, collate or default_collate, {"num_workers": workers, **options})
-
-
-# Documents of tokens, packed: their concatenation, cut into rows. Every token is read once per epoch and, but for the
-# first of its document, predicted once.
-
-
-class _DocumentRun(NamedTuple):
-    """A run of a document's tokens in a row, and the tokens that they predict."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-
-
-def pack(documents: Any, length: int) -> PackedRows | PackedStream:
-    """Return a dataset of rows of `length` tokens, of a map-style or iterable dataset of documents.
-
-    A document is a tensor of token ids, or a sequence of integers. A row is a dict of tensors of `length`:
-        ids        tokens; 0 where the last row has none left
-        labels     the next token of the same document; -100 at its end
-        documents  number of the token's document in the row: attention is among equal ones
-        positions  of the token in its document, counted from the start of the row where it started before
-    Raises NnscalerError `bad_data`.
-    """
-    if length < 1:
-        raise NnscalerError("bad_data", f"rows of {length} tokens: a row has at least 1")
-    stream = isinstance(documents, IterableDataset)
-    return PackedStream(documents, length) if stream else PackedRows(documents, length)
-
-
-class PackedRows:
-    """The rows of a map-style dataset of documents. Where each document starts is read once, at the start; from its
-    `lengths` where the dataset has them, else from the documents."""
-
-    def __init__(self, documents: Any, length: int) -> None:
-        self._documents, self._length = documents, length
-        given = getattr(documents, "lengths", None)
-        sizes = given if given is not None else [len(documents[number]) for number in range(len(documents))]
-        self._ends = torch.as_tensor(sizes, dtype=torch.int64).cumsum(0)
-
-    def __len__(self) -> int:
-        return -(-int(self._ends[-1]) // self._length) if len(self._ends) else 0
-
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        start, stop = row * self._length, (row + 1) * self._length
-        number = int(torch.searchsorted(self._ends, start, right=True))
-        pieces = []
-        while start < stop and number < len(self._ends):
-            tokens = _tokens(self._documents[number])
-            first = start - (int(self._ends[number]) - len(tokens))
-            pieces.append(_piece(tokens, first, min(first + stop - start, len(tokens))))
-            start += len(pieces[-1].tokens)
-            number += 1
-        return _row(pieces, self._length)
-
-
-class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
-    """The rows of an iterable dataset of documents."""
-
-    def __init__(self, documents: Any, length: int) -> None:
-        self._documents, self._length = documents, length
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the documents, where they want to know."""
-        if hasattr(self._documents, "set_epoch"):
-            self._documents.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        pieces: list[_DocumentRun] = []
-        room = self._length
-        for document in self._documents:
-            tokens, first = _tokens(document), 0
-            while first < len(tokens):
-                pieces.append(_piece(tokens, first, min(first + room, len(tokens))))
-                first += len(pieces[-1].tokens)
-                room -= len(pieces[-1].tokens)
-                if room == 0:
-                    yield _row(pieces, self._length)
-                    pieces, room = [], self._length
-        if pieces:
-            yield _row(pieces, self._length)
-
-
-def _tokens(document: Any) -> torch.Tensor:
-    tokens = torch.as_tensor(document)
-    if tokens.dim() != 1 or tokens.is_floating_point():
-        form = f"{str(tokens.dtype).removeprefix('torch.')}{list(tokens.shape)}"
-        raise NnscalerError("bad_data", f"a document of {form}: packed are sequences of token ids")
-    return tokens.long()
-
-
-def _piece(tokens: torch.Tensor, first: int, end: int) -> _DocumentRun:
-    following = torch.cat([tokens[first + 1 : end + 1], tokens.new_full((1,), LABELS_IGNORED)])
-    return _DocumentRun(tokens[first:end], following[: end - first])
-
-
-def _row(pieces: Sequence[_DocumentRun], length: int) -> dict[str, torch.Tensor]:
-    sizes = [len(piece.tokens) for piece in pieces]
-    padding = length - sum(sizes)
-    sizes = [*sizes, padding] if padding else sizes
-    return {
-        "ids": torch.cat([*(piece.tokens for piece in pieces), torch.zeros(padding, dtype=torch.int64)]),
-        "labels": torch.cat([*(piece.labels for piece in pieces), torch.full((padding,), LABELS_IGNORED)]),
-        "documents": torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
-        "positions": torch.cat([torch.arange(size) for size in sizes]),
-    }

@@ -31,6 +31,8 @@ _START = (
 )
 _POLL = 0.05  # seconds between two looks at the ranks
 _CAUSE = 1.0  # seconds for the rank to end whose end is the cause, where another one is heard of first
+_TOGETHER = (0, 3, 130)  # exit codes with which all ranks end: done; a loss that is not finite; Ctrl-C
+LOST = 121  # that of a rank which another one left: that one is the cause
 _GRACE = 3.0  # seconds from SIGTERM to SIGKILL
 _TAIL = 30  # lines of a rank's log that are shown
 
@@ -45,7 +47,8 @@ class _Rank:
 
 
 def run_local_ranks(words: Sequence[str], ranks: int) -> int:
-    """Run `nnscaler` with these words as `ranks` processes, and return the exit code of rank 0.
+    """Run `nnscaler` with these words as `ranks` processes, and return the exit code of rank 0. Ctrl-C lets them end
+    after their step; a second one ends them at once.
 
     Raises NnscalerError("rank_ended") where a rank was killed, or one that nobody hears ended with an error. No process
     outlives this call.
@@ -54,12 +57,19 @@ def run_local_ranks(words: Sequence[str], ranks: int) -> int:
         started: list[_Rank] = []
         try:
             started += (_start(words, number, ranks, Path(folder)) for number in range(ranks))
-            cause = _first_to_fail(started)
+            try:
+                cause = _first_to_fail(started)
+            except KeyboardInterrupt as stop:
+                if type(stop) is not KeyboardInterrupt:  # SIGTERM
+                    raise
+                for rank in started:
+                    rank.process.send_signal(signal.SIGINT)
+                cause = _first_to_fail(started)
             if cause is None:
-                return 0
+                return started[0].process.returncode
             code = _code_of_same_error(started[0], cause, Path(folder))
             _end(started)
-            return _told(cause) if code is None else code
+            return _told(cause, Path(folder)) if code is None else code
         finally:
             _end(started)
 
@@ -96,10 +106,10 @@ def _environment(variables: Mapping[str, str], number: int, ranks: int, folder: 
 
 
 def _first_to_fail(started: Sequence[_Rank]) -> _Rank | None:
-    """Wait until all ranks have ended well, or one has not; return the one that is the cause."""
+    """Wait until all ranks have ended as one, or one by itself; return the one that is the cause."""
     while True:
         ended = [rank for rank in started if rank.process.poll() is not None]
-        failed = [rank for rank in ended if rank.process.returncode]
+        failed = [rank for rank in ended if rank.process.returncode not in _TOGETHER]
         if failed:
             break
         if len(ended) == len(started):
@@ -110,13 +120,15 @@ def _first_to_fail(started: Sequence[_Rank]) -> _Rank | None:
         if all(rank.process.poll() is not None for rank in started):
             break
         time.sleep(_POLL)
-    return next((rank for rank in started if _killed(rank)), failed[0])
+    failed = [rank for rank in started if (rank.process.poll() or 0) not in _TOGETHER]
+    return min(failed, key=lambda rank: (not _killed(rank), rank.process.returncode == LOST))
 
 
-def note_error(error: NnscalerError) -> None:
-    """Write down for the process that started this rank what it ends with."""
+def note_error(error: NnscalerError) -> bool:
+    """Write down for the process that started this rank what it ends with; return whether there is one."""
     if STORE in os.environ:
         _note(Path(os.environ[STORE]).parent, int(os.environ["RANK"])).write_text(str(error), encoding="utf-8")
+    return STORE in os.environ
 
 
 def _note(folder: Path, rank: int) -> Path:
@@ -140,21 +152,24 @@ def _killed(rank: _Rank) -> bool:
     return (rank.process.poll() or 0) < 0
 
 
-def _told(cause: _Rank) -> int:
+def _told(cause: _Rank, folder: Path) -> int:
     """Return the exit code of a run that ended early. Raises NnscalerError where nothing has been said yet."""
     code = cause.process.returncode
-    if cause.number == 0 and code > 0:
+    if cause.number == 0 and 0 < code != LOST:
         return code
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     else:
-        how = f"ended with exit code {code}"
+        how = f"ended with exit code {code}" if code != LOST else "lost the others"
     said = ""
-    if cause.log is not None:
-        lines = cause.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
-        said = "".join(f"\n  {line}" for line in lines)
+    if code == LOST:
+        said = _note(folder, cause.number).read_text(encoding="utf-8")
+    elif cause.log is not None:
+        said = cause.log.read_text(encoding="utf-8", errors="replace")
+    shown = "".join(f"\n  {line}" for line in said.splitlines()[-_TAIL:])
     help = "the same command goes on from the newest checkpoint, where `checkpoints.folder` is set"
-    raise NnscalerError("rank_ended", f"rank {cause.number} {how}, and the run with it{said}", help=help)
+    again = help if code < 0 or code == LOST else None  # what the run itself is wrong about, it would be again
+    raise NnscalerError("rank_ended", f"rank {cause.number} {how}, and the run with it{shown}", help=again)
 
 
 def _end(started: Sequence[_Rank]) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -228,3 +229,33 @@ def _print(text: str) -> None:
 
 def _missing(package: str, option: str) -> NnscalerError:
     return NnscalerError("not_installed", f"`{option}` needs {package}", help=f"pip install {package}")
+
+
+class StepProfiler:
+    """Traces the steps that the settings say, and writes the trace of this rank."""
+
+    def __init__(self, settings: TrainSettings, rank: int) -> None:
+        self._wanted, self._rank = settings.profiler, rank
+        self._running: Any = None
+
+    def before(self, step: int) -> None:
+        """Start before the first of the steps, and write after the last."""
+        if step == self._wanted.last + 1:
+            self._write()
+        if self._wanted.last and step == self._wanted.first:
+            self._running = torch.profiler.profile()
+            self._running.start()
+
+    def _write(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            folder = Path(self._wanted.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._running.export_chrome_trace(str(folder / f"rank_{self._rank}.json"))
+            self._running = None
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._write()

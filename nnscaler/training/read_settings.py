@@ -93,6 +93,8 @@ def check_settings(settings: TrainSettings, file: Path | None = None) -> None:
         raise _bad(f"{of}`data.source` is missing", '[data] source = "data.py::datasets", a function that returns data')
     if settings.steps == 0 and settings.epochs == 0:
         raise _bad(f"{of}neither `steps` nor `epochs` says when training ends", "steps = 1000")
+    if not settings.clip >= 0:
+        raise _bad(f"{of}`clip` is {settings.clip}: no norm is at most that", "clip = 1.0; 0 clips nothing")
     if settings.profiler.last and settings.profiler.last < max(settings.profiler.first, 1):
         raise _bad(f"{of}the profiler's first step is {settings.profiler.first} and its last {settings.profiler.last}")
 

@@ -55,11 +55,7 @@ class LossScaler:
     def found_inf(self) -> bool:
         """Return whether a gradient of any rank is not finite. Every rank calls it, after `engine.step`."""
         if self._found is None:
-            gradients = [p.grad for p in self._engine.parameters.values() if p.grad is not None]
-            here = any(not bool(torch.isfinite(gradient).all()) for gradient in gradients)
-            told = torch.tensor(float(here), device=self._engine.device)
-            everyone = tuple(range(self._engine.world_size))
-            self._found = bool(self._engine.communicator.all_reduce(told, everyone, "max"))
+            (self._found,) = on_any_rank(self._engine, has_nonfinite(self._engine))
         return self._found
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -88,3 +84,19 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved scale."""
         self.scale, self._growth = float(state["scale"]), int(state["growth"])
+
+
+def has_nonfinite(engine: Engine) -> bool:
+    """Return whether a gradient on this rank is not finite. A sum shows it, and is many times as fast as a look at each
+    element; only one that overflows needs that."""
+    gradients = [p.grad for p in engine.parameters.values() if p.grad is not None]
+    if not gradients or bool(torch.stack([gradient.sum().float() for gradient in gradients]).isfinite().all()):
+        return False
+    return any(not bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def on_any_rank(engine: Engine, *here: bool) -> tuple[bool, ...]:
+    """Return of each statement whether it is true on any rank. Every rank calls it."""
+    told = torch.tensor([float(one) for one in here], device=engine.device)
+    found = engine.communicator.all_reduce(told, tuple(range(engine.world_size)), "max")
+    return tuple(bool(one) for one in found.tolist())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -41,23 +42,24 @@ from nnscaler.training.check_replicas import check_replicas
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
-from nnscaler.training.loggers import Logger, StepReport, ValidationReport, make_loggers, memory_in_use
+from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
 from nnscaler.training.read_settings import ranks_of, settings_of
 from nnscaler.training.recompilation import Vouch
+from nnscaler.training.resume import LoadedSchedule, MadeGroups
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.weights import as_user_error, load_weights
-from nnscaler.training.scaler import LossScaler
+from nnscaler.training.scaler import LossScaler, has_nonfinite, on_any_rank
 from nnscaler.training.settings import TrainSettings
 
-Ended = Literal["finished", "stopped", "not finite"]
+Ended = Literal["finished", "stopped", "interrupted", "not finite"]
 
 
 @dataclass(frozen=True)
 class Result:
     """How a run ended.
 
-    ended            all steps were made; a hook stopped it; or a loss or the norm of the gradients was not finite, and
-                     the optimizer did not use it
+    ended            all steps were made; a hook stopped it; a rank asked to; or a loss or a gradient was not finite,
+                     and the optimizer did not use it
     steps            of the optimizer, those of earlier runs that this one went on from included
     loss             of the last step; None without one
     validation_loss  of the last validation; None without one
@@ -77,6 +79,7 @@ class Trainer:
     step             of the optimizer, the last that was made
     loss             of it
     validation_loss  of the last validation; None before the first
+    running          steps are being made
     """
 
     engine: Engine
@@ -93,6 +96,7 @@ class Trainer:
         datasets: Any = None,
         write: Callable[[str], None] | None = None,
         progress: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] = warnings.warn,
         vouch: Vouch | None = None,
         **fields: Any,
     ) -> None:
@@ -100,7 +104,8 @@ class Trainer:
 
         `module`, `datasets`: in the places of `model` and `data.source`; (training, validation), or training alone.
         `write`: takes the console's lines. `progress`: is told what is being done before the first step. `vouch`: is
-        called on rank 0 with each program before it runs, such as `verify.vouch`.
+        called on rank 0 with each program before it runs, such as `verify.vouch`. `warn`: is told on rank 0 what the
+        settings say and the run does not do.
         Raises NnscalerError `bad_settings`.
         """
         if settings is not None and fields:
@@ -110,10 +115,10 @@ class Trainer:
             if not given:
                 raise NnscalerError("bad_settings", f"the run has no {name}")
         self._module, self._datasets, self._write = module, datasets, write
-        self._say = progress or (lambda text: None)
+        self._say, self._warn = progress or (lambda text: None), warn
         self._loggers: Sequence[Logger] = ()
         self._vouch = vouch
-        self._stopping = False
+        self._stopping = self._asked = self._interrupted = self.running = False
         self.step, self.loss, self.validation_loss = 0, math.nan, None
         self.schedule, self.checkpoints = None, None
 
@@ -125,14 +130,20 @@ class Trainer:
         """End the run after this step, as hooks may want it; every rank calls it at the same step."""
         self._stopping = True
 
+    def ask_to_stop(self) -> None:
+        """End the run after this step, and save; one rank alone may call it, also from a handler of signals."""
+        self._asked = True
+
     def fit(self) -> Result:
         """Make the program, and train to the end. Raises NnscalerError."""
         place = torchrun_place()
         joined = _joined(place, self.settings.device)
         try:
             self._prepare(place or ProcessPlace(0, 1, 0, 1))
+            self.running = True
             ended = self._train()
         finally:
+            self.running = False
             for logger in self._loggers:
                 logger.close()
         if joined:
@@ -174,13 +185,14 @@ class Trainer:
         self._scaler = LossScaler(self.engine) if settings.precision.scale_loss else None
         self.loader = self._loader(self._parts.training, training_order(settings, self._parts.training))
         self._steps = self._count_steps()
-        self.schedule = make_schedule(settings.schedule, self.optimizer, self._steps)
+        self.loader.ends_known = settings.schedule.per == "epoch"
+        self.schedule = make_schedule(settings.schedule, self.optimizer, self._units())
         chosen = settings.checkpoints
         if chosen.folder:
             self.checkpoints = Checkpoints(
                 chosen.folder, chosen.every or None, chosen.keep or None, chosen.asynchronous, best=chosen.best
             )
-            self.step = self.checkpoints.load(self.engine, self.optimizer, self.schedule, self.loader, self._scaler)
+            self.step = self._load(self.checkpoints)
             if self.step:
                 self._say(f"going on     after step {self.step} of {chosen.folder}")
         if settings.weights and not self.step:
@@ -191,6 +203,16 @@ class Trainer:
         self._peak = peak_flops(self.engine.device, self.engine.world_size, param)
         if place.rank == 0:
             self._loggers = make_loggers(settings, self._write)
+
+    def _load(self, checkpoints: Checkpoints) -> int:
+        """Go on from the newest checkpoint, and tell what it has otherwise than settings say; return its step."""
+        made = MadeGroups.of(self.optimizer)
+        schedule = None if self.schedule is None else LoadedSchedule(self.schedule)
+        step = checkpoints.load(self.engine, self.optimizer, schedule, self.loader, self._scaler)
+        told = made.overridden(self.optimizer, schedule is not None)
+        for text in (*told, *(() if schedule is None else schedule.overridden)) if self.engine.rank == 0 else ():
+            self._warn(text)
+        return step
 
     def _loader(self, dataset: Any, order: SampleOrder) -> Loader:
         data = self.settings.data
@@ -206,6 +228,16 @@ class Trainer:
         except NnscalerError:
             return 0
 
+    def _units(self) -> int:
+        """Return how many times the schedule goes on; 0 where only the end of a stream tells."""
+        settings = self.settings
+        if settings.schedule.per == "step" or not self._steps:
+            return self._steps
+        try:
+            return -(-self._steps * settings.accumulation // len(self.loader))
+        except NnscalerError:
+            return 0
+
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def _train(self) -> Ended:
@@ -214,10 +246,10 @@ class Trainer:
         self._call("on_start")
         batches = self._batches()
         saved, ended = self.step, "finished"
-        with _Profiler(settings, self.engine.rank) as profiler:
+        with StepProfiler(settings, self.engine.rank) as profiler:
             while not self._steps or self.step < self._steps:
                 profiler.before(self.step + 1)
-                begin, epoch = time.perf_counter(), self.loader.epoch
+                begin, epochs = time.perf_counter(), self.loader.completed
                 group = list(islice(batches, settings.accumulation))
                 if not group:
                     break
@@ -225,18 +257,20 @@ class Trainer:
                 if not math.isfinite(self.loss) or not math.isfinite(norm or 0.0):
                     return self._not_finite(norm)
                 self._report(group, norm, time.perf_counter() - begin)
-                if self.schedule is not None and (settings.schedule.per == "step" or self.loader.epoch != epoch):
-                    step_schedule(self.schedule)
+                if self.schedule is not None:
+                    for _ in range(1 if settings.schedule.per == "step" else self.loader.completed - epochs):
+                        step_schedule(self.schedule)
                 if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
                     check_replicas(self.engine, self.optimizer)
                 self._call("on_step")
-                last = self._stopping or self.step == self._steps
+                stopping = self._stopping or self._interrupted
+                last = stopping or self.step == self._steps
                 if settings.validation.every and (self.step % settings.validation.every == 0 or last):
                     self._validate()
                 if self._save(request=last):
                     saved = self.step
-                if self._stopping:
-                    ended = "stopped"
+                if stopping:
+                    ended = "stopped" if self._stopping else "interrupted"
                     break
         if saved != self.step:
             self._save(request=True)
@@ -246,7 +280,8 @@ class Trainer:
         return ended  # type: ignore[return-value]
 
     def _step(self, group: Sequence[Batch]) -> float | None:
-        """Make a step of the optimizer, where the loss and the norm of the gradients are finite; return the norm."""
+        """Make a step of the optimizer, where the loss and all gradients are finite; return their norm, None where they
+        are not clipped."""
         losses = [float(self.engine.step(b, last=b is group[-1])) for b in group]
         self.step, self.loss = self.step + 1, math.fsum(losses) / len(losses)
         if not math.isfinite(self.loss):
@@ -257,6 +292,9 @@ class Trainer:
                     parameter.grad /= len(group)
         clip = self.settings.clip
         norm = float(self.engine.clip_grad_norm_(clip)) if clip else None
+        checked = clip or self._scaler is not None
+        wrong, self._interrupted = on_any_rank(self.engine, not checked and has_nonfinite(self.engine), self._asked)
+        norm = math.nan if wrong else norm
         if self._scaler is not None:
             made = self._scaler.step(self.optimizer)
             self._scaler.update()
@@ -342,36 +380,6 @@ class Trainer:
     def _call(self, point: str) -> None:
         for hook in self._parts.hooks[point]:
             hook(self)
-
-
-class _Profiler:
-    """Traces the steps that the settings say, and writes the trace of this rank."""
-
-    def __init__(self, settings: TrainSettings, rank: int) -> None:
-        self._wanted, self._rank = settings.profiler, rank
-        self._running: Any = None
-
-    def before(self, step: int) -> None:
-        """Start before the first of the steps, and write after the last."""
-        if step == self._wanted.last + 1:
-            self._write()
-        if self._wanted.last and step == self._wanted.first:
-            self._running = torch.profiler.profile()
-            self._running.start()
-
-    def _write(self) -> None:
-        if self._running is not None:
-            self._running.stop()
-            folder = Path(self._wanted.folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            self._running.export_chrome_trace(str(folder / f"rank_{self._rank}.json"))
-            self._running = None
-
-    def __enter__(self) -> _Profiler:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._write()
 
 
 def _joined(place: ProcessPlace | None, device: str) -> bool:

@@ -2,7 +2,8 @@
 
 Two things in a plan are of one graph. Names count its operators: where a mode adds or leaves out one (stochastic depth
 in training), `add_8` is another operation after it. What tells operations apart in both graphs is their operator, their
-module and their line, and the order of those that share these. And the blocks of which a dim is made may be the
+module and their line, and the order of those that share these; then, where a mode has another operator, the name that
+its line and module give its result. And the blocks of which a dim is made may be the
 samples: where a rank has half of the windows of each, a dim of (samples x windows) has as many blocks as samples.
 """
 
@@ -25,6 +26,7 @@ Signatures = Mapping[str, Signature]
 _KEYS: tuple[Callable[[Operation], Hashable], ...] = (
     lambda op: (op.operator, op.module, op.where),
     lambda op: (op.operator, op.module),  # a mode may have a line of its own
+    lambda op: (op.name, op.module, op.where),  # or an operator: batch norm has other statistics in evaluation
 )
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.cli.options import add_verbosity
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.codegen.program import Program
     from nnscaler.training.settings import TrainSettings
-    from nnscaler.training.trainer import Result
+    from nnscaler.training.trainer import Result, Trainer
 
 HEAD = """usage: nnscaler train RUN.toml [--name=value ...] [-q | -v] [--color WHEN]
 
@@ -93,15 +97,21 @@ def run(options: argparse.Namespace) -> int:
     settings = read_settings(options.file, words)
     inside = "RANK" in os.environ
     ranks = ranks_of(settings)
-    if not inside and ranks > 1:
-        from nnscaler.training.local_ranks import run_local_ranks
+    from nnscaler.training.local_ranks import LOST, note_error, run_local_ranks
 
+    if not inside and ranks > 1:
         console.progress(f"start        {ranks} ranks")
         silent = ["-q"] if console.verbosity == 0 else []
         return run_local_ranks(["train", *silent, f"--color={console.color}", str(options.file), *words], ranks)
     # Threads of OpenMP wait for each other by spinning, which takes the processors away from those that are waited for.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    result = _fit(settings, console, os.environ.get("RANK", "0") == "0")
+    try:
+        result = _fit(settings, console, os.environ.get("RANK", "0") == "0")
+    except NnscalerError as error:
+        told = note_error(error)
+        if told and error.code == "rank_lost":  # another rank is the cause, and says so
+            return LOST
+        raise
     if result.ended == "not finite":
         what = f"the loss of step {result.steps} is {result.loss}"
         if result.loss is not None and abs(result.loss) < float("inf"):
@@ -109,13 +119,12 @@ def run(options: argparse.Namespace) -> int:
         console.error(f"error: {what}: stopped before the optimizer used it{_left(settings)}")
         return ExitCode.INCONCLUSIVE
     console.progress(f"{result.ended:<12} after step {result.steps}{_left(settings)}")
-    return ExitCode.VERIFIED
+    return ExitCode.INTERRUPTED if result.ended == "interrupted" else ExitCode.VERIFIED
 
 
 def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
     """Train. What the runtime finds wrong is the user's to read, without our frames."""
     from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
-    from nnscaler.training.local_ranks import note_error
     from nnscaler.training.trainer import Trainer
     from verify.programs.pre_run_check import vouch
 
@@ -131,16 +140,40 @@ def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
             console.warning(error.message)
 
     told = console.progress if first else None
+    trainer = Trainer(settings, write=console.result, progress=told, warn=console.warning, vouch=proved)
     try:
-        return Trainer(settings, write=console.result, progress=told, vouch=proved).fit()
+        with _ending_after_step(trainer, told or (lambda text: None)):
+            return trainer.fit()
     except CommunicationError as error:
         help = "another rank has ended, or the connection; the same command goes on from the newest checkpoint"
         raise NnscalerError("rank_lost", str(error), help=help) from error
     except ProgramError as error:
         raise NnscalerError("cannot_train", str(error)) from error
-    except NnscalerError as error:
-        note_error(error)
-        raise
+
+
+@contextmanager
+def _ending_after_step(trainer: Trainer, told: Callable[[str], None]) -> Iterator[None]:
+    """Let Ctrl-C end the run after its step, and a second one at once."""
+    before = signal.getsignal(signal.SIGINT)
+    asked = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if trainer.running and not asked:
+            asked = True
+            trainer.ask_to_stop()
+            told("stopping     after this step; Ctrl-C once more stops at once")
+        elif callable(before):
+            before(number, frame)
+
+    mine = threading.current_thread() is threading.main_thread()
+    if mine:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, before)
 
 
 def _size(program: Program) -> str:

@@ -39,6 +39,10 @@ class BatchCutter:
             message = f"input {source.name!r} has shape {tuple(given.shape)}, and the program is for {wanted}"
             if done:
                 message += f" on this rank, {logical} in all"
+            elif self.cut_axes and given.shape[:1] != logical[:1]:
+                cut = ", ".join(self.cut_axes)
+                message += f" on every rank: the model mixes its rows, which a plan without {cut} leaves together"
+                raise ProgramError(message)
             raise ProgramError(f"{message}; compile one for each size, or pad the batch")
         try:
             if done:

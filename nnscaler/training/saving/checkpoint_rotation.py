@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -40,11 +41,12 @@ class RunFolder:
         return max(self.steps(), default=-1)
 
     def best(self) -> int | None:
-        """Return the step with the best score; the later of equal ones."""
+        """Return the step with the best score; the later of equal ones. One that is no number is none."""
         for step in self.steps():
             if step not in self._scores:
                 self._scores[step] = read_run(Folder(self.at(step))).metric
-        scored = {step: s * self._sign for step in self.steps() if (s := self._scores[step]) is not None}
+        scores = {step: self._scores[step] for step in self.steps()}
+        scored = {step: s * self._sign for step, s in scores.items() if s is not None and not math.isnan(s)}
         return min(scored, key=lambda step: (scored[step], -step)) if scored else None
 
     def clean(self) -> None:

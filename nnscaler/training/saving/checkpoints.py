@@ -351,7 +351,10 @@ def _read_parts(folder: Folder, parts: Mapping[str, Stateful]) -> None:
     lacking = next((name for name in parts if name not in folder.contents.objects), None)
     if lacking is not None:
         message = f"{folder.path} was saved without the state of the {lacking}"
-        raise NnscalerError("cannot_read", message, help=f"load it without the {lacking}, which then starts anew")
+        anew = "or start from its weights alone, in another folder"
+        raise NnscalerError(
+            "cannot_read", message, help=f"load it without the {lacking}, which the run had none of; {anew}"
+        )
     for name, state in folder.read([], list(parts)).items():
         parts[name].load_state_dict(state)
 

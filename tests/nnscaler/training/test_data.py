@@ -13,7 +13,8 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.training.batch import DataPart
-from nnscaler.training.data import Loader, PackedRows, SampleOrder, loader, pack, rows_of
+from nnscaler.training.data import Loader, SampleOrder, loader, rows_of
+from nnscaler.training.packing import PackedRows, pack
 
 
 class Numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -123,3 +124,29 @@ def test_the_engine_evaluates_batches_of_other_sizes() -> None:
         wanted = [float(reference(batch(rows)["x"].double(), batch(rows)["labels"])) for rows in (6, 9, 1)]
     for found in on_ranks(program, lambda engine: [float(engine.evaluate(batch(rows))) for rows in (6, 9, 1)]):
         assert found == pytest.approx(wanted, rel=1e-12)
+
+
+class Strided(torch.nn.Module):
+    """Of the second batch norm no operand is cut, so that only the plan says that it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 8, 3, 1, 1), torch.nn.Conv2d(8, 12, 3, 2, 1, bias=False)
+        self.norm, self.skip = torch.nn.BatchNorm2d(12), torch.nn.Conv2d(8, 12, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return (self.norm(self.second(x)) + self.skip(x)).square().mean()
+
+
+def test_a_mode_with_another_operator_has_its_parameters_in_the_same_layouts() -> None:
+    given = {"x": torch.randn(4, 3, 8, 8)}
+    program = nnscaler.parallelize(Strided(), given, ranks=2, plan="tp=2")
+    made = for_batch(program, given, training=False)
+    operators = [{op.operator for op in p.graph.operations} for p in (program, made)]
+    assert "nnscaler.batch_normalise" in operators[0] - operators[1]
+    declared = [
+        re.findall(r'^ *"\w+": (Parameter\(.*)$', p.sources["role_0.py"], re.MULTILINE) for p in (program, made)
+    ]
+    assert sorted(declared[0]) == sorted(declared[1])
+    assert any('"norm.weight"' in line and "Sharded(0)" in line for line in declared[0])
