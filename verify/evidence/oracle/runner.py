@@ -346,8 +346,3 @@ def with_sizes(case: SplitCase, signature: Signature) -> SplitCase | str:
 
 def _said(case: SplitCase) -> str:
     return " and ".join(f"{c} in {p}" for c, p in zip(case.choices, case.parts, strict=True))
-
-
-def run_case(spec: OperatorSpec, case: SplitCase, options: OpOptions | None = None) -> CaseResult:
-    """Replay exactly one case. Raises WholeRaised and AnnotationError."""
-    return OperatorRunner(spec, options or OpOptions()).run(case)
