@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +47,13 @@ def find_target(
 
     file, folders = find_module(name, start)
     if file is None:
-        tried, path = ", ".join(shown(folder) for folder in folders), name.replace(".", "/")
+        tried, path = ", ".join(shown_path(folder) for folder in folders), name.replace(".", "/")
         message = f"there is no file and no module {name!r}: no {path}.py and no {path}/__init__.py in {tried}"
         raise NnscalerError("no_such_file", f"{message}, or among the installed packages", help=help_text)
-    return (Path(shown(file)) if folder is None else file), function
+    return (Path(shown_path(file)) if folder is None else file), function
 
 
-def shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """Return the path relative to the current folder where it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -234,7 +235,7 @@ def import_user_file(path: Path) -> ModuleType:
         place = user_frame(error, file.parent) or SourceLocation(str(path), 1)
         help_text = _of_arguments(error, place)
         if isinstance(error, ModuleNotFoundError):
-            tried = ", ".join(shown(folder) for folder in claim_surroundings(file))
+            tried = ", ".join(shown_path(folder) for folder in claim_surroundings(file))
             help_text = f"looked for it in {tried}, and among the installed packages"
         message = f"cannot import {path.name}: {_say(error)}"
         raise NnscalerError("model_import_failed", message, place, help_text) from error
@@ -273,7 +274,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
     raise NnscalerError(
         "model_incomplete",
         f"{path} has no function {name}(){known}",
-        help=hint or f"a model file looks like this:\n\n{_indented(TEMPLATE)}",
+        help=hint or f"a model file looks like this:\n\n{indent(TEMPLATE.rstrip(), ' ' * 4)}",
     )
 
 
@@ -302,7 +303,3 @@ def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str
 def _say(error: BaseException) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
