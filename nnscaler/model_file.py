@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -194,27 +195,40 @@ def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
 
 
 def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
-    """Return the last frame of the traceback in the user's folder, else the last that is neither ours nor of installed
-    or standard modules. Where an exception has none (we raised it), that of its cause."""
+    """Return the last frame of the traceback in the user's folder, else the last in any file of the user's. Where an
+    exception has none (we raised it), that of its cause."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
     inside: SourceLocation | None = None
     outside: SourceLocation | None = None
     for frame in traceback.extract_tb(error.__traceback__):
-        file = Path(frame.filename).resolve()
-        if frame.lineno is None or "site-packages" in frame.filename or file.is_relative_to(_OWN):
+        if frame.lineno is None or not is_users(frame.filename):
             continue
-        place = SourceLocation(frame.filename, frame.lineno, frame.line or "")
+        file, place = Path(frame.filename).resolve(), SourceLocation(frame.filename, frame.lineno, frame.line or "")
         if file.is_relative_to(folder):
             inside = place
-        elif file.is_file() and not file.is_relative_to(_STANDARD):
+        elif file.is_file():
             outside = place
     best = inside or outside
     return user_frame(error.__cause__, folder) if best is None and error.__cause__ is not None else best
 
 
-_OWN = Path(__file__).resolve().parent
-_STANDARD = Path(traceback.__file__).resolve().parent
+_OURS = tuple(Path(__file__).resolve().parents[1] / name for name in ("nnscaler", "op_registry", "verify"))
+_STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
+
+
+def is_users(file: str | None) -> bool:
+    """Return whether a file belongs to the user, even if it is named like one of ours: not to us, to Python, or to an
+    installed package. Code that was made at run time ("<string>") has no file."""
+    if file is None or file.startswith("<") or is_installed(file):
+        return False
+    path = Path(file).resolve()
+    return not any(path.is_relative_to(folder) for folder in (*_OURS, *_STANDARD))
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a file is of an installed package."""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def import_user_file(path: Path) -> ModuleType:

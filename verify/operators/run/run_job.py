@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nnscaler.errors import NnscalerError
-from nnscaler.model_file import shown_path
+from nnscaler.model_file import is_users, shown_path
 from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.optimizer_as_operator import remarks
-from verify.evidence.inputs.user_code import is_users
 from verify.evidence.options import OpOptions
 from verify.operators.run.job import Job
 from verify.operators.run.reproduce_token import Token, encode
