@@ -16,7 +16,7 @@ from collections import Counter
 
 import torch
 
-from verify.operators.run.opinfo import EXCLUDED, OpInfoEntry, SampleResult, entries, sample_results
+from tests.opinfo import EXCLUDED, OpInfoEntry, SampleResult, entries, sample_results
 
 WRONG = ("refuted", "not bindable", "unknown overload")
 COLUMNS = ("holds", "nothing to split", "not bindable", "unknown overload", "refuted", "no call", "empty", "excluded")

@@ -27,8 +27,8 @@ from nnscaler.ir.signature import signatures
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
+from tests.random_plans import MESHES, PIPELINES, random_plan
 from verify.programs.entry_point import verify_request
-from verify.programs.random_plans import MESHES, PIPELINES, random_plan
 from verify.programs.request import DTYPES, PlanRequest
 from verify.programs.subject import PlanSubject
 from verify.self_test.programs.corpus import EXAMPLES, MODELS, shorten

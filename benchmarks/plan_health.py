@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from nnscaler.errors import NnscalerError
+from tests.verify.external.script_runs import run_script
 from verify.external.differential_run import ExternalSettings
 from verify.external.reference import initial_model
 from verify.external.transformers.build_program import build, distributed_options, transformers_program
@@ -37,7 +38,7 @@ from verify.external.transformers.config_variants import FlagVariant, flag_varia
 from verify.external.transformers.find_config import library, targets
 from verify.external.transformers.lint_plan import WrongParameter, generic, plan_lints, plan_repairs
 from verify.external.transformers.parallel_degrees import PlanChanges, PlanSizes
-from verify.external.transformers.repro_script import minimal_script, run_script
+from verify.external.transformers.repro_script import minimal_script
 from verify.external.verify import Outcome, verify_in
 from verify.processes.pool import Done, Note, Raised, Task, run_forked
 from verify.results.verdict import Verdict

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from nnscaler.runtime.program.load_python import load_user_module
-from verify.programs.random_plans import (
+from tests.random_plans import (
     IN_PIECES,
     KINDS,
     MESHES,

@@ -18,18 +18,10 @@ from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.search.bound import bound
 from nnscaler.scheduling.search.find import find_schedule
 from nnscaler.scheduling.search.found import FoundSchedule
-from nnscaler.scheduling.search.placements import (
-    StagePlan,
-    both_ways,
-    equal_stages,
-    folded,
-    looped,
-    pipeline_problem,
-    recycled,
-    with_shared,
-)
+from nnscaler.scheduling.search.placements import StagePlan, equal_stages, looped, pipeline_problem
 from nnscaler.scheduling.search.problem import ScheduleProblem
 from nnscaler.scheduling.timeline import simulate
+from tests.nnscaler.scheduling.search.shapes import both_ways, folded, recycled, with_shared
 
 SIZES = ((2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32), (16, 32), (16, 64))  # devices, micro-batches
 

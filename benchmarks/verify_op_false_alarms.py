@@ -4,8 +4,8 @@
 
 Every case that `verify-op` enumerates over the registry's samples (or those of OPERATORs, `aten.linear.default`) from a
 fresh seed, each in float64, float32 and bfloat16 where the operator runs in them; then the next seed, until there are
-enough. An alarm is printed with its inputs and partition: `run_case(default_registry().lookup(name), case)` runs it
-again, and so does this command with its seed and operator.
+enough. An alarm is printed with its inputs and partition: `OperatorRunner(default_registry().lookup(name),
+OpOptions()).run(case)` runs it again, and so does this command with its seed and operator.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ import torch
 from op_registry.builtin import SPECS
 from op_registry.spec import OperatorSpec
 
+from tests.opinfo import entries
 from verify.evidence.inputs.concrete_call import function_of
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate_cases import Unusable, enumerate_cases
-from verify.operators.run.opinfo import entries
 
 MEDIAN_MS, P95_MS, RATIO = 0.5, 3.0, 20.0
 

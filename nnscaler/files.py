@@ -146,6 +146,21 @@ def write_text(path: str | Path, text: str, append: bool = False) -> None:
         raise cannot_write(path, error) from None
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all, and leave what was there until all is written: others may be reading it.
+
+    Raises OSError.
+    """
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(name).replace(file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
 def save_tensors(content: object, file: Path) -> None:
     """Save with torch. Raises what `machine_error` knows: given the path, torch would hide why the disk refuses."""
     import torch

@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +48,13 @@ def find_target(
 
     file, folders = find_module(name, start)
     if file is None:
-        tried, path = ", ".join(shown(folder) for folder in folders), name.replace(".", "/")
+        tried, path = ", ".join(shown_path(folder) for folder in folders), name.replace(".", "/")
         message = f"there is no file and no module {name!r}: no {path}.py and no {path}/__init__.py in {tried}"
         raise NnscalerError("no_such_file", f"{message}, or among the installed packages", help=help_text)
-    return (Path(shown(file)) if folder is None else file), function
+    return (Path(shown_path(file)) if folder is None else file), function
 
 
-def shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """Return the path relative to the current folder where it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -193,27 +195,40 @@ def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
 
 
 def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
-    """Return the last frame of the traceback in the user's folder, else the last that is neither ours nor of installed
-    or standard modules. Where an exception has none (we raised it), that of its cause."""
+    """Return the last frame of the traceback in the user's folder, else the last in any file of the user's. Where an
+    exception has none (we raised it), that of its cause."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
     inside: SourceLocation | None = None
     outside: SourceLocation | None = None
     for frame in traceback.extract_tb(error.__traceback__):
-        file = Path(frame.filename).resolve()
-        if frame.lineno is None or "site-packages" in frame.filename or file.is_relative_to(_OWN):
+        if frame.lineno is None or not is_users(frame.filename):
             continue
-        place = SourceLocation(frame.filename, frame.lineno, frame.line or "")
+        file, place = Path(frame.filename).resolve(), SourceLocation(frame.filename, frame.lineno, frame.line or "")
         if file.is_relative_to(folder):
             inside = place
-        elif file.is_file() and not file.is_relative_to(_STANDARD):
+        elif file.is_file():
             outside = place
     best = inside or outside
     return user_frame(error.__cause__, folder) if best is None and error.__cause__ is not None else best
 
 
-_OWN = Path(__file__).resolve().parent
-_STANDARD = Path(traceback.__file__).resolve().parent
+_OURS = tuple(Path(__file__).resolve().parents[1] / name for name in ("nnscaler", "op_registry", "verify"))
+_STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
+
+
+def is_users(file: str | None) -> bool:
+    """Return whether a file belongs to the user, even if it is named like one of ours: not to us, to Python, or to an
+    installed package. Code that was made at run time ("<string>") has no file."""
+    if file is None or file.startswith("<") or is_installed(file):
+        return False
+    path = Path(file).resolve()
+    return not any(path.is_relative_to(folder) for folder in (*_OURS, *_STANDARD))
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a file is of an installed package."""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def import_user_file(path: Path) -> ModuleType:
@@ -234,7 +249,7 @@ def import_user_file(path: Path) -> ModuleType:
         place = user_frame(error, file.parent) or SourceLocation(str(path), 1)
         help_text = _of_arguments(error, place)
         if isinstance(error, ModuleNotFoundError):
-            tried = ", ".join(shown(folder) for folder in claim_surroundings(file))
+            tried = ", ".join(shown_path(folder) for folder in claim_surroundings(file))
             help_text = f"looked for it in {tried}, and among the installed packages"
         message = f"cannot import {path.name}: {_say(error)}"
         raise NnscalerError("model_import_failed", message, place, help_text) from error
@@ -273,7 +288,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
     raise NnscalerError(
         "model_incomplete",
         f"{path} has no function {name}(){known}",
-        help=hint or f"a model file looks like this:\n\n{_indented(TEMPLATE)}",
+        help=hint or f"a model file looks like this:\n\n{indent(TEMPLATE.rstrip(), ' ' * 4)}",
     )
 
 
@@ -302,7 +317,3 @@ def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str
 def _say(error: BaseException) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nnscaler.codegen.operator_names import is_builtin, user_name
-from nnscaler.codegen.stage_writer import INDENT, StageWriter, states_text
+from nnscaler.codegen.stage_writer import INDENT, StageWriter, indented, states_text
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
@@ -114,21 +114,17 @@ def _stage(graph: Graph, program: StageProgram, every: Sequence[StageProgram], s
         results = frozenset(v.variable for v in program.prepared)
         given = ", ".join(["self", *(f.version.variable for f in program.prepare_feeds)])
         lines += ["", f"{INDENT}def prepare({given}):", f'{INDENT * 2}"""What all micro-batches share."""']
-        lines += _indented(writer.body(program.prepare, results))
+        lines += indented(writer.body(program.prepare, results), INDENT * 2)
         entries = [f'"{v.variable}": {v.variable}' for v in program.prepared]
         entries += [f'"{key}": {v.variable}' for key, v in _updates(program, True)]
         lines += [f"{INDENT * 2}return {{{', '.join(entries)}}}"]
     given = ", ".join(["self", *_arguments(program)])
     returned = _returned(program)
     lines += ["", f"{INDENT}def forward({given}):"]
-    lines += _indented(writer.body(program.forward, frozenset(v.variable for _, v in returned)))
+    lines += indented(writer.body(program.forward, frozenset(v.variable for _, v in returned)), INDENT * 2)
     entries = [f'"{key}": {writer.text_of(v)}' for key, v in returned]
     lines += [f"{INDENT * 2}return {{{', '.join(entries)}}}", ""]
     return lines
-
-
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [INDENT * 2 + line if line else "" for line in lines]
 
 
 def _describe(program: StageProgram) -> str:

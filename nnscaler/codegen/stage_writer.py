@@ -219,7 +219,7 @@ class StageWriter:
         """Statements, in their region of the model."""
         inner = INDENT if block.header else ""
         for i, statement in enumerate(block.statements):
-            yield from _indented(places.before(statements, start + i), inner if i else "")
+            yield from indented(places.before(statements, start + i), inner if i else "")
             if block.header and i == 0:
                 yield block.header
             yield inner + self._line(statement)
@@ -254,7 +254,7 @@ class StageWriter:
         yield from ("", f"def {name}({', '.join(block.reads)}):")
         places.forget_line()
         for i, statement in enumerate(statements):
-            yield from _indented(places.before(statements, i), INDENT)
+            yield from indented(places.before(statements, i), INDENT)
             region = header(statement.operation.region) if isinstance(statement, Compute) else ""
             if region:
                 yield INDENT + region
@@ -309,7 +309,7 @@ def _targets(names: Sequence[str]) -> str:
     return ", ".join(names) + ("," if len(names) == 1 else "")
 
 
-def _indented(lines: Iterable[str], indent: str) -> Iterator[str]:
+def indented(lines: Iterable[str], indent: str) -> Iterator[str]:
     return (indent + line if line else "" for line in lines)
 
 

@@ -10,7 +10,7 @@ ring algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -156,8 +156,3 @@ def _when(call: CallClass, schedule: Schedule) -> When:
         "gradient": "once, after the last instruction",
     }
     return When(texts[call.phase], None, None, len(order))
-
-
-def largest_first(classes: Iterable[CollectiveClass]) -> list[CollectiveClass]:
-    """Sort classes by bytes per step."""
-    return sorted(classes, key=lambda c: -c.total_bytes)

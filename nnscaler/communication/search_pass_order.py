@@ -7,7 +7,7 @@ and in its halves, and taken in halves only where that is shorter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, inf
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
@@ -18,7 +18,7 @@ from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.search.bound import SLACK
-from nnscaler.scheduling.search.find import SearchBudget, find_schedule
+from nnscaler.scheduling.search.find import find_schedule
 from nnscaler.scheduling.search.found import ScheduleCertificate
 from nnscaler.scheduling.search.placements import StagePlan, pipeline_problem
 from nnscaler.scheduling.timeline import PassCosts
@@ -26,18 +26,6 @@ from nnscaler.transform.plan import Plan, slices_text
 
 MOMENT = 1e-3  # forward passes of the slowest stage that a half of a backward takes at least
 SHORTER = 1e-6  # share of a step by which halves of a backward must be faster to be taken
-
-
-@dataclass(frozen=True)
-class SearchedOrder:
-    """The order that was found.
-
-    plan          with its orders, and a note on them
-    certificate   what is proved of it; times in forward passes of the slowest stage, bytes of activations
-    """
-
-    plan: Plan
-    certificate: ScheduleCertificate
 
 
 def with_orders(
@@ -58,7 +46,7 @@ def with_orders(
         message = f"schedule {plan.schedule} searches orders of whole micro-batches, and the plan has "
         help = "with slices, use schedule 1f1b, gpipe or interleaved; or leave slices away"
         raise NnscalerError("plan_illegal", f"{message}slices={slices_text(plan.slices)}", help=help)
-    return search_order(communicated, stage_work(communicated, known), plan, within, optimizer).plan
+    return search_order(communicated, stage_work(communicated, known), plan, within, optimizer)
 
 
 def search_order(
@@ -67,9 +55,9 @@ def search_order(
     plan: Plan,
     within: float,
     optimizer: float,
-    budget: SearchBudget | None = None,
-) -> SearchedOrder:
-    """Search the order in which the stages of a plan run their passes, with `within` bytes on a rank.
+) -> Plan:
+    """Search the order in which the stages of a plan run their passes, with `within` bytes on a rank. Return the plan
+    with that order, and a note on what is proved of it.
 
     `work`: of every stage; `optimizer`: bytes that the optimizer keeps of an element. Raises
     NnscalerError("schedule_memory") for a limit that no order keeps, with the device and what it needs.
@@ -95,11 +83,11 @@ def search_order(
     resting = _resting(communicated, plan, optimizer)
     limits = [within - rest for rest in resting]
     _check_limits(stages, limits, resting, within)
-    every = [find_schedule(pipeline_problem(stages, plan.micro_batches, limits), budget)]
+    every = [find_schedule(pipeline_problem(stages, plan.micro_batches, limits))]
     halves = pipeline_problem(stages, plan.micro_batches, limits, split=True)
     if len(frozen) < len(programs):
         try:
-            every.append(find_schedule(halves, budget))
+            every.append(find_schedule(halves))
         except NnscalerError as error:  # what W needs may be more than what the forward kept
             if error.code != "schedule_memory":
                 raise
@@ -112,7 +100,7 @@ def search_order(
     orders = tuple(" ".join(map(str, order)) for order in best.orders)
     orders += ("",) * (plan.devices - len(orders))
     note = describe(told, best is not every[0], within)
-    return SearchedOrder(replace(plan, orders=orders, notes=(*plan.notes, note)), told)
+    return replace(plan, orders=orders, notes=(*plan.notes, note))
 
 
 def _resting(communicated: CommunicatedGraph, plan: Plan, optimizer: float) -> list[float]:

@@ -13,7 +13,7 @@ from nnscaler.ir.placement import (
     Split,
     Stage,
 )
-from nnscaler.ir.text import parse_graph, print_graph
+from nnscaler.ir.text import print_graph
 
 __all__ = [
     "Axis",
@@ -43,6 +43,5 @@ __all__ = [
     "as_call",
     "check_graph",
     "map_slots",
-    "parse_graph",
     "print_graph",
 ]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from op_registry.annotation.mismatch import Mismatch, misfit
 from op_registry.annotation.syntax_tree import (
@@ -55,6 +56,11 @@ class BoundDim:
         sizes = [f.size for f in self.factors]
         return sum(sizes) if self.concat else prod(sizes)
 
+    def size_with(self, sizes: Mapping[str, Any]) -> Any:
+        """Return the size where identifiers have these sizes, which may be symbols."""
+        found = [f.size if f.identifier is None else sizes[f.identifier] for f in self.factors]
+        return sum(found) if self.concat else prod(found)
+
 
 @dataclass(frozen=True, slots=True)
 class BoundOperand:
@@ -71,6 +77,10 @@ class BoundOperand:
     def shape(self) -> Shape:
         """Sizes of the dims, as torch has them."""
         return tuple(d.size for d in self.dims)
+
+    def shape_with(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the shape where identifiers have these sizes, which may be symbols."""
+        return tuple(d.size_with(sizes) for d in self.dims)
 
     def identifiers(self) -> tuple[str, ...]:
         """Return every identifier of the operand, left to right."""

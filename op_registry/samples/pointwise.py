@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from op_registry.builtin.numeric.elementwise import POLYNOMIALS
 from op_registry.call import DType
 from op_registry.samples.sample import B, C, F, I, P, S, Sample, Tensor, U
 
@@ -190,11 +191,6 @@ _POSITIVE = """
 """.split()
 _SMOOTH = "erf erfc erfcx exp2 expit expm1 i0 i0e i1 i1e log_ndtr ndtr sinc round".split()
 _SMOOTH_POSITIVE = "digamma entr gammaln log1p psi".split()
-_POLYNOMIALS = """
-    chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
-    hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
-    shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
-""".split()
 
 _SPECIAL: tuple[Sample, ...] = (
     *(S(f"special_{n}", C(12), splits="*0") for n in (*_ANY, *_POSITIVE)),
@@ -210,9 +206,9 @@ _SPECIAL: tuple[Sample, ...] = (
     S("special_zeta", I(6, 12, high=5, low=2), P(12), splits="a b"),
     S("special_zeta.other_scalar", I(12, high=5, low=2), 1.5, splits="a"),
     S("special_zeta.self_scalar", 2.5, P(12), splits="a"),
-    *(S(f"special_{n}", C(6, 12), I(12, high=4), splits="a b") for n in _POLYNOMIALS),
-    *(S(f"special_{n}.n_scalar", C(12), 3, splits="a") for n in _POLYNOMIALS),
-    *(S(f"special_{n}.x_scalar", 0.5, I(12, high=4), splits="a") for n in _POLYNOMIALS),
+    *(S(f"special_{n}", C(6, 12), I(12, high=4), splits="a b") for n in POLYNOMIALS),
+    *(S(f"special_{n}.n_scalar", C(12), 3, splits="a") for n in POLYNOMIALS),
+    *(S(f"special_{n}.x_scalar", 0.5, I(12, high=4), splits="a") for n in POLYNOMIALS),
 )
 
 _SPECIAL_FUNCTIONS: tuple[Sample, ...] = (*_ALIASES, *_PAIRS, *_SPECIAL)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.compile import PlanSource
-from nnscaler.ir.text import parse_graph
 from nnscaler.runtime.jobs.launcher import ForkServer
+from tests.graph_text import parse_graph
 from verify import Finding, Report
 from verify.programs.entry_point import verify_request
 from verify.programs.request import PlanRequest

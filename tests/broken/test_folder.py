@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.text import parse_graph
 from nnscaler.manifest import Manifest, read_manifest
 from nnscaler.records import decode, encode
 from nnscaler.runtime.program.program_directory import describe_state
 from tests.broken.planting import Edit, Original
+from tests.graph_text import parse_graph
 from tests.sampling import every
 from verify import Report, verify_plan
 from verify.programs.typing import check_program

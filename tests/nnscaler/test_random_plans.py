@@ -12,9 +12,7 @@ import torch
 
 from nnscaler.ir.layout_conversion import ROWS
 from nnscaler.runtime.program.load_python import load_user_module
-from tests.sampling import every
-from verify import verify_plan
-from verify.programs.random_plans import (
+from tests.random_plans import (
     IN_PIECES,
     MESHES,
     ON_ANY_DEVICES,
@@ -24,6 +22,8 @@ from verify.programs.random_plans import (
     Mesh,
     random_plans,
 )
+from tests.sampling import every
+from verify import verify_plan
 
 COUNTS = {"gpt": 4, "llama_hf": 1, "vit_hf": 1, "t5_hf": 1}
 LONG = {"gpt": 400, "llama_hf": 100, "vit_hf": 100, "t5_hf": 100}

@@ -30,8 +30,8 @@ from nnscaler.ir.graph import Operation, as_call
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.run_graph import run_graph
 from tests.op_registry.builtin.oracle import Whole, as_leaf, check_split, differentiable, gradients, run
+from tests.random_plans import Mesh, random_plans
 from tests.sampling import every
-from verify.programs.random_plans import Mesh, random_plans
 
 MESHES = (Mesh((("a", 2), ("b", 3))), Mesh((("a", 3), ("b", 2))))
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from op_registry.registry import Registry
 from op_registry.spec import OperatorSpec
 
-from verify.operators.run.opinfo import EXCLUDED, OpInfoEntry, check_call, entries, sample_results, traced_calls
+from tests.opinfo import EXCLUDED, OpInfoEntry, check_call, entries, sample_results, traced_calls
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import indent
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -160,7 +161,7 @@ def _function(reader: _CheckFileReader, name: str, role: str) -> Callable[..., A
             n for n in _lines_of_names(reader.path.read_text(encoding="utf-8")) if callable(reader.get(n))
         )
         message = f"{reader.path.name} has no function {name}()" + (f" (it defines {known})" if known else "")
-        help = f"a check file looks like this:\n\n{_indented(TEMPLATE)}"
+        help = f"a check file looks like this:\n\n{indent(TEMPLATE.rstrip(), ' ' * 4)}"
         raise NnscalerError("check_incomplete", message, help=help)
     if isinstance(value, nn.Module) or not callable(value):
         message = f"`{name}` of {reader.path.name} is {_described(value)}, not a function {call}"
@@ -346,7 +347,3 @@ def _described(value: Any) -> str:
         return f"a module ({type(value).__name__})"
     kind = type(value).__name__
     return "None" if value is None else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

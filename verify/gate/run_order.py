@@ -6,8 +6,6 @@ Then everything runs: what was refuted by its text first, then by the time that 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+from nnscaler.files import replace_text
 from nnscaler.pyproject_settings import cache_folder
 from verify.gate.items import Item, OpItem, PlanItem
 from verify.operators.run.cache import make_folder
@@ -78,14 +77,7 @@ def write_state(file: Path | None, before: State, now: Mapping[str, Last]) -> No
     )
     with suppress(OSError):
         make_folder(file.parent)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".gate", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            Path(name).replace(file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_text(file, text)
 
 
 Phase = Literal["static", "all"]

@@ -192,12 +192,6 @@ class Minimal:
     text: str
 
 
-def minimise_plan(plan: Plan, graph: Graph, still_fails: Callable[[Plan], bool], *, seconds: float = SECONDS) -> Plan:
-    """Return the plan of `minimise`; the given one where that does not fail again."""
-    found = minimise(plan, graph, still_fails, seconds=seconds)
-    return plan if found is None else found.plan
-
-
 def minimise(
     plan: Plan, graph: Graph, still_fails: Callable[[Plan], bool], *, seconds: float = SECONDS
 ) -> Minimal | None:

@@ -10,7 +10,6 @@ from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.problems import ReportedFinding, problems, relative
 from verify.results.report import Report, totals
 from verify.results.styled_line import StyledLine, counts, last_line, plain
-from verify.results.verdict import Verdict
 
 ANNOTATIONS = 10  # GitHub shows no more of one kind per step
 
@@ -52,7 +51,6 @@ def escape_property(text: str) -> str:
 ROWS = 100
 FINDINGS = 20
 BYTES = 900_000  # GitHub refuses a summary of more than 1 MiB
-_ORDER = list(Verdict)
 
 
 def step_summary(reports: Sequence[Report], seconds: float = 0.0) -> str:
@@ -71,7 +69,7 @@ def step_summary(reports: Sequence[Report], seconds: float = 0.0) -> str:
 
 
 def _table(reports: Sequence[Report]) -> list[str]:
-    rows = sorted(reports, key=lambda report: -_ORDER.index(report.verdict))
+    rows = sorted(reports, key=lambda report: -report.verdict.rank)
     if len(reports) == 1:
         cells = [(check.name, check.verdict, check.count, check.refuted) for check in reports[0].checks]
         first = "check"

@@ -35,7 +35,12 @@ class Verdict(Enum):
     @property
     def passes(self) -> bool:
         """Return whether a gate may let this through."""
-        return _RANK[self] < _RANK[Verdict.INCONCLUSIVE]
+        return self.rank < Verdict.INCONCLUSIVE.rank
+
+    @property
+    def rank(self) -> int:
+        """Its place on the scale, from 0, the strongest."""
+        return _RANK[self]
 
     @property
     def word(self) -> str:
@@ -58,7 +63,7 @@ _RANK = {verdict: position for position, verdict in enumerate(Verdict)}  # stron
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the verdict on all of these together: the weakest; INCONCLUSIVE where there are none."""
-    return max(verdicts, key=_RANK.__getitem__, default=Verdict.INCONCLUSIVE)
+    return max(verdicts, key=lambda verdict: verdict.rank, default=Verdict.INCONCLUSIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +115,8 @@ class Strength:
 
 
 TESTED = Strength(Verdict.TESTED_EXACT)
-_ORDER = (Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED, Verdict.TESTED_EXACT, Verdict.REFUTED)
 
 
 def weakest(strengths: Sequence[Strength]) -> Strength:
     """The strength of what all of these are needed for; TESTED where there are none."""
-    return max(strengths, key=lambda s: _ORDER.index(s.verdict), default=TESTED)
+    return max(strengths, key=lambda s: s.verdict.rank, default=TESTED)

@@ -188,22 +188,6 @@ def substitute(elimination: Elimination, choices: dict[int, int]) -> None:
         choices[bucket.variable] = int(total.argmin())
 
 
-def factors_of(problem: ChoiceProblem) -> list[Factor]:
-    """Return the tables of `problem`: one per node and one per edge."""
-    nodes = [Factor((index,), node.cost) for index, node in enumerate(problem.nodes)]
-    return nodes + [Factor((edge.first, edge.second), edge.cost) for edge in problem.edges]
-
-
-def eliminate(problem: ChoiceProblem) -> Solution:
-    """Return the optimum of `problem`. Raises `TooWide`, and `Infeasible` where no choice is legal."""
-    factors = factors_of(problem)
-    order = find_order([factor.scope for factor in factors], range(len(problem.nodes)), problem.sizes)
-    elimination = run_elimination(factors, order, problem.sizes)
-    choices: dict[int, int] = {}
-    substitute(elimination, choices)
-    return exact_solution(problem, tuple(choices[index] for index in range(len(problem.nodes))), "elimination")
-
-
 def exact_solution(problem: ChoiceProblem, choices: tuple[int, ...], how: str) -> Solution:
     """Return optimal `choices` as a solution. Raises `Infeasible` where even they are forbidden."""
     value = evaluate(problem, choices)

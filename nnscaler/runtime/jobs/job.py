@@ -187,12 +187,6 @@ class JobOutcome(Sequence[RankOutcome]):
         return self.end == "finished"
 
     @property
-    def all_blocked(self) -> bool:
-        """True where every rank that had not finished was inside a communication call."""
-        unfinished = [r for r in self.ranks if r.status != "finished"]
-        return bool(unfinished) and all(r.status == "blocked" for r in unfinished)
-
-    @property
     def first_failure(self) -> RankOutcome | None:
         """The rank that failed first and not because of another one."""
         failed = sorted((r for r in self.ranks if r.failed), key=lambda r: (r.secondary, r.time))

@@ -145,7 +145,7 @@ _SPECIAL_UNARY = """
 """.split()
 _BINARY = "gammainc gammaincc".split()
 _WITH_NUMBERS = "xlog1py xlogy zeta".split()
-_POLYNOMIALS = """
+POLYNOMIALS = """
     chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
     hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
     shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
@@ -153,7 +153,7 @@ _POLYNOMIALS = """
 _OVERLOADS = (
     *((name, ("default",)) for name in _BINARY),
     *((name, ("default", "other_scalar", "self_scalar")) for name in _WITH_NUMBERS),
-    *((name, ("default", "n_scalar", "x_scalar")) for name in _POLYNOMIALS),
+    *((name, ("default", "n_scalar", "x_scalar")) for name in POLYNOMIALS),
 )
 
 _SPECIAL: tuple[OperatorSpec, ...] = (

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pathlib
 from pathlib import Path
 
 import pytest
 import torch
 
+import op_registry
+
+import nnscaler
+import verify
 from nnscaler.errors import NnscalerError
-from nnscaler.model_file import TEMPLATE, load_model_file
+from nnscaler.model_file import TEMPLATE, is_users, load_model_file
 
 
 def write(folder: Path, text: str, name: str = "model.py") -> str:
@@ -74,6 +79,28 @@ def test_errors_at_import_name_the_users_line(text: str, line: int, tmp_path: Pa
     error = refused(target)
     assert error.code == "model_import_failed"
     assert error.where is not None and (error.where.file, error.where.line) == (target, line)
+
+
+@pytest.mark.parametrize("line", ["importlib.import_module('no_such_package')", "import no_such_package"])
+@pytest.mark.parametrize("beside", ["", "types.py"])  # a name that means something else: our hook imports then
+def test_failed_imports_are_of_the_users_line(
+    line: str, beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of our hooks nor of `<frozen importlib>`, which a path relative to the current folder would be in it."""
+    monkeypatch.chdir(tmp_path)
+    target = write(tmp_path, f"import importlib\n{line}\n")
+    if beside:
+        write(tmp_path, "", beside)
+    error = refused(target)
+    assert error.where is not None and (error.where.file, error.where.line) == (target, 2)
+
+
+def test_files_of_ours_are_not_the_users(tmp_path: Path) -> None:
+    mine = write(tmp_path, "", "verify.py")
+    for file in (nnscaler.__file__, verify.__file__, op_registry.__file__, torch.__file__, pathlib.__file__):
+        assert not is_users(file)
+    assert is_users(mine) and is_users(__file__) and not is_users("<string>") and not is_users(None)
+    assert is_users(str(Path(str(nnscaler.__file__)).parents[1] / "nnscaler_models" / "gpt.py"))  # only named like us
 
 
 def test_errors_of_the_factory_name_the_users_line(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from tests import halves, traced_examples
 from tests.calls import Made, check, profile_of, said
+from tests.random_plans import Mesh, random_plan
 from tests.sampling import every, only
-from verify.programs.random_plans import Mesh, random_plan
 
 
 def example(name: str) -> ModuleType:

@@ -15,8 +15,8 @@ from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import ChunkStep
 from tests.calls import check
+from tests.random_plans import Mesh, random_plan
 from tests.sampling import every
-from verify.programs.random_plans import Mesh, random_plan
 from verify.self_test.programs.tiny_models import Recycled
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nnscaler.ir import Graph, InternalError, Operation, Slot, check_graph, parse_graph
+from nnscaler.ir import Graph, InternalError, Operation, Slot, check_graph
 from nnscaler.ir.invariants import violations
+from tests.graph_text import parse_graph
 
 GOOD = """graph Good
 parameter %weight: float32[8, 4] grad = "weight"

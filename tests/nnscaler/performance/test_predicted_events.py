@@ -34,8 +34,8 @@ from nnscaler.timeline_events import Event, StepEvents
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep
 from tests import halves
+from tests.random_plans import Mesh, random_plan
 from tests.sampling import every, only
-from verify.programs.random_plans import Mesh, random_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "docs" / "reports" / "events.schema.json").read_text())

@@ -41,9 +41,9 @@ from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
+from tests.random_plans import Mesh, random_plan
 from tests.sampling import every
 from tests.traced_examples import loaded
-from verify.programs.random_plans import Mesh, random_plan
 
 
 def found(graph: Graph, ranks: int, *kept: Constraint) -> Found:

@@ -10,10 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 import nnscaler
 from nnscaler.compile import checkpoint_steps, with_checkpoints
-from nnscaler.ir.text import parse_graph, print_graph
+from nnscaler.ir.text import print_graph
 from nnscaler.tracing import trace
 from nnscaler.tracing.export import recompute_regions
 from nnscaler.transform.plan import Plan, RecomputeStep
+from tests.graph_text import parse_graph
 from verify import verify_plan
 
 BATCH = {"x": torch.randn(12, 6, generator=torch.Generator().manual_seed(1)), "y": torch.arange(12) % 4}

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.ir import check_graph, parse_graph, print_graph
+from nnscaler.ir import check_graph, print_graph
 from nnscaler.tracing import run_graph, trace
+from tests.graph_text import parse_graph
 from tests.sampling import every
 
 Example = tuple[nn.Module, dict[str, Tensor]]

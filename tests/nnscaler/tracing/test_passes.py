@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from nnscaler.ir import Graph, check_graph, parse_graph, print_graph
+from nnscaler.ir import Graph, check_graph, print_graph
 from nnscaler.tracing.passes.dataflow import mark_needs_grad, remove_dead_code
 from nnscaler.tracing.passes.decompositions import lower_attention_dropout
 from nnscaler.tracing.passes.lower_cross_entropy import lower_cross_entropy
 from nnscaler.tracing.passes.normal_forms import drop_identities, spell_shapes, tile_slices
+from tests.graph_text import parse_graph
 
 
 def after(graph_pass: Callable[[Graph], Graph], body: str, loss: str = "loss") -> str:

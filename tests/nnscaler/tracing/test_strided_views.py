@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing import trace
 from nnscaler.tracing.strided_views import find_window
-from verify.programs.random_plans import Mesh, random_plans
+from tests.random_plans import Mesh, random_plans
 
 
 class Strided(nn.Module):

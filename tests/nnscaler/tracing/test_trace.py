@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir import check_graph, parse_graph, print_graph
+from nnscaler.ir import check_graph, print_graph
 from nnscaler.tracing import Traced, run_graph, trace
+from tests.graph_text import parse_graph
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 

@@ -9,9 +9,10 @@ import math
 import pytest
 
 from nnscaler.errors import NnscalerError
+from tests.verify.external.script_runs import ScriptResult, read_result, run_script
 from verify.external.transformers.build_program import build, distributed_options
 from verify.external.transformers.parallel_degrees import PlanChanges, PlanSizes
-from verify.external.transformers.repro_script import ScriptResult, _result, minimal_script, run_script
+from verify.external.transformers.repro_script import minimal_script
 
 
 def script(name: str, sizes: PlanSizes) -> str:
@@ -56,7 +57,7 @@ rank 0: b.weight relative error 1.01 (held in another order)
 """,
         "rank 1: loss relative error 0.003\nrank 1: c.weight relative error inf \nsome warning\n",
     ]
-    result = _result([0, 0], logs)
+    result = read_result([0, 0], logs)
     assert result.parameters == {"a.weight", "c.weight"}
     assert result.moved == {"b.weight"}
     assert result.loss == 0.003
@@ -65,12 +66,12 @@ rank 0: b.weight relative error 1.01 (held in another order)
 
 
 def test_equal_programs_are_not_wrong() -> None:
-    assert not _result([0, 0], ["rank 0: loss relative error 1e-07", ""]).is_wrong
+    assert not read_result([0, 0], ["rank 0: loss relative error 1e-07", ""]).is_wrong
 
 
 def test_the_rank_that_failed_first_is_named() -> None:
     logs = ["RuntimeError: Connection closed by peer", "Traceback\n  File\nValueError: no such plan\nend"]
-    assert _result([1, 1], logs) == ScriptResult((), frozenset(), 0.0, "ValueError: no such plan")
+    assert read_result([1, 1], logs) == ScriptResult((), frozenset(), 0.0, "ValueError: no such plan")
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from nnscaler.transform.plan import Plan
 from tests.broken import models
 from tests.sampling import every
 from verify.programs.execution.rank_program import Task
-from verify.programs.minimise_plan import PlanTrial, minimise, minimise_plan, units_of
+from verify.programs.minimise_plan import PlanTrial, minimise, units_of
 from verify.programs.prepare_verification import Prepared, prepare
 from verify.programs.reference.eager import logical_state, run_reference
 from verify.programs.request import PlanRequest
@@ -52,7 +52,6 @@ def trial(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> PlanT
 def test_right_plans_are_not_minimised(prepared: Prepared, plan: Plan, trial: PlanTrial) -> None:
     assert not trial.fails(plan)
     assert minimise(plan, prepared.graph, trial.fails) is None
-    assert minimise_plan(plan, prepared.graph, trial.fails) is plan
 
 
 WRONG = [

@@ -10,7 +10,7 @@ from op_registry.builtin.numeric import elementwise, matrix_decompositions
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
 
-from verify.evidence.dimension_types.survey import SurveyRow, survey
+from tests.verify.op_proofs.survey import SurveyRow, survey
 
 # Operators of which something is not proved, by a part of the reason.
 _UNPROVED = {

@@ -7,8 +7,8 @@ import sympy
 import torch
 from sympy import Symbol
 
+from tests.verify.op_proofs.rule_harness import Sized, conclude_on
 from verify.evidence.dimension_types.guards import reduced
-from verify.evidence.dimension_types.rules.rule_harness import Sized, conclude_on
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,

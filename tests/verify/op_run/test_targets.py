@@ -288,3 +288,12 @@ def test_what_has_no_address() -> None:
     assert spec is not None and address_of(spec) is None
     assert not make_job(spec, "a -> a").repeatable
     assert matching("aten.gelu")[0].where is None and address_of(matching("aten.gelu")[0]) == "aten.gelu.default"
+
+
+@pytest.mark.parametrize("line", ["importlib.import_module('no_such_module')", "import no_such_module"])
+def test_failed_imports_are_of_the_users_line(line: str, write: Callable[[str], str], tmp_path: Path) -> None:
+    """Not of our hook, which imports in a folder that has a name that means something else."""
+    (tmp_path / "types.py").write_text("")
+    file = write(f"import importlib\n{line}")
+    where = error_of(file).where
+    assert where is not None and (where.file, where.text) == (str(Path(file).resolve()), line)

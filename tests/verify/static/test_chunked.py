@@ -15,10 +15,10 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.parse_axes import parse_axes
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.plan import ChunkStep
+from tests.random_plans import IN_PIECES, random_plan
 from tests.sampling import every
 from tests.traced_examples import traced
 from tests.verify.static.mutants import equivalent, mutants
-from verify.programs.random_plans import IN_PIECES, random_plan
 from verify.programs.typing import check_program
 from verify.results.finding import Finding
 

@@ -15,10 +15,10 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.parse_axes import parse_axes
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.tracing import Traced, trace
+from tests.random_plans import ON_ANY_DEVICES, random_ordered_plan
 from tests.sampling import every
 from tests.traced_examples import loaded, traced
 from tests.verify.static.mutants import equivalent, mutants
-from verify.programs.random_plans import ON_ANY_DEVICES, random_ordered_plan
 from verify.programs.typing import check_program
 from verify.programs.typing.check import StaticResult
 

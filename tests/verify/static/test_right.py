@@ -12,9 +12,9 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import Layout, State, parse_state
 from nnscaler.ir.signature import signatures
+from tests.random_plans import MESHES, PIPELINES, UNLIKE, random_plan
 from tests.sampling import every
 from tests.traced_examples import compiled, traced
-from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, random_plan
 from verify.programs.typing import StaticResult, check_program
 from verify.programs.typing.typed_value import normal
 

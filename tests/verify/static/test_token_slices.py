@@ -15,8 +15,8 @@ from nnscaler.ir.signature import signatures
 from nnscaler.planning.coshard import coshard_steps
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform import apply
+from tests.random_plans import SLICED, random_plan
 from tests.traced_examples import traced
-from verify.programs.random_plans import SLICED, random_plan
 from verify.programs.typing import check_program
 
 

@@ -15,9 +15,9 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import Traced, trace
+from tests.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plan
 from tests.sampling import every
 from tests.verify.static.test_right import check_layouts, findings
-from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plan
 from verify.programs.typing import check_program
 
 _TABLE = re.compile(r"\((\d+(?:, \d+)+)\)")

@@ -25,7 +25,7 @@ from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.cases import uneven_sizes
 from verify.evidence.dimension_types.shard_argument_hooks import NoProof, content, followed_in, leaves, resolved
-from verify.evidence.dimension_types.symbolic_call import operand_sizes, resized
+from verify.evidence.dimension_types.symbolic_call import resized
 from verify.evidence.smt.smaller_calls import same_kind
 
 PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
@@ -118,7 +118,7 @@ def _sized(signature: Signature, identifier: str, followed: Call | None) -> Iter
         sizes = {n: size * common * factor if n in names else size for n, size in bound.sizes.items()}
         larger = resized(signature, bound, sizes)
         whole = larger if followed is None else followed_in(larger, followed)
-        shapes = [None if o is None else tuple(map(int, operand_sizes(o, sizes))) for o in bound.outputs]
+        shapes = [None if o is None else tuple(map(int, o.shape_with(sizes))) for o in bound.outputs]
         outputs = [
             o if o is None or shape is None else TensorArgument(o.index, shape, o.dtype)
             for o, shape in zip(call.outputs, shapes, strict=True)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,14 +19,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMi
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand
+from op_registry.annotation.sizes import BoundAnnotation
 from op_registry.bind_annotation import size_arguments
-from op_registry.call import Call, DType, TensorArgument
+from op_registry.call import Call, TensorArgument
 
 from nnscaler.ir.signature import Signature
 from nnscaler.runtime.start_autograd import start_autograd
 from verify.evidence.dimension_types.shard_argument_hooks import resolved
 from verify.evidence.dimension_types.states import Size, size_of
+from verify.evidence.inputs.concrete_call import with_tensors
 
 # Record who asked about a size: the operator's own code, or torch's kernels.
 # Kernels ask whether a size is 1 to lay out memory and to broadcast. What they compute is the same function of
@@ -157,25 +157,15 @@ def make_symbolic(
             sizes[name] = world.symbol(name, size)
     inputs = []
     for index, (tensor, operand) in enumerate(zip(tensors, bound.inputs, strict=True)):
-        shape = tuple(tensor.shape) if operand is None else operand_sizes(operand, sizes)
+        shape = tuple(tensor.shape) if operand is None else operand.shape_with(sizes)
         dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
         differentiable = (tensor.is_floating_point() or tensor.is_complex()) and index not in constants
         inputs.append(world.tensor(shape, dtype, differentiable))
-    outputs = [None if o is None else operand_sizes(o, sizes) for o in bound.outputs]
+    outputs = [None if o is None else o.shape_with(sizes) for o in bound.outputs]
     sized = with_symbols(signature, sizes, outputs) if call is None else resolved(call, sizes.__getitem__)
-    args, kwargs = with_fakes(sized, inputs)
+    args, kwargs = with_tensors(sized, inputs, {})
     expected = tuple(None if o is None else tuple(map(size_of, o)) for o in outputs)
     return SymbolicCall(world, tuple(inputs), tuple(args), kwargs, world.symbols, expected)
-
-
-def operand_sizes(operand: BoundOperand, sizes: Mapping[str, int | torch.SymInt]) -> tuple[int | torch.SymInt, ...]:
-    """Return an operand's shape in terms of its identifiers' sizes."""
-    return tuple(_dim_size(dim, sizes) for dim in operand.dims)
-
-
-def _dim_size(dim: BoundDim, sizes: Mapping[str, int | torch.SymInt]) -> int | torch.SymInt:
-    factors = [f.size if f.identifier is None else sizes[f.identifier] for f in dim.factors]
-    return sum(factors) if dim.concat else prod(factors)
 
 
 def with_symbols(
@@ -198,7 +188,7 @@ def with_symbols(
         given = call.get(position, name)
         operand = signature.bound.inputs[0] if signature.bound is not None else None
         if operand is not None:
-            call = call.replace(position, name, list(operand_sizes(operand, sizes)[-len(given) :]))
+            call = call.replace(position, name, list(operand.shape_with(sizes)[-len(given) :]))
     positions = {p.name: i for i, p in enumerate(spec.parameters)}
     for name in size_arguments(spec, call):
         if name in sizes:
@@ -206,30 +196,13 @@ def with_symbols(
     return call
 
 
-def with_fakes(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments to call with: tensors in their places, and float64 for arguments that are a
-    floating dtype."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, TensorArgument):
-            return tensors[value.index]
-        if isinstance(value, DType):
-            named: torch.dtype = getattr(torch, value.name)
-            return torch.float64 if named.is_floating_point else named
-        if isinstance(value, list | tuple):
-            return type(value)(convert(item) for item in value)
-        return value
-
-    return [convert(a) for a in call.args], {key: convert(value) for key, value in call.kwargs.items()}
-
-
 def resized(signature: Signature, bound: BoundAnnotation, sizes: Mapping[str, int]) -> Call:
     """Return the call with other sizes of identifiers, and the arguments that the record declares as sizes following
     them."""
-    outputs = [None if o is None else operand_sizes(o, sizes) for o in bound.outputs]
+    outputs = [None if o is None else o.shape_with(sizes) for o in bound.outputs]
     call = with_symbols(signature, sizes, outputs)
     shapes = [
-        t.shape if o is None else tuple(int(s) for s in operand_sizes(o, sizes))
+        t.shape if o is None else tuple(int(s) for s in o.shape_with(sizes))
         for t, o in zip(signature.call.tensors(), bound.inputs, strict=True)
     ]
 

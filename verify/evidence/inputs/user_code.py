@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.model_file import is_users
 
 _GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'
 
@@ -60,16 +61,6 @@ def _place(error: BaseException) -> SourceLocation | None:
         if frame.lineno is not None and is_users(frame.filename):
             best = SourceLocation(frame.filename, frame.lineno, frame.line or "")
     return best
-
-
-def is_users(file: str) -> bool:
-    """Return whether a file belongs to the user: not to us, to Python, or to an installed package."""
-    root = Path(__file__).resolve().parents[2]
-    ours = tuple(str(root / package) for package in ("nnscaler", "verify", "op_registry"))
-    return not file.startswith((*ours, _STANDARD, "<")) and "site-packages" not in file
-
-
-_STANDARD = str(Path(importlib.__file__).parents[1])
 
 
 def _near_file(path: Path) -> str | None:

@@ -8,10 +8,9 @@ running it and binding the annotation again, so guessing wrong costs time and no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
-from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand
+from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
 from op_registry.bind_annotation import size_arguments
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
@@ -95,13 +94,13 @@ def _resized(
         if operand is None:
             shapes.append(tensor.shape)
             continue
-        shape = tuple(_size(dim, sizes) for dim in operand.dims) if tensor.shape else ()
+        shape = operand.shape_with(sizes) if tensor.shape else ()
         if len(shape) != len(tensor.shape):
             return None
         shapes.append(shape)
     table = _new_sizes(bound, sizes, last=follow == "last")
     named = {n: sizes[n] for n in size_arguments(spec, call) if n in sizes}
-    results = [*_parts(bound, sizes), *((o.shape, _shape(o, sizes)) for o in bound.outputs if o is not None)]
+    results = [*_parts(bound, sizes), *((o.shape, o.shape_with(sizes)) for o in bound.outputs if o is not None)]
 
     def convert(value: Any, alone: bool = True) -> Any:
         if isinstance(value, TensorArgument):
@@ -144,15 +143,6 @@ def _parts(bound: BoundAnnotation, sizes: Mapping[str, int]) -> Iterator[tuple[t
                 yield tuple(f.size for f in dim.factors), new
 
 
-def _shape(operand: BoundOperand, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(_size(dim, sizes) for dim in operand.dims)
-
-
-def _size(dim: BoundDim, sizes: Mapping[str, int]) -> int:
-    found = [f.size if f.identifier is None else sizes[f.identifier] for f in dim.factors]
-    return sum(found) if dim.concat else prod(found)
-
-
 def _new_sizes(bound: BoundAnnotation, sizes: Mapping[str, int], last: bool) -> dict[int, int]:
     """Return old size -> new size, of whole dims and of their factors; of several that were equal the first or the
     last."""
@@ -160,7 +150,7 @@ def _new_sizes(bound: BoundAnnotation, sizes: Mapping[str, int], last: bool) -> 
     for operand in (*bound.inputs, *bound.outputs):
         for dim in operand.dims if operand is not None else ():
             pairs = [(f.size, sizes[f.identifier]) for f in dim.factors if f.identifier is not None]
-            for old, new in ((dim.size, _size(dim, sizes)), *pairs):
+            for old, new in ((dim.size, dim.size_with(sizes)), *pairs):
                 if last or old not in found:
                     found[old] = new
     return found

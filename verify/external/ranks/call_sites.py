@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
@@ -20,10 +19,7 @@ from nnscaler.tracing import float64_run
 
 _FOREIGN = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    str(Path(__file__).resolve().parents[1] / "torchrun") + os.sep,  # wraps torch
-    str(Path(__file__).resolve().parents[1] / "observe.py"),  # calls the program
-    str(Path(__file__).resolve().parents[1] / "differential_run.py"),
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # verify/external wraps torch, calls programs
     os.path.abspath(float64_run.__file__),  # its mode is around every function of torch
     "<",  # frozen modules, and code that was made at run time
 )

@@ -19,6 +19,7 @@ from op_registry.registry import Registry, default_registry
 from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.graph import Graph, Operation, map_slots
+from nnscaler.model_file import shown_path
 from nnscaler.tracing import Traced
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction
 from nnscaler.tracing.rewrite import dtype_of
@@ -124,10 +125,9 @@ def _where(operation: Operation) -> str:
 def shown(file: str) -> str:
     """Return the path, relative to the current folder where it is inside; an installed one from its package on."""
     path = Path(file)
-    here = Path.cwd()
     if "site-packages" in path.parts:
         return str(Path(*path.parts[path.parts.index("site-packages") + 1 :]))
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    return shown_path(path)
 
 
 def _missing(traced: Traced, calls: Sequence[Operation], reached: Collection[str]) -> Missing:

@@ -18,6 +18,7 @@ from typing import Any
 
 from op_registry.spec import OperatorSpec
 
+from nnscaler.files import replace_text
 from nnscaler.pyproject_settings import cache_folder
 from nnscaler.records import decode, encode
 from verify.evidence.options import OpOptions
@@ -53,14 +54,7 @@ class Cache:
             return
         with suppress(OSError):
             make_folder(self.folder)
-            handle, name = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(_written(report), file)
-                Path(name).replace(self.folder / f"{key}.json")  # whole, or not at all
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+            replace_text(self.folder / f"{key}.json", json.dumps(_written(report)))
 
     def forget(self, key: str) -> None:
         """Remove an entry, if there is one."""

@@ -27,6 +27,8 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 
 from op_registry.spec import OperatorSpec
 
+from nnscaler.model_file import is_installed, is_users
+
 LIMIT = 5000  # objects of one operator
 TENSOR_BYTES = 1 << 26
 _ATOMS = (
@@ -177,7 +179,7 @@ class _Walk:
         except OSError as error:
             raise Opaque(f"the file of module {module.__name__}: {error.strerror}") from None
         key = hash((id(module), tuple(names)))
-        if _in_site_packages(file) or key in self.modules:
+        if (file is not None and is_installed(file)) or key in self.modules:
             return
         self.modules.add(key)
         for name in names:
@@ -296,26 +298,12 @@ def _stands_for_itself(module: str | None, file: str | None) -> bool:
     """Return whether code is torch's, Python's, numpy's or ours: the key has their versions."""
     top = (module or "").partition(".")[0]
     if top in _TRUSTED:
-        return not _is_users(file)
+        return not is_users(file)
     if top in sys.stdlib_module_names:
-        return file is None or (file.startswith(_STANDARD) and not _in_site_packages(file))
+        return file is None or (file.startswith(_STANDARD) and not is_installed(file))
     return False
 
 
 def _is_open(value: Any) -> bool:
     """Return whether the attributes of an instance are its whole state."""
     return isinstance(value, torch.nn.Module) or dataclasses.is_dataclass(value)
-
-
-def _is_users(file: str | None) -> bool:
-    """Return whether a file belongs to the user, even if it is named like one of our packages."""
-    if file is None or file.startswith("<"):
-        return False
-    own = Path(__file__).resolve().parents[3]
-    resolved = Path(file).resolve()
-    ours = any(resolved.is_relative_to(own / package) for package in _OURS)
-    return not ours and not _in_site_packages(file) and not file.startswith(_STANDARD)
-
-
-def _in_site_packages(file: str | None) -> bool:
-    return file is not None and ("site-packages" in file or "dist-packages" in file)

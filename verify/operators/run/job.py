@@ -13,6 +13,7 @@ from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError, NnscalerError
+from nnscaler.model_file import shown_path
 from verify.evidence.inputs.find_operator import annotated
 
 
@@ -96,14 +97,8 @@ def address_of(spec: OperatorSpec) -> str | None:
     if name is None:
         return None
     module = _package_module(file)
-    return f"{module}:{name}" if module is not None and name == spec.qualname else f"{shown(file)}::{name}"
-
-
-def shown(file: Path) -> str:
-    """Return the path, relative to the current folder where it is inside."""
-    file = file.resolve()
-    here = Path.cwd()
-    return str(file.relative_to(here)) if file.is_relative_to(here) else str(file)
+    in_package = module is not None and name == spec.qualname
+    return f"{module}:{name}" if in_package else f"{shown_path(file.resolve())}::{name}"
 
 
 def _package_module(file: Path) -> str | None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import is_users, shown_path
 from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.optimizer_as_operator import remarks
-from verify.evidence.inputs.user_code import is_users
 from verify.evidence.options import OpOptions
-from verify.operators.run.job import Job, shown
+from verify.operators.run.job import Job
 from verify.operators.run.reproduce_token import Token, encode
 from verify.operators.suggest.infer import suggest_annotation
 from verify.operators.suggest.self_contradiction import contradiction
@@ -114,7 +114,7 @@ def _innermost(trace: str) -> str | None:
     """Return the place in the user's code where a process ended, from a trace that starts with the innermost frame."""
     for file, line in re.findall(r'File "([^"]+)", line (\d+)', trace):
         if is_users(file):
-            return f"{shown(Path(file))}:{line}"
+            return f"{shown_path(Path(file).resolve())}:{line}"
     return None
 
 

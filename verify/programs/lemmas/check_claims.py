@@ -299,7 +299,7 @@ def _composed(small: Representative, claim: Together, found: Mapping[Claim, Evid
     made axis by axis."""
     first, second = claim.identifiers
     alone = [found[s] for s in claim.alone]
-    weakest = max(alone, key=lambda e: list(Verdict).index(e.verdict))
+    weakest = max(alone, key=lambda e: e.verdict.rank)
     if small.runner.spec.random:
         return found[claim]
     if not composes(small.signature, first, second):

@@ -22,7 +22,6 @@ from verify.results.verdict import Verdict, merge
 
 NAME = "operator lemmas"
 GO_ON = "run it again: what was tested is kept, and it goes on from there; --timeout S raises the limit"
-_ORDER = {verdict: position for position, verdict in enumerate(Verdict)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class LemmaResult:
     @property
     def weakest(self) -> Lemma | None:
         """The lemma on which the verdict of the whole hangs; None where there are none."""
-        return max(self.lemmas, key=lambda lemma: _ORDER[lemma.strength], default=None)
+        return max(self.lemmas, key=lambda lemma: lemma.strength.rank, default=None)
 
     @property
     def counts(self) -> Mapping[Verdict, int]:
@@ -83,7 +82,7 @@ class LemmaResult:
         """One check. Its findings are of lemmas that do not hold or are not decided."""
         refuted = sum(lemma.strength is Verdict.REFUTED for lemma in self.lemmas)
         check = Check(NAME, self.verdict, len(self.lemmas), refuted, self.seconds, self._detail())
-        worst = sorted((m for m in self.lemmas if not m.strength.passes), key=lambda m: -_ORDER[m.strength])
+        worst = sorted((m for m in self.lemmas if not m.strength.passes), key=lambda m: -m.strength.rank)
         return (CheckOutcome(check, tuple(_finding(lemma) for lemma in worst[:SHOWN])),)
 
     def _detail(self) -> str:

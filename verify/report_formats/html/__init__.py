@@ -26,10 +26,8 @@ from verify.report_formats.html.page_elements import (
 from verify.report_formats.html.timeline import timeline_panel
 from verify.results.report import Report, Totals, totals
 from verify.results.styled_line import StyledLine, counts, plain_lines, style_of
-from verify.results.verdict import Verdict
 
 OPEN = 20  # of several reports, those that do not pass and are open from the start
-_ORDER = list(Verdict)
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
@@ -78,7 +76,7 @@ def _report(report: Report) -> str:
 
 
 def _several(reports: Sequence[Report]) -> str:
-    ordered = sorted(enumerate(reports), key=lambda item: -_ORDER.index(item[1].verdict))
+    ordered = sorted(enumerate(reports), key=lambda item: -item[1].verdict.rank)
     rows = [
         [
             badge(report.verdict),

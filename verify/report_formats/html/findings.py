@@ -57,14 +57,13 @@ def certificate_panel(certificate: Certificate | None) -> str:
 
 SHOWN_CHECKS = 60  # checks that pass and are shown; the others are folded
 _HEAD = ("", "check", "verdict", "agree", "detail", "time")
-_ORDER = list(Verdict)
 
 
 def checks_panel(checks: Sequence[Check]) -> str:
     """Return every check with its counts."""
     if not checks:
         return ""
-    ordered = list(checks) if len(checks) <= SHOWN_CHECKS else sorted(checks, key=lambda c: -_ORDER.index(c.verdict))
+    ordered = list(checks) if len(checks) <= SHOWN_CHECKS else sorted(checks, key=lambda c: -c.verdict.rank)
     failing = sum(not check.verdict.passes for check in ordered)
     shown = ordered[: max(SHOWN_CHECKS, failing)]
     body = table(_HEAD, map(_row, shown), "checks")

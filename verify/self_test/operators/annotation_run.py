@@ -27,12 +27,9 @@ from nnscaler.ir.derive import explain_illegal_choice, input_states, output_stat
 from nnscaler.ir.layout import State
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
-from verify.evidence.inputs.concrete_call import function_of
-from verify.evidence.inputs.meta_preflight import tried_on_meta
-from verify.evidence.inputs.operand_shards import local_shape, ranks_of
 from verify.evidence.options import Safeguards
-from verify.evidence.oracle.partition import AXES, Partition, ShardRaised, compare_partition, make_partition
-from verify.evidence.oracle.runner import Prepared
+from verify.evidence.oracle.partition import ShardRaised, compare_partition, make_partition
+from verify.evidence.oracle.runner import Prepared, raised_on_meta
 from verify.self_test.operators.annotation_mutants import annotation_mutants
 from verify.self_test.operators.corpus import SampledCall
 from verify.self_test.operators.second_opinion import holds
@@ -145,7 +142,7 @@ def _one(
         return "refused"
     except Exception:  # noqa: BLE001 - a hook that does not know the identifier: loud, like a shard that raises
         return "raises"
-    if first and not _fits_on_meta(subject, prepared, partition):
+    if first and raised_on_meta(subject.spec, prepared, partition) is not None:
         return "raises"
     try:
         compared = compare_partition(
@@ -154,24 +151,6 @@ def _one(
     except ShardRaised:
         return "raises"
     return "values" if compared.mismatches else "passes"
-
-
-def _fits_on_meta(subject: SampledCall, prepared: Prepared, partition: Partition) -> bool:
-    """Return whether the shards' shapes fit, tried on meta tensors.
-
-    A kernel that does not check its sizes could end the process.
-    """
-    tensors = prepared.whole.concrete.tensors
-    function = function_of(partition.call.operator, subject.spec)
-    ranks = ranks_of(partition.parts)
-    for rank in (ranks[0], ranks[-1]):
-        shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
-        described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
-        more = partition.random_arguments(rank) if subject.spec.random else {}
-        tried = tried_on_meta(function, partition.call, described, dict(zip(AXES, rank, strict=False)), more)
-        if isinstance(tried, Exception):
-            return False
-    return True
 
 
 def truly_holds(subject: SampledCall, signature: Signature, identifier: str) -> bool:

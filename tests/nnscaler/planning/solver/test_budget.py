@@ -10,7 +10,6 @@ import pytest
 
 from nnscaler.planning.planner.bounds.configuration import bound_by_prices
 from nnscaler.planning.solver import eliminate as elimination
-from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import relax
 from nnscaler.planning.solver.local_search import best_crossing, flatten
 from nnscaler.planning.solver.pareto_frontier import Point, bound_at, hull, line_at
@@ -26,6 +25,7 @@ from nnscaler.planning.solver.problem import (
     to_json,
 )
 from nnscaler.planning.solver.solve import branch, solve, solve_within
+from tests.nnscaler.planning.solver.flat import eliminate
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem
 from tests.sampling import every
 

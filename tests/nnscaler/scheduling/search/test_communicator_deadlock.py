@@ -11,8 +11,9 @@ from nnscaler.instructions import Instruction, read_instruction
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.search.communicator_deadlock import check_communicators, name_messages, routes_of
 from nnscaler.scheduling.search.find import find_schedule
-from nnscaler.scheduling.search.placements import equal_stages, folded, looped, pipeline_problem, with_shared
+from nnscaler.scheduling.search.placements import equal_stages, looped, pipeline_problem
 from nnscaler.scheduling.search.problem import ScheduleProblem
+from tests.nnscaler.scheduling.search.shapes import folded, with_shared
 
 
 def order(text: str) -> tuple[Instruction, ...]:

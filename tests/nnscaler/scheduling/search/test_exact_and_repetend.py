@@ -15,11 +15,12 @@ from nnscaler.scheduling.search.extend_schedule import longer_step
 from nnscaler.scheduling.search.find import in_units
 from nnscaler.scheduling.search.job_shop_model import Shop, Starts, makespan_of, sequences, shop_of
 from nnscaler.scheduling.search.legal import violations
-from nnscaler.scheduling.search.placements import equal_stages, folded, looped, pipeline_problem, with_shared
+from nnscaler.scheduling.search.placements import equal_stages, looped, pipeline_problem
 from nnscaler.scheduling.search.portfolio import settled
 from nnscaler.scheduling.search.problem import PassBlock, ScheduleProblem, make_problem
 from nnscaler.scheduling.search.repetend import Repetend, search_repetend
 from tests.nnscaler.scheduling.search.problems import shortest, small_problems
+from tests.nnscaler.scheduling.search.shapes import folded, with_shared
 
 SLOW = [HealthCheck.too_slow]
 

@@ -17,19 +17,11 @@ from nnscaler.scheduling.search.bound import bound, memory_needed
 from nnscaler.scheduling.search.find import SearchBudget, find_schedule
 from nnscaler.scheduling.search.job_shop_model import shop_of
 from nnscaler.scheduling.search.legal import violations
-from nnscaler.scheduling.search.placements import (
-    StagePlan,
-    both_ways,
-    equal_stages,
-    folded,
-    looped,
-    pipeline_problem,
-    recycled,
-    with_shared,
-)
+from nnscaler.scheduling.search.placements import StagePlan, equal_stages, looped, pipeline_problem
 from nnscaler.scheduling.search.problem import PassBlock, ScheduleProblem, make_problem
 from nnscaler.scheduling.timeline import simulate
 from tests.nnscaler.scheduling.search.problems import shortest, small_problems
+from tests.nnscaler.scheduling.search.shapes import both_ways, folded, recycled, with_shared
 
 QUICK = SearchBudget(rounds=1, states=2_000, nodes=20, variables=120, short=4)
 sizes = pytest.mark.parametrize(("devices", "times"), [(2, 2), (2, 4), (4, 2), (4, 3), (8, 2), (8, 4), (16, 2)])

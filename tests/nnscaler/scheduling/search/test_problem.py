@@ -10,19 +10,11 @@ from hypothesis import given, settings
 
 from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.search.bound import bound
-from nnscaler.scheduling.search.placements import (
-    StagePlan,
-    both_ways,
-    equal_stages,
-    folded,
-    looped,
-    pipeline_problem,
-    recycled,
-    with_shared,
-)
+from nnscaler.scheduling.search.placements import StagePlan, equal_stages, looped, pipeline_problem
 from nnscaler.scheduling.search.problem import Dependency, PassBlock, ScheduleProblem, from_json, make_problem, to_json
 from nnscaler.scheduling.timeline import PassCosts
 from tests.nnscaler.scheduling.search.problems import small_problems
+from tests.nnscaler.scheduling.search.shapes import both_ways, folded, recycled, with_shared
 
 F = PassBlock("F", 0, (0,), 1.0, 4.0, 0.0)
 B = PassBlock("B", 0, (0,), 2.0, 0.0, 4.0)

@@ -9,8 +9,7 @@ number and depends on what is split gives Unknown, unless `SIZES` names it: the 
 themselves, numbers that enter values do not. Random operators, those without a rule and those of other
 namespaces give Unknown, except that a deterministic ATen operator on equal inputs has equal outputs.
 
-To try a rule in isolation, `verify.evidence.dimension_types.rules.rule_harness.conclude_on` takes real tensors and
-their states:
+To try a rule alone, `conclude_on` of `tests/verify/op_proofs/rule_harness.py` takes real tensors and their states:
 
     conclude_on(torch.ops.aten.mm.default, [a, b], {}, [Shard(1), Shard(0)], size=12)    # (PartialSum(),)
 

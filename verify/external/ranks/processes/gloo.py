@@ -63,7 +63,7 @@ def run_over_gloo(function: Callable[[int], T], ranks: int, *, initialise: bool,
     with tempfile.TemporaryDirectory(prefix="nnscaler-ranks-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         create_status_file(folder / "status", ranks)
-        plan = _Plan(function, ranks, initialise, folder, _free_port())
+        plan = _Plan(function, ranks, initialise, folder, free_port())
         processes: list[int] = []
         connections: list[Connection] = []
         try:
@@ -86,7 +86,7 @@ def run_over_gloo(function: Callable[[int], T], ranks: int, *, initialise: bool,
     return RankRun(results, calls, sum(answer.unwaited for answer in answers))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port for programs that make a store of their own at MASTER_PORT."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
