@@ -289,6 +289,14 @@ def running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None)
 
 def measure_condition(model: nn.Module, sample: SampleInputs, reference: Trajectory, steps: int) -> Tolerance:
     """Return the tolerance with the noise that one unit of rounding in the parameters makes."""
+    moved = moved_model(model)
+    rate, settings = reference.learning_rate, reference.settings
+    run = run_reference(moved, sample, steps=steps, learning_rate=rate, settings=settings)
+    return exact_tolerance(noise_between(run, reference))
+
+
+def moved_model(model: nn.Module) -> nn.Module:
+    """Return a copy in float64 whose parameters are moved by one unit of rounding each, up or down."""
     moved = copy.deepcopy(model).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -296,9 +304,7 @@ def measure_condition(model: nn.Module, sample: SampleInputs, reference: Traject
             if parameter.is_floating_point():
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 parameter.mul_(1 + signs.double() * torch.finfo(torch.float64).eps)
-    rate, settings = reference.learning_rate, reference.settings
-    run = run_reference(moved, sample, steps=steps, learning_rate=rate, settings=settings)
-    return exact_tolerance(noise_between(run, reference))
+    return moved
 
 
 def noise_between(one: Trajectory, exact: Trajectory) -> dict[Key, float]:
