@@ -10,7 +10,7 @@ from op_registry.annotation.mismatch import Mismatch, misfit
 from op_registry.annotation.sizes import BoundAnnotation, bind
 from op_registry.annotation.syntax_tree import Annotation, Opaque, Operand
 from op_registry.annotation.well_formed import parse_checked
-from op_registry.call import AxisShard, Call, TensorArgument, iterate_tensors
+from op_registry.call import AxisShard, Call, TensorArgument, instances_in
 from op_registry.errors import AnnotationError
 from op_registry.rank_expression import Expression, local_size
 from op_registry.registry import output_only
@@ -110,7 +110,7 @@ class _Matcher:
         return self.operands[position] if position < len(self.operands) else None
 
     def argument(self, parameter: SchemaParameter, value: Any) -> None:
-        tensors = list(iterate_tensors(value))
+        tensors = list(instances_in(value, TensorArgument))
         self.tensors_left -= len(tensors)
         if isinstance(self.next, Opaque):
             self.taken.append(None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Call:
 
     def tensors(self) -> tuple[TensorArgument, ...]:
         """Return the tensors of the call by index."""
-        return tuple(sorted(iterate_tensors((self.args, dict(self.kwargs))), key=lambda t: t.index))
+        return tuple(sorted(instances_in((self.args, self.kwargs), TensorArgument), key=lambda t: t.index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +97,21 @@ class AxisShard:
         return self.parts == 1 or (self.outer == 1 and not self.sections)
 
 
-def iterate_tensors(value: Any) -> Iterator[TensorArgument]:
-    """Yield every tensor in a nested argument, left to right."""
-    if isinstance(value, TensorArgument):
+def instances_in(value: Any, kind: type[T]) -> Iterator[T]:
+    """Yield every instance of `kind` in nested lists, tuples and mappings, left to right."""
+    if isinstance(value, kind):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from iterate_tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from iterate_tensors(item)
+    elif isinstance(value, list | tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from instances_in(item, kind)
+
+
+def map_instances(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
+    """Rebuild nested lists and tuples with `function(item)` in place of each instance of `kind`, left to right."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, list):
+        return [map_instances(v, kind, function) for v in value]
+    if isinstance(value, tuple):
+        return tuple(map_instances(v, kind, function) for v in value)
+    return value

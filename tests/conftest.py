@@ -122,8 +122,7 @@ def _one_fork_server() -> Iterator[SharedServer | None]:
         return
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         server = SharedServer(backends.start_server, stack)
-        for module in filter(None, (backends, sys.modules.get("verify.programs.training.run"))):
-            patch.setattr(module, "start_server", server)
+        patch.setattr(backends, "start_server", server)
         yield server
 
 
@@ -135,7 +134,6 @@ def _apart(
         monkeypatch.setattr("verify.processes.subprocess_isolation.can_run_apart", CAN_RUN_APART)
         if _one_fork_server is not None:
             monkeypatch.setattr("verify.programs.execution.backends.start_server", _one_fork_server.start)
-            monkeypatch.setattr("verify.programs.training.run.start_server", _one_fork_server.start)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """The intermediate representation: graphs, meshes, layouts, placements."""
 
-from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slot, as_call, map_slots
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slot, as_call
 from nnscaler.ir.invariants import InternalError, check_graph
 from nnscaler.ir.layout import MICRO, Axis, DeviceMesh, Invariant, Layout, Partial, Replicated, Sharded, State
 from nnscaler.ir.placement import (
@@ -42,6 +42,5 @@ __all__ = [
     "State",
     "as_call",
     "check_graph",
-    "map_slots",
     "print_graph",
 ]

@@ -10,7 +10,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
-from op_registry.call import Call, TensorArgument
+from op_registry.call import Call, TensorArgument, map_instances
 from op_registry.spec import SourceLocation
 
 # Logical tensors and operations, of which a graph is made.
@@ -132,17 +132,6 @@ class Operation:
     module_type: str = ""
 
 
-def map_slots(value: Any, function: Any) -> Any:
-    """Rebuild nested arguments with `function(slot)` in place of each slot."""
-    if isinstance(value, Slot):
-        return function(value)
-    if isinstance(value, list):
-        return [map_slots(v, function) for v in value]
-    if isinstance(value, tuple):
-        return tuple(map_slots(v, function) for v in value)
-    return value
-
-
 def as_call(operation: Operation, tensors: Mapping[str, LogicalTensor]) -> Call:
     """Return the operation in the form in which the registry's functions take it."""
 
@@ -154,8 +143,8 @@ def as_call(operation: Operation, tensors: Mapping[str, LogicalTensor]) -> Call:
         None if name is None else TensorArgument(i, tensors[name].shape, tensors[name].dtype)
         for i, name in enumerate(operation.outputs)
     )
-    kwargs = {k: map_slots(v, argument) for k, v in operation.kwargs}
-    return Call(operation.operator, map_slots(operation.args, argument), kwargs, outputs)
+    kwargs = {k: map_instances(v, Slot, argument) for k, v in operation.kwargs}
+    return Call(operation.operator, map_instances(operation.args, Slot, argument), kwargs, outputs)
 
 
 LOSS = "loss"  # its name among the results

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+
+from op_registry.call import instances_in
 
 from nnscaler.ir.graph import Graph, Operation, Slot
 
@@ -75,17 +76,9 @@ def _order(graph: Graph) -> Iterator[str]:
 
 def _slots(operation: Operation) -> Iterator[str]:
     """Check that arguments have one slot per input, numbered in their order."""
-    found = list(_iterate_slots([operation.args, [v for _, v in operation.kwargs]]))
+    found = [slot.index for slot in instances_in((operation.args, operation.kwargs), Slot)]
     if found != list(range(len(operation.inputs))):
         yield f"{operation.name} has slots {found} for {len(operation.inputs)} inputs"
-
-
-def _iterate_slots(value: Any) -> Iterator[int]:
-    if isinstance(value, Slot):
-        yield value.index
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _iterate_slots(item)
 
 
 def _gradients(operation: Operation, graph: Graph) -> Iterator[str]:

@@ -14,7 +14,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import LOSS, Graph
-from nnscaler.tracing.export.locations import location_of_exception
+from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.mutated_attributes import attributes_kept
 from nnscaler.tracing.float64_run import exact, exact_tensor, run_backward, without_dropout
@@ -112,15 +112,8 @@ def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str]
 
 def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> TrainingStep:
     """Run a step of the module in its own dtype. Raises NnscalerError "model_raised"."""
-    try:
-        with without_dropout(module):
-            return _eager_step(copy.deepcopy(module), graph, sample, None)
-    except NnscalerError:
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        message = f"the model itself raises on the sample batch: {type(error).__name__}: {first[:300]}"
-        raise NnscalerError("model_raised", message, location_of_exception(error)) from error
+    with model_errors("the model itself raises on the sample batch"), without_dropout(module):
+        return _eager_step(copy.deepcopy(module), graph, sample, None)
 
 
 def _returned(graph: Graph, name: str, value: Tensor, precision: str | None) -> Tensor:

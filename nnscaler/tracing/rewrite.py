@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.call import DType
+from op_registry.call import DType, map_instances
 from op_registry.torch_schema import schema_of
 
-from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Slot, map_slots
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Slot
 
 # Shapes and dtypes of an operator's results, by running it on the meta device.
 
@@ -122,20 +122,8 @@ def references(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def reference(slot: Slot) -> TensorName:
         return TensorName(operation.inputs[slot.index])
 
-    kwargs = {k: map_slots(v, reference) for k, v in operation.kwargs}
-    return map_slots(operation.args, reference), kwargs
-
-
-def iterate_references(value: Any) -> Iterator[TensorName]:
-    """Yield every `TensorName` in nested arguments, left to right."""
-    if isinstance(value, TensorName):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from iterate_references(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from iterate_references(item)
+    kwargs = {k: map_instances(v, Slot, reference) for k, v in operation.kwargs}
+    return map_instances(operation.args, Slot, reference), kwargs
 
 
 def map_references(value: Any, function: Callable[[TensorName], Any]) -> Any:

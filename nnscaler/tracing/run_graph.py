@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.call import DType
+from op_registry.call import DType, map_instances
 from op_registry.registry import default_registry, facts_of
 from op_registry.torch_schema import is_factory, schema_of
 
-from nnscaler.ir.graph import Graph, Operation, map_slots
+from nnscaler.ir.graph import Graph, Operation, Slot
 from nnscaler.runtime import ops
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact_dtype, exact_tensor
@@ -66,7 +66,7 @@ def _run(
     device: torch.device,
 ) -> None:
     def argument(value: Any) -> Any:
-        return map_leaves(map_slots(value, lambda slot: _Given(values[operation.inputs[slot.index]])), plain)
+        return map_leaves(map_instances(value, Slot, lambda slot: _Given(values[operation.inputs[slot.index]])), plain)
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, DType):

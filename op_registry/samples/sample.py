@@ -9,9 +9,11 @@ that a `localize` hook rewrites the call for: a hook that drops one is right whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from op_registry.call import map_instances
 
 if TYPE_CHECKING:
     import torch
@@ -144,19 +146,4 @@ def _show(value: Any) -> str:
 
 def replace_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """Rebuild nested arguments with `function(tensor)` in place of each tensor, left to right."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list):
-        return [replace_tensors(v, function) for v in value]
-    if isinstance(value, tuple):
-        return tuple(replace_tensors(v, function) for v in value)
-    return value
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of nested arguments, left to right."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)
+    return map_instances(value, Tensor, function)

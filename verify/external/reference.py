@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.tracing.export.locations import location_of_exception
+from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
 from verify.external.parameter_mapping import Lookup, StateMap, as_real, state_of
 from verify.external.program import Batch, ExternalProgram
 from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
 
 Part = tuple[int, ...]  # a rank's index on each data axis
+_told = partial(model_errors, "the plain model itself raises on `batch()`")
 
 
 def initial_model(program: ExternalProgram, seed: int) -> nn.Module:
@@ -263,18 +264,6 @@ def _scalar(loss: Any) -> Tensor:
         message = f"`step(model, batch)` returns {found} for the plain model, and no scalar loss"
         raise NnscalerError("usage", message, help="return the loss, or define `reference_step(model, batch)`")
     return loss.detach().reshape(()).clone()
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except NnscalerError:
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        message = f"the plain model itself raises on `batch()`: {type(error).__name__}: {first[:300]}"
-        raise NnscalerError("model_raised", message, location_of_exception(error)) from error
 
 
 PieceOfStep = Callable[[int, int, int], tuple[Tensor, Tensor]]

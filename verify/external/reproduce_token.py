@@ -6,17 +6,16 @@ options, and the versions of nnscaler, torch and, where its models are verified,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from shlex import join, quote, split
+from shlex import quote, split
 from typing import Any
 
-from nnscaler.errors import NnscalerError
 from nnscaler.model_file import find_target
 from verify.external.request import LIBRARY, ExternalRequest
 from verify.results.file_digests import Source, changes, read_source
-from verify.results.packed_json import LONGEST, WordKind
+from verify.results.packed_json import WordKind, check_options
 from verify.results.report import environment, version_of
 
 PREFIX = "nns3:"
@@ -53,12 +52,6 @@ class ExternalToken:
         return told
 
 
-def reproduce_line(request: ExternalRequest, command: Sequence[str]) -> str:
-    """Return the line that runs the same again; `command`, the present line, where a token would be too long."""
-    word = encode(make_token(request))
-    return join(command if word is None else ["nnscaler", "reproduce", word])
-
-
 def make_token(request: ExternalRequest) -> ExternalToken:
     """Return the token of a request. Raises NnscalerError `no_such_file`."""
     values = {field.name: getattr(request, field.name) for field in fields(request) if field.name not in _APART}
@@ -87,10 +80,7 @@ def script_file(script: str) -> Path | None:
 
 def request_of(token: ExternalToken) -> ExternalRequest:
     """Return what the token says is to be verified. Raises NnscalerError `bad_token` for options that are not known."""
-    known = {field.name for field in fields(ExternalRequest)} - set(_APART)
-    unknown = sorted(set(token.options) - known)
-    if unknown:
-        raise NnscalerError("bad_token", f"the token has options that this nnscaler lacks: {', '.join(unknown)}")
+    check_options(token.options, ExternalRequest, _APART)
     options: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in token.options.items()}
     target = token.function
     if token.script is None and token.source is not None and not target.startswith(LIBRARY):
@@ -100,8 +90,7 @@ def request_of(token: ExternalToken) -> ExternalRequest:
 
 def encode(token: ExternalToken) -> str | None:
     """Return the word; None where it would be too long for a command line."""
-    word = _WORDS.pack(asdict(token))
-    return word if len(word) <= LONGEST else None
+    return _WORDS.pack_short(asdict(token))
 
 
 def decode(text: str) -> ExternalToken:

@@ -23,7 +23,6 @@ from nnscaler.files import save_tensors
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.ir.signature import signatures
-from nnscaler.runtime.program.load_python import load_role
 from nnscaler.tracing import Traced
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import (
@@ -89,7 +88,7 @@ class PlanTrial:
             return True
         expected = self.reference.gradients[0]
         scale = family_scale(expected.values())
-        parameters, _ = holdings_of([load_role(program.path / file) for file in program.role_files])
+        parameters, _ = holdings_of(program.roles())
         entries = by_rank(results, "gradient")
         for holding in parameters.values():
             found = put_together(holding, entries)

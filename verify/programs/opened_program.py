@@ -13,7 +13,11 @@ from nnscaler.scheduling.registry import SCHEDULES
 from nnscaler.transform.plan import EP, Plan, slices_text
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
+
+    from nnscaler.runtime.role import Stage
 
 _HELP = "`nnscaler compile MODEL --ranks N --plan SPEC --out DIR` writes one"
 _SCHEDULES = {name: kind.title for name, kind in SCHEDULES.items()}
@@ -87,6 +91,16 @@ class OpenedProgram:
         """Return the plan beside the program, where it is there. Raises NnscalerError("plan_illegal")."""
         file = self.path / PLAN
         return Plan.from_json(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
+
+    def roles(self) -> list[ModuleType]:
+        """Load the module of every role. Raises what its text raises."""
+        from nnscaler.runtime.program.load_python import load_role
+
+        return [load_role(self.path / file) for file in self.role_files]
+
+    def stages(self) -> list[type[Stage]]:
+        """Return the stage classes of all roles."""
+        return [stage for role in self.roles() for stage in role.STAGES]
 
     def state(self) -> dict[str, Tensor] | None:
         """Return the stored parameters, buffers and constants; None for a program of a model without data.

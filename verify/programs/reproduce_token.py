@@ -6,18 +6,17 @@ whole, the options, and the versions of nnscaler and torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from typing import Any
 
-from nnscaler.errors import NnscalerError
 from nnscaler.model_file import find_target
 from nnscaler.plan_source import is_words, plan_text, schedule_file
 from verify.programs.request import PlanRequest
 from verify.results.file_digests import Source, changes, read_source
-from verify.results.packed_json import LONGEST, WordKind
+from verify.results.packed_json import WordKind, check_options
 from verify.results.report import environment
 
 _WORDS = WordKind("nns2:", "verify-plan", 1 << 24, "which may compile another program")
@@ -62,12 +61,6 @@ class PlanToken:
         return changes((self.model, self.policy, self.program, self.schedule), self.torch)
 
 
-def reproduce_line(request: PlanRequest, command: Sequence[str]) -> str:
-    """Return the line that runs the same again; `command`, the present line, where a token would be too long."""
-    word = encode(make_token(request))
-    return join(command if word is None else ["nnscaler", "reproduce", word])
-
-
 def make_token(request: PlanRequest) -> PlanToken:
     """Return the token of a request whose ranks and backend are set. Raises NnscalerError `no_such_file`."""
     file, factory = find_target(str(request.model))
@@ -101,10 +94,7 @@ def request_of(token: PlanToken) -> PlanRequest:
     """Return what the token says is to be verified. Raises NnscalerError `bad_token` for options that are not known."""
     given: dict[str, Any] = dict(token.options)
     quick, deep = given.pop("quick", False), given.pop("deep", False)
-    known = {field.name for field in fields(PlanRequest)} - set(_APART)
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise NnscalerError("bad_token", f"the token has options that this nnscaler lacks: {', '.join(unknown)}")
+    check_options(given, PlanRequest, _APART)
     if token.schedule is not None:
         given["schedule"] = token.schedule.path + "".join(str(given["schedule"]).partition("::")[1:])
     plan = token.plan
@@ -122,8 +112,7 @@ def request_of(token: PlanToken) -> PlanRequest:
 
 def encode(token: PlanToken) -> str | None:
     """Return the word; None where it would be too long for a command line."""
-    word = _WORDS.pack(asdict(token))
-    return word if len(word) <= LONGEST else None
+    return _WORDS.pack_short(asdict(token))
 
 
 def decode(text: str) -> PlanToken:

@@ -18,14 +18,12 @@ from op_registry.registry import facts_of
 from nnscaler.errors import NnscalerError
 from nnscaler.files import save_tensors
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Input, Stage, sizes_in_time
 from nnscaler.runtime.shards import logical_indices
 from verify.programs.checks.context import CheckOutcome, Comparison
 from verify.programs.checks.logical_tensors import holdings_of, results_of
 from verify.programs.execution.backends import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult, Task, TrialTask
-from verify.programs.opened_program import OpenedProgram
 from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, run_reference
 from verify.programs.request import PlanRequest
@@ -165,11 +163,6 @@ def plan_trials(
     return (*trials, *([] if labels is None else [labels])), (() if note is None else (note,))
 
 
-def stages_of(program: OpenedProgram) -> list[type[Stage]]:
-    """Return the stage classes of all roles."""
-    return [stage for file in program.role_files for stage in load_role(program.path / file).STAGES]
-
-
 def _scaled(prepared: Prepared, reference: Trajectory, scale: float) -> SingleStep:
     settings = replace(reference.settings, clip=False, max_norm=None, loss_scale=scale)
     found = run_reference(
@@ -183,7 +176,7 @@ def _labels(prepared: Prepared, reference: Trajectory) -> tuple[SingleStep | Non
     labels = find_labels(prepared.graph)
     if labels is None:
         return None, "unequal numbers of labels were not tried: no input is known to be the labels of a cross entropy"
-    stages = stages_of(prepared.program)
+    stages = prepared.program.stages()
     if len(counts(labels, prepared.sample.tensors, stages)) < 2:
         return None, None  # one piece: there is nothing to differ
     batch = unequal(labels, prepared.sample.tensors, stages)
@@ -246,7 +239,7 @@ def make_comparison(
     request: PlanRequest, prepared: Prepared, reference: Trajectory, results: tuple[RankResult, ...]
 ) -> Comparison:
     """Make the input of the checks from the model's results and the ranks' results."""
-    modules = [load_role(prepared.program.path / file) for file in prepared.program.role_files]
+    modules = prepared.program.roles()
     parameters, buffers = holdings_of(modules)
     places = SourceMap(prepared.graph)
     names, used = names_of(prepared.model), places.of_parameters()

@@ -10,8 +10,9 @@ import base64
 import binascii
 import json
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from shlex import join
 from typing import Any, TypeVar
 
 from nnscaler.errors import NnscalerError
@@ -67,6 +68,11 @@ class WordKind:
         """Return the word of a document with these fields."""
         return pack(self.prefix, {"tool": self.tool, **fields})
 
+    def pack_short(self, fields: dict[str, Any]) -> str | None:
+        """Return the word; None where it would be too long for a command line."""
+        word = self.pack(fields)
+        return word if len(word) <= LONGEST else None
+
     def read(self, text: str, make: Callable[[Mapping[str, Any]], T], again: Callable[[Mapping[str, Any]], str]) -> T:
         """Return what `make` gives for the document of a word, which may be wrapped over lines.
 
@@ -92,3 +98,15 @@ class WordKind:
             raise NnscalerError("bad_token", "the token is damaged: it must be copied whole", help=help) from None
         message = f"the token is of nnscaler {found}, and this is nnscaler {here}, {self.otherwise}"
         raise NnscalerError("bad_token", message, help=f"verify again: {line}")
+
+
+def reproduce_line(word: str | None, command: Sequence[str]) -> str:
+    """Return the line that runs the same again; `command`, the present line, where there is no word."""
+    return join(command if word is None else ["nnscaler", "reproduce", word])
+
+
+def check_options(options: Iterable[str], request: type[Any], apart: Collection[str]) -> None:
+    """Check that the options are fields of the request, and none that is `apart`. Raises NnscalerError `bad_token`."""
+    unknown = sorted(set(options) - {field.name for field in fields(request) if field.name not in apart})
+    if unknown:
+        raise NnscalerError("bad_token", f"the token has options that this nnscaler lacks: {', '.join(unknown)}")

@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
 from verify.processes.pool import Died, Event, Note, Raised, TimedOut, run_forked
 from verify.processes.subprocess_isolation import can_run_apart
-from verify.results.styled_line import StyledLine
+from verify.results.styled_line import StyledLine, plain
 
 Row = TypeVar("Row")
 Result = TypeVar("Result")
+Group = TypeVar("Group")
 Progress = Callable[[str], None]
 
 
@@ -77,6 +79,36 @@ def run_rows_apart(
             else:
                 yield row, event.result
         waiting = again
+
+
+def run_groups(
+    rows: Sequence[Row],
+    group_of: Callable[[Row], Group],
+    work: Callable[[Group, Sequence[Row]], tuple[Sequence[Result], str]],
+    tell: Callable[[Group, int], object],
+    processes: int,
+) -> tuple[list[Result], tuple[str, ...]]:
+    """Return the results of the rows, those of a group run together, and what was said against right programs.
+
+    `work` returns the results of a group's rows, and what is said against their right program, empty if nothing. `tell`
+    is given each group and the number of its rows first, where they run in this process.
+    """
+    groups: dict[Group, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(group_of(row), []).append(row)
+    if processes < 2:
+        found = list(run_rows(groups, lambda g: work(g, groups[g]), lambda g: tell(g, len(groups[g]))))
+    else:
+        found = list(run_rows_apart(groups, lambda g, _: work(g, groups[g]), processes))
+    results = {id(row): one for group, (every, _) in found for row, one in zip(groups[group], every, strict=True)}
+    return [results[id(row)] for row in rows], tuple(said for _, (_, said) in found if said)
+
+
+def family_lines(rows: Sequence[tuple[str, bool]], width: int) -> list[StyledLine]:
+    """Return how many mutants of each family there are, and are killed. `rows`: (family, killed) of each mutant."""
+    mutants, killed = Counter(family for family, _ in rows), Counter(family for family, dead in rows if dead)
+    lines = [f"{family:<{width}} {count:>8} {killed[family]:>8}" for family, count in mutants.items()]
+    return [plain(f"{'family':<{width}} {'mutants':>8} {'killed':>8}"), *map(plain, lines)]
 
 
 def closing_line(good: bool, rest: str, seconds: float) -> StyledLine:

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         precision=request.precision,
         optimizer_bytes=request.optimizer_bytes,
         model={**model.description(), **_loss(request.loss_fn)},
-        progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
+        progress=console.phase,
     )
     path, manifest = program.save(options.out_folder), program.manifest
     _warn(program, options.model, console)

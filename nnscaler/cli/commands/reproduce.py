@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnscaler.cli.options import add_report_options, seconds
 from nnscaler.errors import NnscalerError
@@ -80,24 +81,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _replay_plan(options: argparse.Namespace) -> int:
-    """Verifies what a token says and shows it as asked; the exit code of the verdict.
-
-    Raises NnscalerError `bad_token`, and `no_such_file` where a file of the token is gone. A file that was changed, and
-    another torch, are warned of: the question may be whether a correction helped.
-    """
+    """Verifies what a token says and shows it as asked; the exit code of the verdict."""
     from nnscaler.cli.commands import verify_plan
     from nnscaler.cli.output.print_reports import print_report
     from verify.programs.reproduce_token import decode, request_of
 
-    console: Console = options.console
-    token = decode(options.token)
-    for change in token.changes():
-        console.warning(change)
-    request = request_of(token)
-    if options.timeout is not None:
-        request = replace(request, timeout=options.timeout)
-    report = verify_plan.verify(request, console)
-    print_report(report, options.output_format, console)
+    report = verify_plan.verify(_asked(options, decode, request_of), options.console)
+    print_report(report, options.output_format, options.console)
     return report.exit_code
 
 
@@ -106,11 +96,18 @@ def _replay_external(options: argparse.Namespace) -> int:
     from nnscaler.cli.commands import verify_external
     from verify.external.reproduce_token import decode, request_of
 
-    console: Console = options.console
+    request = _asked(options, decode, request_of)
+    return verify_external.show(verify_external.verify(request, options.console), options)
+
+
+def _asked(options: argparse.Namespace, decode: Callable[[str], Any], request_of: Callable[[Any], Any]) -> Any:
+    """Return the request of a token.
+
+    Raises NnscalerError `bad_token`, and `no_such_file` where a file of the token is gone. A file that was changed, and
+    another torch, are warned of: the question may be whether a correction helped.
+    """
     token = decode(options.token)
     for change in token.changes():
-        console.warning(change)
+        options.console.warning(change)
     request = request_of(token)
-    if options.timeout is not None:
-        request = replace(request, timeout=options.timeout)
-    return verify_external.show(verify_external.verify(request, console), options)
+    return request if options.timeout is None else replace(request, timeout=options.timeout)

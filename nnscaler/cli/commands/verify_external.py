@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from typing import TYPE_CHECKING
 
+from nnscaler.cli.commands.verify_plan import run_context
 from nnscaler.cli.options import add_report_options, positive, seconds
 from nnscaler.cli.output.comm_volume import add_option, show_profile
 
@@ -196,15 +196,8 @@ def external_request(options: argparse.Namespace) -> ExternalRequest:
 def verify(request: ExternalRequest, console: Console) -> list[Report]:
     """Verify what the request says, and tell the console. Raises NnscalerError for what could not be run."""
     from verify.external.entry_point import verify_external_request
-    from verify.programs.subject import RunContext
 
-    context = RunContext(
-        progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
-        detail=console.detail,
-        say=console.progress,
-        command=("nnscaler", *sys.argv[1:]),
-    )
-    return verify_external_request(request, context)
+    return verify_external_request(request, run_context(console))
 
 
 def show(reports: list[Report], options: argparse.Namespace, taken: float = 0.0) -> int:

@@ -24,6 +24,7 @@ from nnscaler.records import encode
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from verify.programs.request import PlanRequest
+    from verify.programs.subject import RunContext
     from verify.results.report import Report
 
 TIMEOUT_HELP = (
@@ -184,15 +185,15 @@ def plan_request(options: argparse.Namespace) -> PlanRequest:
 def verify(request: PlanRequest, console: Console) -> Report:
     """Verifies what the request says, and tells the console. Raises NnscalerError for what could not be run."""
     from verify.programs.entry_point import verify_request
+
+    return verify_request(request, context=run_context(console))
+
+
+def run_context(console: Console) -> RunContext:
+    """Return the context of a run of this command line that tells the console how it goes."""
     from verify.programs.subject import RunContext
 
-    context = RunContext(
-        progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
-        detail=console.detail,
-        say=console.progress,
-        command=("nnscaler", *sys.argv[1:]),
-    )
-    return verify_request(request, context=context)
+    return RunContext(console.phase, console.detail, console.progress, ("nnscaler", *sys.argv[1:]))
 
 
 def _check_outputs(options: argparse.Namespace, request: PlanRequest) -> None:

@@ -121,6 +121,10 @@ class Console:
         if self.verbosity >= 1:
             self._error(f"[{time.perf_counter() - self._started:5.1f} s] {text}", "dim")
 
+    def phase(self, name: str, seconds: float, text: str) -> None:
+        """Say what came out of a phase, as `progress` does."""
+        self.progress(f"{name:<12} {seconds:5.1f} s  {text}")
+
     def detail(self, text: str) -> None:
         """Print something that only -v shows, to stderr."""
         if self.verbosity >= 2:

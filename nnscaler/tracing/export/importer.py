@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from op_registry.call import DType
+from op_registry.call import DType, instances_in
 from op_registry.register import operator_of
 from op_registry.spec import SourceLocation
 
@@ -25,7 +25,6 @@ from nnscaler.tracing.rewrite import (
     RawGraph,
     TensorName,
     dtype_name,
-    iterate_references,
     make_operation,
     storage_of,
     written_inputs,
@@ -224,7 +223,7 @@ class _Importer:
         unknown = _from_data([args, kwargs])
         if unknown is not None:
             return unknown
-        if any(iterate_references([args, kwargs])) or getattr(target, "__module__", "") != "_operator":
+        if any(instances_in([args, kwargs], TensorName)) or getattr(target, "__module__", "") != "_operator":
             raise NnscalerError(
                 "trace_failed",
                 f"the graph has no place for {getattr(target, '__name__', target)}",

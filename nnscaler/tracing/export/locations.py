@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from op_registry.spec import SourceLocation
+
+from nnscaler.errors import NnscalerError
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?:[ \t]+(?P<text>[^\n]*))?')
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -67,6 +70,22 @@ def location_of_exception(error: BaseException) -> SourceLocation | None:
             best, best_is_own = SourceLocation(file, line, linecache.getline(file, line).strip()), own
         traceback = traceback.tb_next
     return best
+
+
+@contextmanager
+def model_errors(message: str, *pass_through: type[Exception]) -> Iterator[None]:
+    """Report an exception of the model's code as the model's, at its line: `message`, and the exception.
+
+    Our own errors pass through, as do those named. Raises NnscalerError "model_raised".
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (NnscalerError, *pass_through)):
+            raise
+        first = (str(error).strip().splitlines() or [""])[0]
+        told = f"{message}: {type(error).__name__}: {first[:300]}"
+        raise NnscalerError("model_raised", told, location_of_exception(error)) from error
 
 
 def location_of_frames() -> SourceLocation | None:

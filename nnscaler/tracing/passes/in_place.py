@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from op_registry.call import DType
+from op_registry.call import DType, instances_in
 from op_registry.registry import facts_of
 
 from nnscaler.errors import NnscalerError
@@ -25,7 +25,6 @@ from nnscaler.tracing.rewrite import (
     RawGraph,
     TensorName,
     infer,
-    iterate_references,
     map_references,
     references,
     torch_operator,
@@ -223,7 +222,7 @@ def _written_names(operation: Operation) -> list[str]:
         return [statistic_written(operation)[0]]
     args, _kwargs = references(operation)
     positions = written_inputs(operation.operator)
-    return [r.name for p in positions if p < len(args) for r in iterate_references(args[p])]
+    return [r.name for p in positions if p < len(args) for r in instances_in(args[p], TensorName)]
 
 
 @dataclass(frozen=True, slots=True)

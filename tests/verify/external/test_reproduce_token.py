@@ -19,13 +19,12 @@ from verify.external.reproduce_token import (
     decode,
     encode,
     make_token,
-    reproduce_line,
     request_of,
     script_file,
 )
 from verify.external.request import ExternalRequest
 from verify.results.file_digests import Source
-from verify.results.packed_json import LONGEST, pack
+from verify.results.packed_json import LONGEST, pack, reproduce_line
 from verify.results.report import environment, version_of
 
 names = st.text(min_size=1, max_size=6)
@@ -132,7 +131,8 @@ def test_a_token_that_is_too_long_is_the_command_itself(folder: Path) -> None:
 
     noise = "".join(random.Random(0).choices(string.printable, k=2 * LONGEST))
     request = replace(asked("hf:llama"), settings=(f"a={noise}",))
-    assert reproduce_line(request, ("nnscaler", "verify-external", "a b")) == "nnscaler verify-external 'a b'"
+    word = encode(make_token(request))
+    assert reproduce_line(word, ("nnscaler", "verify-external", "a b")) == "nnscaler verify-external 'a b'"
 
 
 @pytest.mark.parametrize(

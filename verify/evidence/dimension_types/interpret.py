@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from op_registry.call import instances_in
+
 from verify.evidence.dimension_types.rules import conclude
-from verify.evidence.dimension_types.rules.call import Operand, RuleCall, operands_in, unknown
+from verify.evidence.dimension_types.rules.call import Operand, RuleCall, unknown
 from verify.evidence.dimension_types.states import (
     SAME,
     Constant,
@@ -42,7 +44,7 @@ def interpret(trace: Trace, given: Mapping[int, State], split: Symbols) -> dict[
 def _read(call: RuleCall) -> tuple[Operand, ...]:
     """Return the tensors whose values a number that the operator finds depends on."""
     if str(call.overload) == "aten.index.Tensor":
-        return tuple(operands_in(call["indices"]))
+        return tuple(instances_in(call["indices"], Operand))
     return call.operands()
 
 

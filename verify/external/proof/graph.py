@@ -6,12 +6,13 @@ makes a new value (`record.py`). Tensors have shapes and dtypes, and no values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from op_registry.call import instances_in
 from op_registry.spec import SourceLocation
 
 
@@ -94,18 +95,6 @@ class RankGraph:
     groups: Mapping[str, tuple[str, ...] | None]
 
 
-def refs_in(value: Any) -> Iterator[CallOutput]:
-    """Yield the tensors in an argument, left to right."""
-    if isinstance(value, CallOutput):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from refs_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from refs_in(item)
-
-
 def pruned(graph: RankGraph) -> RankGraph:
     """Return the graph without calls that nothing depends on which is there when the step is over.
 
@@ -119,7 +108,7 @@ def pruned(graph: RankGraph) -> RankGraph:
         number = open_.pop()
         if number not in live:
             live.add(number)
-            open_ += [ref.call for ref in refs_in(graph.calls[number].arguments)]
+            open_ += [ref.call for ref in instances_in(graph.calls[number].arguments, CallOutput)]
     place = {old: new for new, old in enumerate(sorted(live))}
 
     def moved(value: Any) -> Any:

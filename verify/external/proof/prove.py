@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from op_registry.call import instances_in
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.layout import Axis
@@ -24,7 +25,7 @@ from verify.external.proof.call_layouts import Lifting
 from verify.external.proof.ends import EndClaim, EndDifference, beginning, compare, layout_of, loss_of_parts
 from verify.external.proof.facts import Fact, NoFact
 from verify.external.proof.follow import Followed, Follower, Lost
-from verify.external.proof.graph import HeldInGraph, RankGraph, refs_in
+from verify.external.proof.graph import CallOutput, HeldInGraph, RankGraph
 from verify.external.proof.reference import ProofReference, read_reference
 from verify.external.proof.terms import WholeTerm
 from verify.external.proof.trace import NotTraced, trace_rank, trace_whole, without_collection
@@ -245,7 +246,7 @@ class _Ends:
         """Return the line that made a tensor, or else what it was made of."""
         calls, number = self.aligned.graph.calls, held.ref.call
         while calls[number].where is None:
-            read = next(refs_in(calls[number].arguments), None)
+            read = next(instances_in(calls[number].arguments, CallOutput), None)
             if read is None:
                 return None
             number = read.call

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from op_registry.call import DType
+from op_registry.call import DType, instances_in, map_instances
 from op_registry.registry import Registry, default_registry
 from op_registry.spec import OperatorSpec, SchemaParameter
 
-from nnscaler.ir.graph import Graph, Operation, map_slots
+from nnscaler.ir.graph import Graph, Operation, Slot
 from nnscaler.model_file import shown_path
 from nnscaler.tracing import Traced
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction
@@ -247,7 +247,7 @@ def record(missing: Missing) -> OperatorSpec:
     assert spec is not None
     names = parameter_names(missing.function.function)
     call = missing.calls[0].args
-    tensors = [index < len(call) and _holds_slots(call[index]) for index in range(len(names))]
+    tensors = [index < len(call) and any(instances_in(call[index], Slot)) for index in range(len(names))]
     return OperatorSpec(
         missing.operator,
         "",
@@ -280,7 +280,8 @@ def form_key(operation: Operation, values: Mapping[str, Tensor]) -> str:
         tensor = values[operation.inputs[slot.index]]
         return f"{tensor.dim()}-d {tensor.dtype}"
 
-    return repr((map_slots(operation.args, kind), [(k, map_slots(v, kind)) for k, v in operation.kwargs]))
+    args = map_instances(operation.args, Slot, kind)
+    return repr((args, [(k, map_instances(v, Slot, kind)) for k, v in operation.kwargs]))
 
 
 def _form(operation: Operation, spec: OperatorSpec, values: Mapping[str, Tensor]) -> Form:
@@ -301,7 +302,7 @@ def _ready(value: Any, tensor: Callable[[Any], Tensor], plain: Callable[[Any], A
     """Return an argument of an operation, with its tensors."""
     if isinstance(value, list | tuple):
         return [_ready(v, tensor, plain) for v in value]
-    found = map_slots(value, tensor)
+    found = map_instances(value, Slot, tensor)
     return found if isinstance(found, Tensor) else plain(found)
 
 
@@ -310,9 +311,3 @@ def _overload(operator: str) -> Any:
     for part in operator.split("."):
         found = getattr(found, part)
     return found
-
-
-def _holds_slots(value: Any) -> bool:
-    found: list[Any] = []
-    map_slots(value, found.append)
-    return bool(found)

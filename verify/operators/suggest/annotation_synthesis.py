@@ -25,7 +25,7 @@ from op_registry.annotation.syntax_tree import (
     Reduction,
     print_annotation,
 )
-from op_registry.call import iterate_tensors
+from op_registry.call import TensorArgument, instances_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.layout import Partial, Replicated, Sharded, State
@@ -124,7 +124,7 @@ class _Composer:
         tensors = {p.name for p in self.spec.parameters if p.tensor}
         found: list[Operand | Opaque] = []
         for name, value in (*zip(question.names, question.concrete.call.args, strict=False), *self._by_keyword()):
-            present = [operands[t.index] for t in iterate_tensors(value)]
+            present = [operands[t.index] for t in instances_in(value, TensorArgument)]
             found += present
             if value is None and name in tensors and len(found) < len(operands):
                 found.append(Opaque())

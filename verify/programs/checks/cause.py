@@ -16,6 +16,23 @@ from verify.results.tolerance import difference, largest
 CLOSE = 1e-6
 
 
+def multiple_of_right(
+    factor: float, more: str, less: str, sizes: Mapping[str, int], told: str = " (the size of {})", close: float = CLOSE
+) -> str | None:
+    """Return a sentence on what is n times, or one n-th of, the right one, n from 2 to 64; None for another factor.
+
+    `more`, `less`: how the two end, with {n} for n; `told`: of the axes whose size is n, between.
+    """
+    for n in range(2, 65):
+        axes = " or ".join(axis for axis, size in sizes.items() if size == n)
+        over = told.format(axes) if axes else ""
+        if abs(factor - n) < close * n:
+            return f"it is {n} times the model's{over}{more.format(n=n)}"
+        if abs(factor * n - 1) < close:
+            return f"it is 1/{n} of the model's{over}{less.format(n=n)}"
+    return None
+
+
 def likely_cause(
     logical: StageTensor, expected: Tensor, tied: Sequence[StageTensor] = (), before: Tensor | None = None
 ) -> str | None:
@@ -56,15 +73,8 @@ def _factor(logical: StageTensor, expected: Tensor) -> str | None:
         return None
     if abs(factor - 1) < 1e-3:
         return None
-    sizes = {axis: size for axis, size in logical.holding.axes.items() if size > 1}
-    for n in range(2, 65):
-        axes = " or ".join(axis for axis, size in sizes.items() if size == n)
-        over = f" (the size of {axes})" if axes else ""
-        if abs(factor - n) < CLOSE * n:
-            return f"it is {n} times the model's{over}: summed once too often"
-        if abs(factor * n - 1) < CLOSE:
-            return f"it is 1/{n} of the model's{over}: averaged where it should be summed"
-    return f"it is {factor:.6g} times the model's"
+    more, less = ": summed once too often", ": averaged where it should be summed"
+    return multiple_of_right(factor, more, less, logical.holding.axes) or f"it is {factor:.6g} times the model's"
 
 
 def _unsummed(logical: StageTensor, expected: Tensor) -> str | None:

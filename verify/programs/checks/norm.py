@@ -43,7 +43,7 @@ def check(comparison: Comparison) -> CheckOutcome:
                 f"the norm of all gradients of step {step} differs on rank {result.rank}: {found}",
                 None,
                 {**facts, "expected": f"{float(expected):.17g}", "actual": f"{float(result.norm):.17g}"},
-                _own_norms(known, float(expected)) or _cause(float(result.norm), float(expected)),
+                _own_norms(known, float(expected)) or cause_of_norm(float(result.norm), float(expected)),
             )
         tally.add(verdict, finding if not tally.findings else None, found.relative, key)
     return tally.outcome()
@@ -86,14 +86,14 @@ def cause_of_update(comparison: Comparison, name: str, value: Tensor) -> str | N
     )
 
 
-def _cause(actual: float, expected: float) -> str | None:
+def cause_of_norm(actual: float, expected: float, close: float = CLOSE) -> str | None:
     """Explain a norm whose square is a simple multiple of the right one's; None for another norm."""
     if not expected > 0:
         return None
     ratio = (actual / expected) ** 2
     for n in range(2, 65):
-        if abs(ratio - n) < 1e-6 * n:
+        if abs(ratio - n) < close * n:
             return f"its square is {n} times the model's: elements that {n} ranks hold are counted {n} times"
-        if abs(ratio * n - 1) < 1e-6:
+        if abs(ratio * n - 1) < close:
             return f"its square is 1/{n} of the model's: shards of other ranks are not counted"
     return None

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.files import save_tensors
-from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.shards import same_bits
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
@@ -100,7 +99,7 @@ def check_other_plan(
         return CheckOutcome(
             Check(NAME, outcome.verdict, 1, 1), (finding_of(outcome, program.path, SourceMap(prepared.graph)),)
         )
-    parameters, buffers = holdings_of([load_role(program.path / file) for file in program.role_files])
+    parameters, buffers = holdings_of(program.roles())
     reference = comparison.reference
     last = replace(reference, losses=reference.losses[-1:], gradients=reference.gradients[-1:])
     other = replace(comparison, reference=last, results=outcome, parameters=parameters, buffers=buffers, steps=1)

@@ -6,17 +6,19 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.errors import NnscalerError
 from nnscaler.files import NO_ROOM, no_room
-from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError, UnderWayError
+from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError, UnderWayError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.job import JobOutcome, JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
@@ -133,6 +135,7 @@ def _after_colon(text: str) -> str:
 STALL = 6.0  # seconds in which no rank gets on, all of them waiting, that make a deadlock
 GRACE = 10.0  # seconds after its time that the simulator has to say that it is up
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+Result = TypeVar("Result")
 Observe = Callable[[int, int, int, str, str, torch.Tensor], None]  # rank, stage, micro-batch, phase, name, tensor
 
 
@@ -153,10 +156,47 @@ def run_simulator(
     The threads are in a child process, which a wrong program may kill; with `observe`, or where the caller is such a
     child itself (`apart` false), they are in this process.
     """
-    if observe is not None or not apart:
-        return _simulate(task, ranks, timeout, observe)
-    found = run_apart(lambda: _simulate(task, ranks, timeout), timeout + GRACE)
-    return failure_of_process(found, task.program) if isinstance(found, Died | TimedOut) else found
+
+    def on_rank(communicator: Communicator) -> RankResult:
+        return run_rank(communicator, task, None if observe is None else partial(observe, communicator.rank))
+
+    return simulate(on_rank, ranks, timeout, task.program, apart and observe is None)
+
+
+def simulate(
+    on_rank: Callable[[Communicator], Result],
+    ranks: int,
+    timeout: float,
+    program: str,
+    apart: bool,
+    refused: Collection[str] = (),
+) -> tuple[Result, ...] | Failure:
+    """Run `on_rank` on a thread per rank, of a child process where that is to be `apart`. `program`: its folder.
+
+    Raises an NnscalerError of a rank whose code is in `refused`.
+    """
+    if apart:
+        found = run_apart(lambda: simulate(on_rank, ranks, timeout, program, False, refused), timeout + GRACE)
+        return failure_of_process(found, program) if isinstance(found, Died | TimedOut) else found
+    outcome: list[tuple[Result, ...] | BaseException] = []
+    simulator = Simulator(ranks)
+
+    def work() -> None:
+        try:
+            outcome.append(tuple(simulator.run(on_rank)))
+        except BaseException as error:  # noqa: BLE001 - whatever a rank raises (SystemExit too) is what we look for
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, name="simulator", daemon=True)
+    thread.start()
+    join_within(thread, timeout)
+    if not outcome:
+        simulator.stop()
+        return Failure("timed_out", f"{timeout:g} s on the simulator")
+    (ended,) = outcome
+    if isinstance(ended, NnscalerError) and ended.code in refused:
+        raise ended
+    return failure_of(ended) if isinstance(ended, BaseException) else ended
 
 
 def failure_of_process(event: Died | TimedOut, program: str) -> Failure:
@@ -168,33 +208,6 @@ def failure_of_process(event: Died | TimedOut, program: str) -> Failure:
     if place := next((f"{file}:{line}" for file, line in frames if Path(file).is_relative_to(program)), None):
         lines.append(f"it was running: {place}")
     return Failure("rank_died", "\n".join(lines), from_outside=event.how == "killed by SIGKILL")
-
-
-def _simulate(
-    task: Task, ranks: int, timeout: float, observe: Observe | None = None
-) -> tuple[RankResult, ...] | Failure:
-    outcome: list[tuple[RankResult, ...] | Failure] = []
-    simulator = Simulator(ranks)
-
-    def observer(rank: int) -> Callable[[int, int, str, str, torch.Tensor], None] | None:
-        if observe is None:
-            return None
-        return lambda stage, micro, phase, name, tensor: observe(rank, stage, micro, phase, name, tensor)
-
-    def work() -> None:
-        try:
-            results = simulator.run(lambda c: run_rank(c, task, observer(c.rank)))
-            outcome.append(tuple(results))
-        except BaseException as error:  # noqa: BLE001 - whatever a rank raises (SystemExit too) is what we look for
-            outcome.append(failure_of(error))
-
-    thread = threading.Thread(target=work, name="simulator", daemon=True)
-    thread.start()
-    join_within(thread, timeout)
-    if not outcome:
-        simulator.stop()
-        return Failure("timed_out", f"{timeout:g} s on the simulator")
-    return outcome[0]
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -232,28 +245,33 @@ def run_processes(
     """A process per rank, on a GPU each where there are some. A failure is looked at again on the simulator, which
     knows which call of which rank does not match."""
     groups, pairs = _partners(task.program)  # made before the program runs, as they are for training
-    with contextlib.ExitStack() as stack:
-        job = JobSpecification(
-            "verify.programs.execution.rank_program:run_rank",
-            ranks,
-            {"task": task},
-            backend=backend,
-            devices=tuple(devices_of(ranks)),
-            groups=groups,
-            pairs=pairs,
-        )
-        server = server or stack.enter_context(start_server())
-        outcome = launch(job, timeout=timeout, stall=min(STALL, timeout / 2), server=server)
-    if outcome.end == "finished":
-        return tuple(outcome.results())
-    failure = failure_of_job(outcome)
-    if failure.kind in ("communication_mismatch", "deadlock"):
+    job = JobSpecification(
+        "verify.programs.execution.rank_program:run_rank",
+        ranks,
+        {"task": task},
+        backend=backend,
+        devices=tuple(devices_of(ranks)),
+        groups=groups,
+        pairs=pairs,
+    )
+    found = run_job(job, timeout, server)
+    if not isinstance(found, Failure):
+        return found
+    if found.kind in ("communication_mismatch", "deadlock"):
         again = run_simulator(task, ranks, timeout)
         if not isinstance(again, Failure):
             # the program is sound, so it was the machine: too slow, or a connection that broke
-            return replace(failure, from_outside=True)
-        return again if again.kind != "timed_out" else failure
-    return failure
+            return replace(found, from_outside=True)
+        return again if again.kind != "timed_out" else found
+    return found
+
+
+def run_job(job: JobSpecification, timeout: float, server: ForkServer | None) -> tuple[Any, ...] | Failure:
+    """Run a job for at most `timeout` seconds, on processes of the server, or of one of its own; return the results."""
+    with contextlib.ExitStack() as stack:
+        server = server or stack.enter_context(start_server())
+        outcome = launch(job, timeout=timeout, stall=min(STALL, timeout / 2), server=server)
+    return tuple(outcome.results()) if outcome.end == "finished" else failure_of_job(outcome)
 
 
 def start_server() -> ForkServer:

@@ -46,6 +46,16 @@ class VariableDifference:
     cause: str | None = None
 
 
+def facts_of(shown: str, variable: Variable, unequal: VariableDifference) -> dict[str, str]:
+    """Return the facts of a finding on a variable that differs, which is `shown` by this name."""
+    facts = {"variable": shown, "stage": str(variable.stage.index)}
+    if unequal.ranks:
+        facts["ranks"] = ", ".join(map(str, unequal.ranks))
+    if unequal.micro is not None:
+        facts["micro-batch"] = str(unequal.micro)
+    return {**facts, "layout": variable.layout or "whole and equal on every rank", "difference": unequal.text}
+
+
 def variables_of(manifest: Manifest, stages: Mapping[int, type[Stage]]) -> dict[tuple[int, str], Variable]:
     """Return (stage, variable) -> the manifest's entry for it."""
     found: dict[tuple[int, str], Variable] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.ir.graph import Operation
 from verify.programs.localise.instrument_statements import Statement
 from verify.programs.source_map import ModelLine, SourceMap, index_of_stage
 from verify.results.finding import Finding
@@ -99,6 +100,14 @@ class Culprit:
 
 def line_of(statement: Statement) -> RoleLine:
     return RoleLine(statement.file, statement.line, statement.text)
+
+
+def advice_on(operation: Operation | None) -> str | None:
+    """Return what to do about an operation that computes something wrong: of the built-in operators the annotations are
+    tested; nobody has tested the user's."""
+    if operation is None or operation.operator.startswith(("aten.", "nnscaler.")):
+        return None
+    return f"if the program is as it was generated, the annotation of `{operation.operator}` is wrong: verify-op tells"
 
 
 def findings_of(culprits: list[Culprit], places: SourceMap, tensors: Mapping[str, str]) -> tuple[Finding, ...]:

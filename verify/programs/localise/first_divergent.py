@@ -18,9 +18,6 @@ from torch import Tensor
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.role import Stage
-from nnscaler.tracing.run_graph import run_graph
 from verify.programs.execution.backends import run_simulator
 from verify.programs.execution.compare_variables import (
     Observed,
@@ -28,9 +25,12 @@ from verify.programs.execution.compare_variables import (
     Variable,
     VariableDifference,
     compare_variable,
+    facts_of,
     variables_of,
 )
 from verify.programs.execution.rank_program import Task
+from verify.programs.localise.culprit_record import advice_on
+from verify.programs.localise.reference_values import Logical, interpret
 from verify.programs.opened_program import OpenedProgram
 from verify.programs.source_map import Assignment, SourceMap, assignments_of
 from verify.results.finding import Finding
@@ -39,22 +39,14 @@ from verify.results.tolerance import family_scale, largest
 BOUND = 1e-8
 
 
-@dataclass(frozen=True)
-class LogicalValues:
-    """The right value and the right gradient of every logical tensor."""
-
-    values: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
-
-
 def first_difference(
     task: Task, graph: Graph, program: OpenedProgram, places: SourceMap, timeout: float
 ) -> Finding | None:
     """Return the finding on the first tensor that differs in the first step; None if all that is observed agrees."""
     observed = _observe(task, program, timeout)
-    logical = _interpret(task, graph)
-    stages = _stages(program)
-    variables = variables_of(program.manifest, stages)
+    state, inputs = (torch.load(file, weights_only=True) for file in (task.state, task.batch))
+    logical = interpret(graph, state, inputs, dealer=None)
+    variables = variables_of(program.manifest, {stage.index: stage for stage in program.stages()})
     lines = [a for file in program.role_files for a in assignments_of(str(program.path / file))]
     order = sorted(range(len(lines)), key=lambda i: (lines[i].phase != "prepare", lines[i].stage, lines[i].line))
     ordered = [lines[i] for i in order]
@@ -69,10 +61,12 @@ def first_difference(
 class _Found:
     variable: Variable
     line: Assignment
-    what: str  # how it differs
-    ranks: tuple[int, ...]
-    micro: int | None
-    cause: str | None
+    unequal: VariableDifference
+
+    @property
+    def facts(self) -> dict[str, str]:
+        shown = self.line.names[0] if len(self.line.names) == 1 else self.variable.name
+        return {"tensor": self.variable.tensor, **facts_of(shown, self.variable, self.unequal)}
 
 
 def _observe(task: Task, program: OpenedProgram, timeout: float) -> Observed:
@@ -87,32 +81,8 @@ def _observe(task: Task, program: OpenedProgram, timeout: float) -> Observed:
     return observed  # also after a failure: what was seen until then
 
 
-def _interpret(task: Task, graph: Graph) -> LogicalValues:
-    state = torch.load(task.state, weights_only=True)
-    inputs = torch.load(task.batch, weights_only=True)
-    trainable = {t.fqns[0] for t in graph.with_role("parameter") if t.needs_grad}
-    leaves = {
-        name: t.double().requires_grad_(name in trainable) if t.is_floating_point() else t for name, t in state.items()
-    }
-    with torch.enable_grad():
-        values = run_graph(graph, leaves, inputs, precision="float64")
-    wanted = {name: t for name, t in values.items() if t.requires_grad}
-    loss = values[graph.loss]
-    found = torch.autograd.grad(loss, list(wanted.values()), torch.ones_like(loss), allow_unused=True)
-    gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-    return LogicalValues({name: t.detach() for name, t in values.items()}, gradients)
-
-
-def _stages(program: OpenedProgram) -> dict[int, type[Stage]]:
-    found: dict[int, type[Stage]] = {}
-    for file in program.role_files:
-        for stage in load_role(program.path / file).STAGES:
-            found[stage.index] = stage
-    return found
-
-
 def _first_value(
-    lines: list[Assignment], variables: Mapping[tuple[int, str], Variable], observed: Observed, logical: LogicalValues
+    lines: list[Assignment], variables: Mapping[tuple[int, str], Variable], observed: Observed, logical: Logical
 ) -> _Found | None:
     for line in lines:
         for name in line.names:
@@ -123,7 +93,7 @@ def _first_value(
             expected = logical.values[variable.tensor]
             unequal = compare_variable(variable, seen, expected, BOUND, is_gradient=False)
             if unequal is not None:
-                return _Found(variable, line, unequal.text, unequal.ranks, unequal.micro, unequal.cause)
+                return _Found(variable, line, unequal)
     return None
 
 
@@ -131,7 +101,7 @@ def _last_gradient(
     lines: list[Assignment],
     variables: Mapping[tuple[int, str], Variable],
     observed: Observed,
-    logical: LogicalValues,
+    logical: Logical,
     graph: Graph,
 ) -> _Found | None:
     """Find the last wrong gradient, among variables that the producing operation assigns.
@@ -152,7 +122,7 @@ def _last_gradient(
                 variable, seen, expected, BOUND, is_gradient=True, scale=scale
             )
             if unequal is not None:
-                return _Found(variable, line, unequal.text, unequal.ranks, unequal.micro, unequal.cause)
+                return _Found(variable, line, unequal)
     return None
 
 
@@ -167,17 +137,6 @@ def _absent(forward: Pieces, backward: Pieces, expected: Tensor) -> VariableDiff
     text = f"no gradient comes back{batches} on rank {', '.join(map(str, ranks))}"
     cause = "it is cut off here, or in what follows; or a backward pass is missing, or the gradient is not sent back"
     return VariableDifference(text, tuple(ranks), micros[0] if batches else None, cause)
-
-
-def _facts(found: _Found) -> dict[str, str]:
-    line, variable = found.line, found.variable
-    facts = {"tensor": variable.tensor, "variable": line.names[0] if len(line.names) == 1 else variable.name}
-    facts["stage"] = str(line.stage)
-    if found.ranks:
-        facts["ranks"] = ", ".join(map(str, found.ranks))
-    if found.micro is not None:
-        facts["micro-batch"] = str(found.micro)
-    return {**facts, "layout": variable.layout or "whole and equal on every rank", "difference": found.what}
 
 
 def _subject(found: _Found, graph: Graph) -> str:
@@ -199,38 +158,29 @@ def _in_program(line: Assignment) -> tuple[str, SourceLocation]:
 def _value_finding(found: _Found, graph: Graph, places: SourceMap) -> Finding:
     """Make the finding on a wrong value. A wrong argument of a stage was made wrong on its way."""
     line, variable, subject = found.line, found.variable, _subject(found, graph)
-    cause = found.cause
+    cause, text = found.unequal.cause, found.unequal.text
     if not line.is_arguments:
-        message = f"{subject} is the first tensor that differs while what it is made of agrees: {found.what}"
+        message = f"{subject} is the first tensor that differs while what it is made of agrees: {text}"
     elif variable.name in variable.stage.receives:
-        message = (
-            f"{subject} agrees where it is computed, and differs where stage {line.stage} receives it: {found.what}"
-        )
+        message = f"{subject} agrees where it is computed, and differs where stage {line.stage} receives it: {text}"
         cause = cause or "the messages between the stages bring it to the wrong ranks or micro-batches"
     else:
-        message = f"the pieces of the input `{variable.tensor}` that stage {line.stage} takes differ: {found.what}"
+        message = f"the pieces of the input `{variable.tensor}` that stage {line.stage} takes differ: {text}"
         cause = cause or f"the program cuts it otherwise than its layout says ({variable.layout})"
     where, related = _where(found, places), (_in_program(line),)
-    return Finding("tensor_differs", message, where, _facts(found), cause, _advice(found, graph), related=related)
-
-
-def _advice(found: _Found, graph: Graph) -> str | None:
-    """Return of the built-in operators the annotations are tested; nobody has tested the user's."""
-    producer = graph.producers.get(found.variable.tensor)
-    if producer is None or "comm." in found.line.text or producer.operator.startswith(("aten.", "nnscaler.")):
-        return None
-    return f"if the program is as it was generated, the annotation of `{producer.operator}` is wrong: verify-op tells"
+    producer = None if "comm." in line.text else graph.producers.get(variable.tensor)
+    return Finding("tensor_differs", message, where, found.facts, cause, advice_on(producer), related=related)
 
 
 def _gradient_finding(found: _Found, graph: Graph, places: SourceMap, lines: list[Assignment]) -> Finding:
     line, variable = found.line, found.variable
     used = [("used here", SourceLocation(u.file, u.line, u.text)) for u in _users(variable, line, lines)]
     subject = _subject(found, graph)
-    message = f"the gradient of {subject} is the last that differs while later ones agree: {found.what}"
-    cause = found.cause or "one of the lines that use it sends back a wrong gradient; communication comes first"
+    message = f"the gradient of {subject} is the last that differs while later ones agree: {found.unequal.text}"
+    cause = found.unequal.cause or "one of the lines that use it sends back a wrong gradient; communication comes first"
     related = (_in_program(line), *used)
     where = _where(found, places)
-    return Finding("tensor_gradient_differs", message, where, _facts(found), cause, related=related)
+    return Finding("tensor_gradient_differs", message, where, found.facts, cause, related=related)
 
 
 def _users(variable: Variable, line: Assignment, lines: list[Assignment]) -> list[Assignment]:

@@ -13,9 +13,19 @@ from collections.abc import Mapping, Sequence
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import MICRO
 from verify.processes.subprocess_isolation import run_apart
+from verify.programs.execution.compare_variables import facts_of
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise.candidate_repairs import Replay, Rewrite, rewrites
-from verify.programs.localise.culprit_record import SHOWN, Culprit, Key, RoleLine, declarations, findings_of, line_of
+from verify.programs.localise.culprit_record import (
+    SHOWN,
+    Culprit,
+    Key,
+    RoleLine,
+    advice_on,
+    declarations,
+    findings_of,
+    line_of,
+)
 from verify.programs.localise.first_divergent import first_difference
 from verify.programs.localise.forced_run import TaughtRun, prepare_run
 from verify.programs.localise.instrument_statements import Statement, shown
@@ -47,7 +57,7 @@ def culprit_of(replay: Replay, same: Sequence[Wrong], deadline: float) -> Culpri
         line_of(statement),
         statement.model,
         cause,
-        _advice(teacher, first),
+        advice_on(operation_of(teacher, statement)),
         _facts(teacher, same),
     )
 
@@ -72,25 +82,11 @@ def _module(teacher: Teacher, wrong: Wrong) -> str:
 
 def _facts(teacher: Teacher, same: Sequence[Wrong]) -> dict[str, str]:
     first = same[0]
-    facts = {"variable": first.read.removeprefix("self.") or first.result, "stage": str(first.statement.stage)}
-    if first.unequal.ranks:
-        facts["ranks"] = ", ".join(map(str, first.unequal.ranks))
-    if first.unequal.micro is not None:
-        facts["micro-batch"] = str(first.unequal.micro)
-    facts["layout"] = first.variable.layout or "whole and equal on every rank"
-    facts["difference"] = first.unequal.text
+    facts = facts_of(first.read.removeprefix("self.") or first.result, first.variable, first.unequal)
     others = [w.read or w.result for w in same[1:]]
     if others:
         facts["also wrong"] = ", ".join(others)
     return {**facts, "step": str(teacher.logical.step)}
-
-
-def _advice(teacher: Teacher, wrong: Wrong) -> str | None:
-    """Return of the built-in operators the annotations are tested; nobody has tested the user's."""
-    operation = operation_of(teacher, wrong.statement)
-    if operation is None or operation.operator.startswith(("aten.", "nnscaler.")):
-        return None
-    return f"if the program is as it was generated, the annotation of `{operation.operator}` is wrong: verify-op tells"
 
 
 def cause_of(replay: Replay, wrong: Wrong, deadline: float) -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import Parameter, Stage, sizes_in_time
 from nnscaler.runtime.shards import cut_further, shard, unravel
+from verify.programs.checks.cause import multiple_of_right
 from verify.programs.localise.culprit_record import SHOWN, Culprit, Key, RoleLine
 from verify.programs.localise.instrument_statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
@@ -204,14 +205,8 @@ def _cause(
 
 def _factor(factor: float, stage: type[Stage]) -> str:
     sizes = {**stage.axes, **sizes_in_time(stage)}
-    for n in range(2, 65):
-        axes = " or ".join(axis for axis, size in sizes.items() if size == n)
-        over = f" (the size of {axes})" if axes else ""
-        if abs(factor - n) < CLOSE * n:
-            return f"it is {n} times the model's{over}; 1/{n} repairs it: summed once too often"
-        if abs(factor * n - 1) < CLOSE:
-            return f"it is 1/{n} of the model's{over}: averaged where it should be summed"
-    return f"it is {factor:.6g} times the model's"
+    more, less = "; 1/{n} repairs it: summed once too often", ": averaged where it should be summed"
+    return multiple_of_right(factor, more, less, sizes) or f"it is {factor:.6g} times the model's"
 
 
 def _parts(teacher: Teacher, stage: int, declared: Parameter, rank: int) -> dict[Column, Tensor]:

@@ -23,7 +23,7 @@ class Logical:
     values      of every tensor
     gradients   of the loss
     cotangents  a random tensor for each that needs a gradient. It stands for the gradient in every test of a single
-                statement, so that zeros in the real one hide nothing.
+                statement, so that zeros in the real one hide nothing. None where nobody deals them.
     """
 
     graph: Graph
@@ -51,7 +51,7 @@ class Logical:
 
 
 def interpret(
-    graph: Graph, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], dealer: Dealer, step: int = 0
+    graph: Graph, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], dealer: Dealer | None, step: int = 0
 ) -> Logical:
     """Interpret one step of the graph from `state`."""
     trainable = {t.fqns[0] for t in graph.with_role("parameter") if t.needs_grad}
@@ -65,7 +65,7 @@ def interpret(
     loss = values[graph.loss]
     found = torch.autograd.grad(loss, list(wanted.values()), torch.ones_like(loss), allow_unused=True)
     gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-    cotangents = {name: dealer.random_like((name, "cotangent"), t) for name, t in wanted.items()}
+    cotangents = {} if dealer is None else {n: dealer.random_like((n, "cotangent"), t) for n, t in wanted.items()}
     return Logical(graph, step, {name: t.detach() for name, t in values.items()}, gradients, cotangents)
 
 

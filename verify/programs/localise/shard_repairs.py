@@ -11,6 +11,7 @@ from torch import Tensor
 from nnscaler.runtime.layout import Invariant, Partial, Sharded, State
 from nnscaler.runtime.role import IN_STEP, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import Coordinates, assemble, local_shape, shard, unravel
+from verify.programs.checks.cause import multiple_of_right
 from verify.programs.execution.compare_variables import gradient_states
 from verify.programs.localise.judge import Wrong
 from verify.results.tolerance import difference, largest
@@ -120,16 +121,10 @@ class _Divergence:
         factor = float((value * self.expected).sum() / (self.expected * self.expected).sum())
         if abs(factor - 1) < 1e-9 or not near(value, factor * self.expected):
             return None
-        simple = any(abs(factor * k - 1) < CLOSE or abs(factor / k - 1) < CLOSE for k in range(2, 65))
-        if value.numel() == 1 and not simple:
-            return None  # one number is a multiple of any other
-        named = {n: " or ".join(a for a, size in self.sizes.items() if size == n) for n in range(2, 65)}
-        for n, axes in named.items():
-            over = f", the size of {axes}" if axes else ""
-            if abs(factor - n) < CLOSE * n:
-                return f"it is {n} times the model's{over}; 1/{n} repairs it: summed once too often"
-            if abs(factor * n - 1) < CLOSE:
-                return f"it is 1/{n} of the model's{over}; {n} times repairs it: averaged, or not summed"
+        more, less = "; 1/{n} repairs it: summed once too often", "; {n} times repairs it: averaged, or not summed"
+        simple = multiple_of_right(factor, more, less, self.sizes, ", the size of {}", CLOSE)
+        if simple is not None or value.numel() == 1:
+            return simple  # one number is a multiple of any other
         return "its sign is wrong" if abs(factor + 1) < CLOSE else f"it is {factor:.6g} times the model's"
 
     def order(self) -> str | None:

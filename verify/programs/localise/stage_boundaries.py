@@ -8,7 +8,7 @@ from nnscaler.ir import gradient_flow
 from nnscaler.runtime.layout import Invariant, State
 from nnscaler.runtime.role import is_trained, sizes_in_time
 from nnscaler.runtime.shards import shard, unravel
-from verify.programs.execution.compare_variables import Variable, VariableDifference, compare_variable
+from verify.programs.execution.compare_variables import compare_variable, facts_of
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.judge import BOUND
 from verify.programs.localise.teacher_forcing import Teacher
@@ -43,7 +43,7 @@ def _taken(teacher: Teacher, lines: Lines) -> list[Culprit]:
         unequal = compare_variable(variable, pieces, expected, BOUND, is_gradient=False)
         if unequal is None:
             continue
-        facts = _facts(variable, unequal)
+        facts = facts_of(variable.name, variable, unequal)
         if name in inputs:
             line = lines.get((stage, "prepare_inputs" if phase == "prepare" else "inputs", name))
             message = f"the pieces of the input `{variable.tensor}` that stage {stage} takes differ: {unequal.text}"
@@ -130,7 +130,7 @@ def _wrongly_sent_back(teacher: Teacher, lines: Lines) -> list[Culprit]:
         message = f"the gradient of `{variable.name}` differs where it comes back to stage {stage}: {unequal.text}"
         cause = unequal.cause or "the messages back bring it to the wrong ranks or micro-batches"
         line = lines.get((stage, "sends", key)) or lines.get((stage, "loss", ""))
-        facts = _facts(variable, unequal)
+        facts = facts_of(variable.name, variable, unequal)
         found.append(Culprit("tensor_gradient_differs", message, variable.tensor, line, None, cause, None, facts))
     return found
 
@@ -194,15 +194,6 @@ def _buffers(teacher: Teacher, lines: Lines) -> list[Culprit]:
         facts = {"stage": str(index), "step": str(teacher.logical.step)}
         found.append(Culprit("buffer_differs", message, fqn, line, None, cause, None, facts))
     return found
-
-
-def _facts(variable: Variable, unequal: VariableDifference) -> dict[str, str]:
-    facts = {"variable": variable.name, "stage": str(variable.stage.index)}
-    if unequal.ranks:
-        facts["ranks"] = ", ".join(map(str, unequal.ranks))
-    if unequal.micro is not None:
-        facts["micro-batch"] = str(unequal.micro)
-    return {**facts, "layout": variable.layout or "whole and equal on every rank", "difference": unequal.text}
 
 
 def _shown(states: Mapping[str, State]) -> str:

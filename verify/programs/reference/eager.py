@@ -10,19 +10,22 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nnscaler.errors import NnscalerError
-from nnscaler.tracing.export.locations import location_of_exception
+from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.export.loss_module import Results, results_of
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, with_draws, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding
 from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite
+
+_told = partial(model_errors, "the model itself raises on the sample batch", UnmatchedDraws)
 
 
 def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> Finding | None:
@@ -252,19 +255,6 @@ def forward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str,
         return results_of(model(*args, **kwargs))
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """Report an exception of the model's code as the model's, at its line. Our own errors pass through."""
-    try:
-        yield
-    except (NnscalerError, UnmatchedDraws):
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        message = f"the model itself raises on the sample batch: {type(error).__name__}: {first[:300]}"
-        raise NnscalerError("model_raised", message, location_of_exception(error)) from error
-
-
 def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {
         name: None if p.grad is None else p.grad.detach().cpu().clone()
@@ -299,6 +289,14 @@ def running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None)
 
 def measure_condition(model: nn.Module, sample: SampleInputs, reference: Trajectory, steps: int) -> Tolerance:
     """Return the tolerance with the noise that one unit of rounding in the parameters makes."""
+    moved = moved_model(model)
+    rate, settings = reference.learning_rate, reference.settings
+    run = run_reference(moved, sample, steps=steps, learning_rate=rate, settings=settings)
+    return exact_tolerance(noise_between(run, reference))
+
+
+def moved_model(model: nn.Module) -> nn.Module:
+    """Return a copy in float64 whose parameters are moved by one unit of rounding each, up or down."""
     moved = copy.deepcopy(model).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -306,9 +304,7 @@ def measure_condition(model: nn.Module, sample: SampleInputs, reference: Traject
             if parameter.is_floating_point():
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 parameter.mul_(1 + signs.double() * torch.finfo(torch.float64).eps)
-    rate, settings = reference.learning_rate, reference.settings
-    run = run_reference(moved, sample, steps=steps, learning_rate=rate, settings=settings)
-    return exact_tolerance(noise_between(run, reference))
+    return moved
 
 
 def noise_between(one: Trajectory, exact: Trajectory) -> dict[Key, float]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from verify.programs.checks.cause import multiple_of_right
+from verify.programs.checks.norm import cause_of_norm
 from verify.programs.training import causes_of_losses, causes_of_staleness, mistake_effects
 from verify.programs.training.training_run_pair import Alternatives, Candidate, ComparedValue, Trained
 from verify.results.tolerance import largest
@@ -106,22 +108,16 @@ def _factor(trained: Trained, found: ComparedValue) -> str | None:
     factor = float((value * right).sum()) / least
     if float((value - factor * right).abs().max()) > CLOSE * largest(right) * max(1.0, abs(factor)):
         return None
-    for n in range(2, 65):
-        ours = f" (the number of data parts is {n})" if trained.parts == n else ""
-        if abs(factor - n) < CLOSE * n:
-            return f"it is {n} times the model's{ours}: summed once too often"
-        if abs(factor * n - 1) < CLOSE:
-            return f"it is 1/{n} of the model's{ours}: averaged where it should be summed, or averaged twice"
-    return (_of_norm(factor) if found.kind == "norm" else None) or f"it is {factor:.6g} times the model's"
+    more, less = ": summed once too often", ": averaged where it should be summed, or averaged twice"
+    sizes, told = {str(trained.parts): trained.parts}, " (the number of data parts is {})"
+    simple = multiple_of_right(factor, more, less, sizes, told, CLOSE)
+    if simple is None and found.kind == "norm":
+        simple = cause_of_norm(factor, 1.0, CLOSE) or _clipped_early(factor)
+    return simple or f"it is {factor:.6g} times the model's"
 
 
-def _of_norm(factor: float) -> str | None:
-    """Explain a norm that is wrong by a factor."""
-    for n in range(2, 65):
-        if abs(factor**2 - n) < CLOSE * n:
-            return f"its square is {n} times the model's: elements that {n} ranks hold are counted {n} times"
-        if abs(factor**2 * n - 1) < CLOSE:
-            return f"its square is 1/{n} of the model's: shards of other ranks are not counted"
+def _clipped_early(factor: float) -> str | None:
+    """Test the cause that the norm is that of gradients which still have the loss scale in them, a power of two."""
     exponent = torch.tensor(factor, dtype=torch.float64).log2()
     if factor > 64 and abs(float(exponent - exponent.round())) < CLOSE:
         return f"it is {factor:g} times the model's: clipped before the loss scale was taken out (clip before unscale)"

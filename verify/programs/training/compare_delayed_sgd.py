@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Stage
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.execution.backends import Failure
@@ -82,7 +81,7 @@ def check_stream(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[
 def make_stream(request: PlanRequest, prepared: Prepared, optimizer: str, batches: int) -> Training:
     """Make the course of a stream of at least so many batches, and more than there are on the way at a time."""
     class_of(optimizer)
-    stages = _stages(prepared.program)
+    stages = prepared.program.stages()
     count = max(batches, len(stages) + 2)
     model = eager_model(prepared, request.seed, {})
     carried = carried_by(prepared.sample.tensors)
@@ -156,7 +155,3 @@ def _renamed(outcome: CheckOutcome, suffix: str) -> CheckOutcome:
     name = outcome.check.name.replace("training:", "stream:").replace("each step", "each update")
     findings = tuple(replace(f, message=f.message.replace("training:", "stream:")) for f in outcome.findings)
     return replace(outcome, check=replace(outcome.check, name=f"{name}{suffix}"), findings=findings)
-
-
-def _stages(program: OpenedProgram) -> list[type[Stage]]:
-    return [stage for file in program.role_files for stage in load_role(program.path / file).STAGES]

@@ -15,7 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.loss_module import Results
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.prepare_verification import Prepared
-from verify.programs.reference.eager import backward_results, forward_results, record_draws, running_in
+from verify.programs.reference.eager import backward_results, forward_results, moved_model, record_draws, running_in
 from verify.programs.reference.program_draws import Draw, ProgramDraws
 from verify.programs.training.delayed_sgd import version_at
 from verify.programs.training.ranks import StepRecord, rates_of, states_of
@@ -69,9 +69,7 @@ class EagerModel:
 
         With delays this is delayed SGD: each batch reads every parameter as it was so many updates before.
         """
-        model = copy.deepcopy(self.model)
-        if moved:
-            _move(model)
+        model = moved_model(self.model) if moved else copy.deepcopy(self.model)
         draws = self._drawing()
         with running_in(model, torch.float64, draws):  # converts it
             initial = _parameters(model)
@@ -243,16 +241,6 @@ def _set(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def _move(model: nn.Module) -> None:
-    model.double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-                parameter.mul_(1 + signs.double() * torch.finfo(torch.float64).eps)
 
 
 def _cast(batch: Batch) -> dict[str, Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,27 +13,12 @@ from torch import Tensor
 from nnscaler.codegen.program import Origin, Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.job import JobSpecification
-from nnscaler.runtime.jobs.launcher import launch
-from nnscaler.runtime.jobs.load_adjusted_clock import join_within
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from nnscaler.transform.plan import Plan
-from verify.processes.pool import Died, TimedOut
-from verify.processes.subprocess_isolation import run_apart
 from verify.programs.checks.context import CheckOutcome
-from verify.programs.execution.backends import (
-    GRACE,
-    STALL,
-    Failure,
-    devices_of,
-    failure_of,
-    failure_of_job,
-    failure_of_process,
-    finding_of,
-    start_server,
-)
+from verify.programs.execution.backends import Failure, devices_of, finding_of, run_job, simulate
 from verify.programs.pre_run_check import vouch
 from verify.programs.prepare_verification import Prepared, matched_draws
 from verify.programs.reference.eager import choose_learning_rate, logical_state, not_finite, scale_of
@@ -271,55 +254,20 @@ def run_ranks(
 ) -> tuple[RankTraining, ...] | Failure:
     """Train on all ranks: threads in a child process (`apart` false: in this one), or processes."""
     task = TrainTask(training.program, training.course, str(work / "texts"), training.sizes, vouch)
-    ranks, timeout = request.rank_count, request.timeout
-    if backend != "simulator":
-        return _in_processes(task, request, prepared, backend)
-    if not apart:
-        return _simulated(task, ranks, timeout)
-    found = run_apart(lambda: _simulated(task, ranks, timeout), timeout + GRACE)
-    return failure_of_process(found, str(prepared.program.path)) if isinstance(found, Died | TimedOut) else found
-
-
-def _simulated(task: TrainTask, ranks: int, timeout: float) -> tuple[RankTraining, ...] | Failure:
-    outcome: list[tuple[RankTraining, ...] | Failure | NnscalerError] = []
-    simulator = Simulator(ranks)
-
-    def work() -> None:
-        try:
-            outcome.append(tuple(simulator.run(lambda communicator: train_rank(communicator, task))))
-        except BaseException as error:  # noqa: BLE001 - whatever a rank raises is what we look for
-            refused = isinstance(error, NnscalerError) and error.code in REFUSED
-            outcome.append(error if refused and isinstance(error, NnscalerError) else failure_of(error))
-
-    thread = threading.Thread(target=work, name="simulator", daemon=True)
-    thread.start()
-    join_within(thread, timeout)
-    if not outcome:
-        simulator.stop()
-        return Failure("timed_out", f"{timeout:g} s on the simulator")
-    (found,) = outcome
-    if isinstance(found, NnscalerError):
-        raise found
-    return found
-
-
-def _in_processes(
-    task: TrainTask, request: PlanRequest, prepared: Prepared, backend: str
-) -> tuple[RankTraining, ...] | Failure:
-    """Train in processes, which do not have the model: what they compile later is compiled here."""
-    task = replace(task, sizes=compiled_sizes(task.program, task.course))
     ranks = request.rank_count
-    with contextlib.ExitStack() as stack:
-        job = JobSpecification(
-            "verify.programs.training.ranks:train_rank",
-            ranks,
-            {"task": task.plain()},
-            backend=backend,
-            devices=tuple(devices_of(ranks)),
-        )
-        server = prepared.context.server or stack.enter_context(start_server())
-        outcome = launch(job, timeout=request.timeout, stall=min(STALL, request.timeout / 2), server=server)
-    return tuple(outcome.results()) if outcome.end == "finished" else failure_of_job(outcome)
+    if backend == "simulator":
+        folder = str(prepared.program.path)
+        return simulate(lambda c: train_rank(c, task), ranks, request.timeout, folder, apart, REFUSED)
+    # the processes do not have the model: what they compile later is compiled here
+    plain = replace(task, sizes=compiled_sizes(task.program, task.course)).plain()
+    job = JobSpecification(
+        "verify.programs.training.ranks:train_rank",
+        ranks,
+        {"task": plain},
+        backend=backend,
+        devices=tuple(devices_of(ranks)),
+    )
+    return run_job(job, request.timeout, prepared.context.server)
 
 
 def compiled_sizes(program: Program, course: Course) -> dict[SizeClass, SentProgram]:

@@ -6,7 +6,6 @@ The rows of one right program run together, after the program itself, which must
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +34,7 @@ from verify.self_test.external.mutants import (
     sharded,
     stages,
 )
-from verify.self_test.run_rows import Progress, closing_line, run_rows, run_rows_apart
+from verify.self_test.run_rows import Progress, closing_line, family_lines, run_groups
 
 _TABLES = (right_tensor_parallel, right_sharded, right_replicated, right_pipelines, right_by_hand)
 PROGRAMS: Mapping[str, ExternalProgram] = {name: p for table in _TABLES for name, p in table.PROGRAMS.items()}
@@ -136,41 +135,27 @@ def ask(name: str, edit: ExternalMutant | None = None, seed: int = 0, executor: 
     return ExternalAnswer.of(verify_program(program, settings))
 
 
-Judged = tuple[list[ExternalAnswer], str]  # the answers to the rows of a program, and what was said against itself
-
-
 def run_table(progress: Progress, rows: Sequence[ExternalMutant] = ROWS, processes: int = 1) -> ExternalTable:
     """Run all rows, those of one right program together. Raises RuntimeError where a row ends its process."""
     started = time.perf_counter()
-    groups: dict[str, list[ExternalMutant]] = {}
-    for row in rows:
-        groups.setdefault(row.base, []).append(row)
 
-    def work(base: str) -> Judged:
+    def work(base: str, mutants: Sequence[ExternalMutant]) -> tuple[list[ExternalAnswer], str]:
         torch.set_num_threads(1)
         right = ask(base)
         said = "" if right.verdict.passes else f"{base}: {right.verdict.word}: {right.said}"
-        return [ask(base, row) for row in groups[base]], said
+        return [ask(base, mutant) for mutant in mutants], said
 
-    def tell(base: str) -> None:
-        progress(f"external, {base}: {len(groups[base])} mutants")
+    def tell(base: str, count: int) -> None:
+        progress(f"external, {base}: {count} mutants")
 
-    if processes < 2:
-        found = list(run_rows(groups, work, tell))
-    else:
-        found = list(run_rows_apart(groups, lambda base, _: work(base), processes))
-    answers = {id(r): a for base, (every, _) in found for r, a in zip(groups[base], every, strict=True)}
-    broken = tuple(said for _, (_, said) in found if said)
-    judged = tuple(JudgedExternal(row, answers[id(row)]) for row in rows)
-    return ExternalTable(judged, broken, len(groups), time.perf_counter() - started)
+    answers, broken = run_groups(rows, lambda row: row.base, work, tell, processes)
+    judged = tuple(map(JudgedExternal, rows, answers))
+    return ExternalTable(judged, broken, len({row.base for row in rows}), time.perf_counter() - started)
 
 
 def table_lines(table: ExternalTable, verbose: bool = False) -> list[StyledLine]:
     """Return the table: families, then every row that is not killed by a finding that names its cause."""
-    families: Mapping[str, int] = Counter(row.mutant.family for row in table.wrong)
-    killed = Counter(row.mutant.family for row in table.wrong if row.killed)
-    lines = [plain(f"{'family':<20} {'mutants':>8} {'killed':>8}")]
-    lines += [plain(f"{family:<20} {count:>8} {killed[family]:>8}") for family, count in families.items()]
+    lines = family_lines([(row.mutant.family, row.killed) for row in table.wrong], 20)
     for row in table.rows:
         if verbose or row.word not in ("killed", "equivalent"):
             lines += _row_lines(row)

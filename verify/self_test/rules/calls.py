@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_registry.bind_annotation import bind_call
+from op_registry.call import instances_in
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
 from op_registry.samples.sample import Sample
 
 from nnscaler.ir.signature import Signature
 from verify.evidence.dimension_types.interpret import rule_call
-from verify.evidence.dimension_types.rules.call import Operand, operands_in
+from verify.evidence.dimension_types.rules.call import Operand
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,
@@ -168,19 +169,11 @@ class _IntegerWatch(TorchDispatchMode):
     ) -> Any:
         name = str(functional(func))
         for argument, value in arguments_of(func, args, kwargs or {}).items():
-            for tensor in _tensors(value):
+            for tensor in instances_in(value, Tensor):
                 if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel():
                     values = tuple(map(int, tensor.unique()[:MANY]))
                     self.values[name, argument] = (*self.values.get((name, argument), ()), values)
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _real_run(function: Any, concrete: ConcreteCall) -> tuple[Seen, list[Tensor | None]]:
@@ -203,7 +196,7 @@ def _real_run(function: Any, concrete: ConcreteCall) -> tuple[Seen, list[Tensor 
 
 def operands_of(call: DrawnCall) -> list[Operand]:
     """Return the call's tensors, in the order of the schema."""
-    return [operand for value in call.arguments.values() for operand in operands_in(value)]
+    return list(instances_in(call.arguments, Operand))
 
 
 # -- splits and states -------------------------------------------------------------------------------------------------

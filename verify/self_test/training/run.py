@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from verify.results.styled_line import StyledLine
+from verify.results.styled_line import StyledLine, plain
 from verify.results.verdict import Verdict
-from verify.self_test.run_rows import Progress, closing_line, run_rows, run_rows_apart
+from verify.self_test.run_rows import Progress, closing_line, family_lines, run_groups
 from verify.self_test.training.bases import BASES, PRECISIONS, Bench, bench
 from verify.self_test.training.mutants import ROWS, TrainingMutant
 
@@ -84,47 +83,29 @@ def complaint(right: Bench) -> str:
 def run_table(progress: Progress, rows: Sequence[TrainingMutant] = ROWS, processes: int = 1) -> TrainingTable:
     """Run all rows, those of one right run together."""
     started = time.perf_counter()
-    groups: dict[tuple[str, str], list[TrainingMutant]] = {}
-    for row in rows:
-        groups.setdefault((row.base, row.optimizer), []).append(row)
 
-    def work(group: tuple[str, str]) -> tuple[list[Said], str]:
+    def work(group: tuple[str, str], mutants: Sequence[TrainingMutant]) -> tuple[list[Said], str]:
         torch.set_num_threads(1)
         with right_run(*group) as right:
             said = complaint(right)
-            return [judge(right, row) for row in groups[group]], f"{group}: {said}" if said else ""
+            return [judge(right, mutant) for mutant in mutants], f"{group}: {said}" if said else ""
 
-    def tell(group: tuple[str, str]) -> None:
-        progress(f"training, {' with '.join(group)}: {len(groups[group])} mutants")
+    def tell(group: tuple[str, str], count: int) -> None:
+        progress(f"training, {' with '.join(group)}: {count} mutants")
 
-    if processes < 2:
-        found = list(run_rows(groups, work, tell))
-    else:
-        found = list(run_rows_apart(groups, lambda group, _: work(group), processes))
-    judged = {
-        id(row): JudgedTraining(row, *result)
-        for group, (results, _) in found
-        for row, result in zip(groups[group], results, strict=True)
-    }
-    broken = tuple(said for _, (_, said) in found if said)
-    return TrainingTable(tuple(judged[id(row)] for row in rows), broken, time.perf_counter() - started)
+    results, broken = run_groups(rows, lambda row: (row.base, row.optimizer), work, tell, processes)
+    judged = tuple(JudgedTraining(row, *result) for row, result in zip(rows, results, strict=True))
+    return TrainingTable(judged, broken, time.perf_counter() - started)
 
 
 def table_lines(table: TrainingTable, verbose: bool = False) -> list[StyledLine]:
     """Return the table: families, then every row that is not killed by a finding that names it."""
-    families: Mapping[str, int] = Counter(row.mutant.family for row in table.rows)
-    killed = Counter(row.mutant.family for row in table.rows if row.killed)
-    lines = [_plain(f"{'family':<16} {'mutants':>8} {'killed':>8}")]
-    lines += [_plain(f"{family:<16} {count:>8} {killed[family]:>8}") for family, count in families.items()]
+    lines = family_lines([(row.mutant.family, row.killed) for row in table.rows], 16)
     for row in table.rows:
         if verbose or not row.killed:
             word = "killed" if row.killed else "not named" if row.refuted else "ALIVE"
-            lines.append(_plain(f"{word}: {row.mutant.base}: {row.mutant.bug}"))
-            lines += [_plain(f"    {text}") for text in row.said[:2]]
-    lines += [_plain(f"right, and refuted: {text}") for text in table.broken]
+            lines.append(plain(f"{word}: {row.mutant.base}: {row.mutant.bug}"))
+            lines += [plain(f"    {text}") for text in row.said[:2]]
+    lines += [plain(f"right, and refuted: {text}") for text in table.broken]
     rest = f"{table.killed} of {len(table.rows)} training mutants refuted by a finding that names them"
     return [*lines, closing_line(table.good, rest, table.seconds)]
-
-
-def _plain(text: str) -> StyledLine:
-    return StyledLine(((text, ""),))

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from op_registry.call import instances_in
+
 from verify.evidence.dimension_types.states import (
     SAME,
     Constant,
@@ -82,7 +84,7 @@ class RuleCall:
 
     def operands(self) -> tuple[Operand, ...]:
         """Return all tensors, in the order of the schema."""
-        return tuple(o for value in self.arguments.values() for o in operands_in(value))
+        return tuple(instances_in(self.arguments, Operand))
 
     @property
     def output(self) -> Operand:
@@ -103,15 +105,6 @@ class RuleCall:
 
 
 Rule = Callable[[RuleCall], tuple[State, ...]]
-
-
-def operands_in(value: Any) -> Iterator[Operand]:
-    """Yield the tensors of an argument, left to right."""
-    if isinstance(value, Operand):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from operands_in(item)
 
 
 def unknown(call: RuleCall, reason: str) -> tuple[State, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, everywhere, operands_in, unknown
+from op_registry.call import instances_in
+
+from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, everywhere, unknown
 from verify.evidence.dimension_types.rules.einsum_like import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.states import (
     SAME,
@@ -24,7 +26,7 @@ from verify.evidence.dimension_types.states import (
 def _cat(call: RuleCall) -> tuple[State, ...]:
     ndim = call.output.ndim
     dim = call["dim"] % max(ndim, 1)
-    given = tuple(operands_in(call["tensors"]))
+    given = tuple(instances_in(call["tensors"], Operand))
     pieces = [o for o in given if o.ndim == ndim and o.sizes[dim] != 0] or list(given)
     along = [split_dims(o.sizes, call.split) for o in pieces]
     if any(dims == (dim,) for dims in along):

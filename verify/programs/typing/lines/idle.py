@@ -21,7 +21,6 @@ from op_registry.registry import facts_of
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import shape_of_rank
 from verify.programs.typing.lines.canonical_calls import has_dims, operator_of
-from verify.programs.typing.lines.match_call import variables
 from verify.programs.typing.roles.rank_program_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held
 
@@ -77,7 +76,7 @@ def idle_at_all_sizes(line: Assignment, operands: Iterable[Locals]) -> bool:
     dims where two of them have size 1 on a rank.
     """
     operator = operator_of(line.function, {})
-    if operator is None or len(list(variables(line.kwargs))) != 1:
+    if operator is None or len(line.variables) != 1:
         return False
     if not _is_move(operator):
         return operator in _TOTAL_AT_ALL_SIZES
@@ -138,7 +137,7 @@ def _as_before(path: Sequence[MovedTensor], locals_: Sequence[Locals], place: in
 def _viewed(line: Assignment, operand: torch.Tensor) -> torch.Tensor | None:
     """Return the result of a move as a view of the operand; None where it is none, or may fail."""
     operator, source = operator_of(line.function, {}), line.kwargs["self"]
-    if operator is None or list(variables(line.kwargs)) != [source] or not _may_run(operator, line, operand.ndim):
+    if operator is None or line.variables != (source,) or not _may_run(operator, line, operand.ndim):
         return None
     if operator == "aten.clone.default":
         return operand
@@ -162,7 +161,7 @@ def _idle_at(line: Assignment, tensors: Mapping[Variable, torch.Tensor | None]) 
     given = {variable: tensor for variable, tensor in tensors.items() if tensor is not None and tensor.numel()}
     if operator is None or not (operator in _TOTAL or _is_move(operator)) or len(given) < len(tensors):
         return None
-    first = next((given[v].ndim for v in variables(line.kwargs)), 0)
+    first = next((given[v].ndim for v in line.variables), 0)
     if not _may_run(operator, line, first):
         return None
     if operator == "aten.to.dtype" and all(t.is_floating_point() for t in given.values()):

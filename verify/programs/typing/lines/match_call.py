@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from op_registry.bind_annotation import Shape
-from op_registry.call import AxisArgument, Call, DType, TensorArgument, iterate_tensors
+from op_registry.call import AxisArgument, Call, DType, TensorArgument, instances_in
 from op_registry.rank_expression import Expression
 from op_registry.registry import facts_of
 
@@ -17,18 +17,6 @@ from nnscaler.ir.layout import Layout, Sharded, State, explain_illegal
 from verify.programs.typing.lines.canonical_calls import NoCall, arguments_of, parameters_of, with_sizes, wrapped
 from verify.programs.typing.roles.rank_program_syntax import Assignment, Mark, Variable
 from verify.programs.typing.typed_value import Axes, Mistake
-
-
-def variables(value: Any) -> Iterator[Variable]:
-    """Yield every tensor in an argument, left to right."""
-    if isinstance(value, Variable):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from variables(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from variables(item)
 
 
 def with_axes(line: Assignment, names: Sequence[str]) -> Assignment:
@@ -56,7 +44,7 @@ def difference(
         return f"one shard's call cannot be made: {error}"
     if (found.pop("device", None) is Mark.DEVICE) != needs_device(expected.operator) or "device" in wanted:
         return "`device=self.device` is for operators that make tensors from nothing, and for all of them"
-    first = next(iterate_tensors(wanted), None)
+    first = next(instances_in(wanted, TensorArgument), None)
     dims = 0 if first is None else first.ndim
     if shapes and shapes[0] is not None:
         wanted, found = (with_sizes(expected.operator, a, shapes[0]) for a in (wanted, found))

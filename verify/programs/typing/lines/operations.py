@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from op_registry.bind_annotation import Shape, localise
-from op_registry.call import Call, iterate_tensors
+from op_registry.call import Call, TensorArgument, instances_in
 from op_registry.spec import Refusal
 
 from nnscaler.codegen.expressions import layout_text
@@ -41,7 +41,6 @@ from verify.programs.typing.lines.match_call import (
     explain_draw,
     other_draws,
     place_of_draw,
-    variables,
     without_place,
 )
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims
@@ -95,7 +94,8 @@ class Typer:
         if id(signature) not in self._orders:
             call, order = signature.call, tuple(range(signature.inputs))
             with suppress(NoCall):
-                order = tuple(t.index for t in iterate_tensors(arguments_of(call.operator, call.args, call.kwargs)))
+                arguments = arguments_of(call.operator, call.args, call.kwargs)
+                order = tuple(t.index for t in instances_in(arguments, TensorArgument))
             self._orders[id(signature)] = order
         return self._orders[id(signature)]
 
@@ -103,7 +103,7 @@ class Typer:
         """Type a line in canonical form. Raises Mistake when it is no operation of the model on these shards."""
         wrong: list[tuple[Assignment, list[Held], list[Operation]]] = []
         for form in forms(line):
-            operands = [held[v] for v in variables(form.kwargs)]
+            operands = [held[v] for v in form.variables]
             names = tuple(h.tensor for h in operands)
             candidates = sorted(self._by_inputs.get(names, ()), key=lambda op: not _named(op, line))
             for op in candidates:
@@ -346,7 +346,7 @@ def _plain_arguments(line: Assignment) -> dict[str, Any]:
 
     A number among the arguments is not a tensor's.
     """
-    numbers = {v: i for i, v in reversed(list(enumerate(variables(line.kwargs))))}
+    numbers = {v: i for i, v in reversed(list(enumerate(line.variables)))}
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):

@@ -24,7 +24,7 @@ from verify.programs.typing.lines.idle import (
     local_tensors,
     moves,
 )
-from verify.programs.typing.lines.match_call import draws_numbers, variables, with_axes
+from verify.programs.typing.lines.match_call import draws_numbers, with_axes
 from verify.programs.typing.lines.operations import Typed, Typer
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, equal_layouts
 from verify.programs.typing.roles.rank_program_syntax import (
@@ -223,7 +223,7 @@ class Walk:
         if line.is_conversion and not isinstance(line.kwargs.get("x"), Variable):
             self._wrong(line, Mistake("program_unreadable", f"`{line.text}` converts something else than one tensor"))
             return
-        used = [line.kwargs["x"]] if line.is_conversion else list(variables(line.kwargs))
+        used = [line.kwargs["x"]] if line.is_conversion else line.variables
         knowns = {v: self._known(line.number, v) for v in used}
         if line.is_conversion or not any(isinstance(k, Idle) for k in knowns.values()):
             knowns = {v: self.read(line.number, v) for v in used}
@@ -369,7 +369,7 @@ class Walk:
 
     def _wrong_before(self, line: Assignment, noted: Noted) -> None:
         """Note that a line reads the result of an idle line."""
-        for variable in variables(line.kwargs):
+        for variable in line.variables:
             self.read(line.number, variable)
         for target in line.targets:
             self._assign(target, None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from op_registry.call import DType
+from op_registry.call import DType, instances_in
 from op_registry.rank_expression import Expression, by_index, index
 
 from nnscaler.ir.graph import Region
@@ -67,6 +67,11 @@ class Assignment:
     @property
     def is_conversion(self) -> bool:
         return self.function.startswith("comm.")
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The tensors that a line in canonical form is given, left to right."""
+        return tuple(instances_in(self.kwargs, Variable))
 
 
 @dataclass(frozen=True, slots=True)
