@@ -137,6 +137,9 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
         "not_repeatable": Code(
             "Two runs of the operator on the same inputs differ, without drawing from torch.", incomparable=True
         ),
+        "asks_ranks": Code(
+            "The operator asks torch.distributed: what it computes on several ranks is not known.", undecided=True
+        ),
         "output_dtype_wrong": Code("An output's dtype depends on something else than the dtypes of the inputs."),
         "operator_died": Code("The process that ran the operator ended without a result.", unfinished=True),
         "operator_timed_out": Code(

@@ -2,8 +2,8 @@
 
 Each identifier that may be split, alone: 2, 3 and 4 parts (or the smallest number that divides its size), contiguous
 and strided, even and uneven, section by section, on three kinds of draws; shards of one element and other dims of
-size 1; float32 and bfloat16. Each set of operands in which the operator is linear, on partial sums. Then pairs of these
-on a mesh of two axes, and one identifier over both.
+size 1; float32 and bfloat16, and float16 of a user's. Each set of operands in which the operator is linear, on partial
+sums. Then pairs of these on a mesh of two axes, and one identifier over both.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from verify.evidence.oracle.runner import OperatorRunner, Prepared, WholeRaised
 FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given")
 PAIRS = 15  # of two targets; the seed says which ones, where there are more
 LOW = ("float32", "bfloat16")
+USERS_LOW = (*LOW, "float16")  # a user's operator may do something else in any of them
 NESTED = (3, 2)
 
 
@@ -260,9 +261,9 @@ class Enumerator:
                 yield SplitCase(inputs, (Split(target),), (self.guards.parts[0],))
 
     def low(self, target: Target, draws: Sequence[Inputs]) -> Iterator[SplitCase]:
-        """Yield cases in float32 and bfloat16, where the operator runs in them."""
+        """Yield cases in narrower dtypes, where the operator runs in them."""
         inputs = draws[min(1, len(draws) - 1)]
-        for dtype in LOW:
+        for dtype in LOW if self.runner.spec.target is None else USERS_LOW:
             other = replace(inputs, dtype=dtype)
             try:
                 self.runner.prepare(other)

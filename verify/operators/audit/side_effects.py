@@ -5,6 +5,8 @@ Each probe has a code of its own, because each has another remedy:
     input_mutated        a tensor that it is given is changed: its values, its version, its shape or `requires_grad`
     random_operator      global generators are drawn from, seeded, or used and put back
     not_repeatable       two runs differ for another reason: a generator of its own, a counter, whether gradients are on
+                         or which rank it is
+    asks_ranks           torch.distributed is asked: what it computes on several ranks is not known
     output_dtype_wrong   an output's dtype follows torch's default dtype
     strides_matter       the same values, laid out otherwise in memory, give another result
 
@@ -26,6 +28,7 @@ from op_registry.spec import OperatorSpec
 from verify.evidence.inputs import random_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.handwritten import plain
+from verify.operators.audit.surroundings import as_second_rank, asks_distributed
 from verify.operators.audit.watched_run import (
     BackwardRaised,
     Change,
@@ -45,6 +48,7 @@ from verify.results.tolerance import difference, family_scale
 from verify.results.verdict import Verdict
 
 NAME = "audit"
+ASKS_RANKS = "asks_ranks"  # the one code that refutes nothing
 ROUNDING = 1e-13  # relative; what threads that add in another order can make of float64
 SEEDS = 0x5EED0000  # seeds of global generators start here: an operator that seeds them itself uses another one
 STRIDED = 1e-8  # another kernel may run on other strides
@@ -105,9 +109,11 @@ def audit(
         except Exception as error:  # noqa: BLE001 - whatever the operator raises is the answer
             reason = one_line(error.error if isinstance(error, BackwardRaised) else error)
     seconds = time.perf_counter() - started
-    refuted = len(subject.findings)
-    verdict = Verdict.REFUTED if refuted else Verdict.INCONCLUSIVE if reason else Verdict.TESTED_EXACT
-    detail = f"it raises {reason}" if reason else "side effects, repeatability, dtypes, memory layout"
+    refuted = sum(f.code != ASKS_RANKS for f in subject.findings)
+    open_ = bool(reason) or len(subject.findings) > refuted
+    verdict = Verdict.REFUTED if refuted else Verdict.INCONCLUSIVE if open_ else Verdict.TESTED_EXACT
+    raised = f"it raises {reason}" if reason else "it asks for other ranks" if open_ else ""
+    detail = raised or "side effects, repeatability, dtypes, memory layout"
     check = Check(NAME, verdict, max(subject.count, refuted), refuted, seconds, detail, supporting=True)
     return Probed((check,), tuple(subject.findings), tuple(subject.notes))
 
@@ -117,7 +123,7 @@ def _probe(subject: _Audit, strides: bool) -> None:
     unrecorded = _without_gradients(subject)
     random_state.seed_all(SEEDS + subject.seed)
     before = random_state.states()
-    first = subject.run(subject.seed)
+    first, asked = asks_distributed(lambda: subject.run(subject.seed))
     moved = random_state.moved(before, random_state.states())
     _changed(subject, first.changes)
     _repeats(subject, first, moved)
@@ -125,6 +131,8 @@ def _probe(subject: _Audit, strides: bool) -> None:
     if unrecorded is not None and subject.compare and not subject.found("random_operator", "not_repeatable"):
         subject.count += 1
         _depends_on_grad_mode(subject, unrecorded, first)
+    if subject.spec.target is not None:
+        _depends_on_rank(subject, first, asked)
     _dtypes(subject)
     if strides and subject.compare and not subject.found("random_operator", "not_repeatable"):
         _strides(subject, first)
@@ -261,6 +269,29 @@ def _depends_on_grad_mode(subject: _Audit, unrecorded: Watched, first: Watched) 
             message = f"`{subject.spec.name}` computes something else when no gradients are recorded"
             cause = "it asks `torch.is_grad_enabled()` or `requires_grad`"
             subject.find("not_repeatable", message, facts, cause)
+
+
+def _depends_on_rank(subject: _Audit, first: Watched, asked: str) -> None:
+    name = subject.spec.name
+    if asked:
+        message = f"`{name}` asks torch.distributed (`{asked}`): what it computes on several ranks is not known"
+        help = "give it what it needs as an argument; communication between shards is for the compiler to insert"
+        subject.find(ASKS_RANKS, message, {}, help=help)
+    if subject.found("random_operator", "not_repeatable") or not subject.compare:
+        return
+    subject.count += 1
+    try:
+        with as_second_rank():
+            other = subject.run(subject.seed)
+    except Exception as error:  # noqa: BLE001 - it ran as the only rank
+        message = f"`{name}` raises where the environment says that there are two ranks"
+        subject.find("not_repeatable", message, {"error": one_line(error)})
+        return
+    apart = _apart(subject, first, other)
+    if apart and _beyond_rounding(subject, first, other):
+        facts = {"runs": "the same inputs, as the only rank and as the second of two", **apart}
+        message = f"`{name}` computes something else on another rank"
+        subject.find("not_repeatable", message, facts, "it reads `RANK` or a variable like it")
 
 
 def _dtypes(subject: _Audit) -> None:

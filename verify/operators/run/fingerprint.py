@@ -2,8 +2,8 @@
 
 A function is its code, defaults and closure, and the values of the globals that it names, functions among them, to any
 depth. Code of torch and of the standard library stands for itself by name: their versions are in the key of the cache.
-Not seen: files and environment variables that are read while the operator runs, and attributes fetched by a name made
-at run time.
+Code that names a function which reads files, variables or modules while it runs has no digest. Not seen: attributes
+fetched by a name made at run time.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ _NATIVE = (
 )
 _TORCH_NAMESPACES = frozenset(("aten", "prim", "prims"))
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+# names of what reads something that no digest of code knows
+_READERS = frozenset(
+    "open read_text read_bytes load loadtxt fromfile memmap safe_open load_file environ environb getenv import_module"
+    " __import__ eval exec".split()
+)
 _OURS = ("nnscaler", "verify", "op_registry")
 _TRUSTED = ("torch", "numpy", "builtins", *_OURS)
 
@@ -160,6 +165,9 @@ class _Walk:
 
     def _code(self, code: types.CodeType) -> None:
         """Digest the instructions without line numbers: moved or commented code stays the same."""
+        reader = next((name for name in code.co_names if name in _READERS), None)
+        if reader is not None:
+            raise Opaque(f"what `{reader}` reads in {code.co_qualname}")
         self.write(code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags)
         self.write(code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount)
         for constant in code.co_consts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from op_registry.errors import AnnotationError
@@ -20,7 +21,7 @@ from verify.evidence.dimension_types.check_localize_hooks import composes, left_
 from verify.evidence.dimension_types.prove import NO_GRADIENT
 from verify.evidence.options import DRAWS, Kind
 from verify.evidence.oracle.check import TargetOutcome, as_check, run_cases
-from verify.evidence.oracle.enumerate_cases import Base, Target
+from verify.evidence.oracle.enumerate_cases import USERS_LOW, Base, Target
 from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
 from verify.evidence.oracle.runner import CaseResult, WholeRaised
 from verify.evidence.provers import prove_base
@@ -75,6 +76,8 @@ def test(subject: ClaimedCall, claim: Claim) -> Evidence:
             run_cases(small.runner, _cases(claim, inputs, subject.strided), outcome)
             if outcome.failures or (outcome.count and not outcome.survived(DRAWS)):
                 break
+        if small.runner.spec.target is not None and not outcome.failures:
+            _run_narrower(subject, claim, outcome)
     except (AnnotationError, Refusal) as error:
         return Evidence(Verdict.INCONCLUSIVE, str(error).splitlines()[0])
     check = as_check(str(claim), outcome, time.perf_counter() - started)
@@ -161,6 +164,19 @@ def _draws(small: Representative) -> Iterator[Inputs]:
             return
     if not found and small.runner.spec.target is None:
         yield from zeros[:DRAWS]
+
+
+def _run_narrower(subject: ClaimedCall, claim: Claim, outcome: TargetOutcome) -> None:
+    """Run a user's operator in narrower dtypes too, where it runs in them: it may do something else there."""
+    small = _sized(subject.small, claim)
+    for inputs in islice(_draws(small), 1, 2):
+        for dtype in USERS_LOW:
+            narrower = replace(inputs, dtype=dtype)
+            try:
+                small.runner.prepare(narrower)
+            except (WholeRaised, AnnotationError):
+                continue
+            run_cases(small.runner, _cases(claim, narrower, subject.strided), outcome)
 
 
 def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[SplitCase]:

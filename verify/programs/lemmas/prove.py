@@ -23,7 +23,7 @@ from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum
 from verify.evidence.dimension_types.symbolic_call import make_symbolic, quiet
 from verify.evidence.dimension_types.trace import record, simplified
 from verify.evidence.inputs.concrete_call import function_of
-from verify.operators.audit.side_effects import audit
+from verify.operators.audit.side_effects import ASKS_RANKS, audit
 from verify.programs.lemmas import check_claims
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
 from verify.programs.lemmas.make_call_tensors import Unrepresented
@@ -76,6 +76,8 @@ def look_at(subject: ClaimedCall) -> Evidence:
         hidden = next((f for f in probed.findings if f.code in INCOMPARABLE), None)
         if hidden is not None:
             return Evidence(Verdict.REFUTED, "", 1, hidden)
+        if any(f.code == ASKS_RANKS for f in probed.findings):
+            return Evidence(Verdict.INCONCLUSIVE, "it asks torch.distributed, and was run as the only rank")
     tested = replace(test(subject, RunsWhole()), open=False)
     if not tested.verdict.passes or spec.random:
         return replace(tested, blocker=tested.blocker or "it draws random numbers")

@@ -1,0 +1,117 @@
+"""An operator is a function of its inputs: not of its rank, of a dtype that nobody tried, or of a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import is_initialized
+
+from op_registry.spec import OperatorSpec, SourceLocation
+
+from nnscaler.ir.placement import Split
+from tests.verify.lemmas.planted import called, floats, proved, stated
+from verify.evidence.options import OpOptions
+from verify.operators.run.fingerprint import Opaque, fingerprint
+from verify.operators.verify_spec import verify_spec
+from verify.results.verdict import Verdict
+
+
+def spec_of(function: Any) -> OperatorSpec:
+    return OperatorSpec("planted", "a b -> a b", target=function, where=SourceLocation("my_ops.py", 7))
+
+
+def verdicts(function: Any) -> tuple[Verdict, Verdict, str]:
+    """Of `verify-op`, of the lemmas of a program, and the code of the first finding."""
+    spec = spec_of(function)
+    lemmas = proved(stated(spec, called("planted", [(64, 8)], floats(64, 8)), Split("a")))
+    report = verify_spec(spec, OpOptions())
+    return report.verdict, lemmas.verdict, report.findings[0].code if report.findings else ""
+
+
+def by_name(x: Tensor) -> Tensor:
+    return x * 2.0 if is_initialized() else x * 1.0
+
+
+def by_module(x: Tensor) -> Tensor:
+    return x * dist.get_world_size() if dist.is_initialized() else x * 1.0
+
+
+def by_attribute(x: Tensor) -> Tensor:
+    return x * 2.0 if torch.distributed.is_initialized() else x * 1.0
+
+
+def imported(x: Tensor) -> Tensor:
+    from torch.distributed import is_available
+
+    return x * 1.0 if is_available() else x * 2.0
+
+
+@pytest.mark.parametrize("function", [by_name, by_module, by_attribute, imported])
+def test_what_an_operator_does_among_ranks_is_not_known_where_it_asks_for_them(function: Any) -> None:
+    assert verdicts(function) == (Verdict.INCONCLUSIVE, Verdict.INCONCLUSIVE, "asks_ranks")
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"])
+def test_another_result_on_another_rank_is_refuted(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranked(x: Tensor) -> Tensor:
+        return x * (1.0 + int(os.environ.get(variable, "0")))
+
+    before = dict(os.environ)
+    assert verdicts(ranked) == (Verdict.REFUTED, Verdict.REFUTED, "not_repeatable")
+    assert dict(os.environ) == before
+
+
+def test_a_variable_that_changes_nothing_passes() -> None:
+    def quiet(x: Tensor) -> Tensor:
+        return x * 2.0 if os.environ.get("RANK") else x + x
+
+    assert all(verdict.passes for verdict in verdicts(quiet)[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dtype_in_which_it_does_something_else(dtype: torch.dtype) -> None:
+    def special(x: Tensor) -> Tensor:
+        return (x.double() - x.double().mean(0, keepdim=True)).to(dtype) if x.dtype == dtype else x * 2.0
+
+    assert verdicts(special) == (Verdict.REFUTED, Verdict.REFUTED, "annotation_wrong")
+
+
+def test_a_right_operator_passes_in_every_dtype() -> None:
+    def row_softmax(x: Tensor) -> Tensor:
+        return torch.softmax(x.float(), -1).to(x.dtype)
+
+    report = verify_spec(OperatorSpec("planted", "a b^ -> a b^", target=row_softmax), OpOptions())
+    assert report.verdict.passes
+
+
+def test_code_that_reads_while_it_runs_has_no_digest(tmp_path: Path) -> None:
+    """Else a pass would be kept although the file is another one."""
+    file = tmp_path / "table.json"
+
+    def of_text(x: Tensor) -> Tensor:
+        return x * json.loads(file.read_text())["scale"]
+
+    def of_open(x: Tensor) -> Tensor:
+        with open(file) as opened:  # noqa: PTH123 - as users write it
+            return x * json.load(opened)["scale"]
+
+    def of_module(x: Tensor) -> Tensor:
+        import importlib
+
+        return importlib.import_module("helpers").scaled(x)  # type: ignore[no-any-return]
+
+    def of_variable(x: Tensor) -> Tensor:
+        return x * float(os.environ["SCALE"])
+
+    for function in (of_text, of_open, of_module, of_variable):
+        with pytest.raises(Opaque):
+            fingerprint(function)
+    assert fingerprint(by_name)
