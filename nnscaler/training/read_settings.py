@@ -221,7 +221,7 @@ def _value(like: Any, text: str) -> Any:
     """Return the value that a text on the command line means, where one such as `like` is wanted; None: any."""
     if isinstance(like, str):
         return text
-    if isinstance(like, tuple):
+    if isinstance(like, tuple) and not text.startswith("["):  # a list as files have it, or its items alone
         return [part for part in text.split(",") if part]
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -4,6 +4,7 @@ it. Each rank reads what it holds and no more."""
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,6 +106,9 @@ def _check_kind(path: Path, entry: StoredTensor, shape: tuple[int, ...], dtype: 
 # -- from safetensors ----------------------------------------------------------------------------------------------
 
 
+_FROM_TORCH = "safetensors.torch.save_file(torch.load(path), ...) writes one; or name the checkpoint it came from"
+
+
 class SafetensorFiles:
     """A file of safetensors, or the files of a folder and their index.
 
@@ -139,7 +143,10 @@ class SafetensorFiles:
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             message = f"{file} cannot be read, it may be cut short: {reason}"
-            raise NnscalerError("cannot_read", message) from error
+            help = None
+            if zipfile.is_zipfile(file):
+                message, help = f"{file} is no file of safetensors, but one of torch.save", _FROM_TORCH
+            raise NnscalerError("cannot_read", message, help=help) from error
 
     def read(self, wanted: Mapping[str, Sequence[StoredTensor]]) -> None:
         """Fill boxes of tensors by name; a file is open while it is read."""

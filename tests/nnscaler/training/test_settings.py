@@ -142,3 +142,10 @@ def test_every_option_is_explained(repository: Path) -> None:
     for option in all_options():
         assert option.help, option.path
         assert f"| `{option.path}` | `{option.default}` |" in manual, option.path
+
+
+def test_a_list_on_the_command_line_is_as_in_a_file_or_its_items_alone(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "m.py"\nsteps = 1\n[data]\nsource = "m.py::data"\nbatch_size = 1\n')
+    for text in ("m.py::f,m.py::g", '["m.py::f", "m.py::g"]'):
+        assert read_settings(file, [f"--hooks.on_step={text}"]).hooks.on_step == ("m.py::f", "m.py::g")

@@ -162,3 +162,9 @@ def test_the_example_goes_from_weights_to_weights(
     assert main([*run, "--steps=8", "--checkpoints.folder=runs/b"]) == 0
     losses = [float(text) for text in re.findall(r"validation loss (\S+)", capsys.readouterr().out)]
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1, "it learns"
+
+
+def test_a_file_of_torch_is_named_so(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "w.pt")
+    with pytest.raises(NnscalerError, match=r"w.pt is no file of safetensors, but one of torch.save"):
+        weights.SafetensorFiles(tmp_path / "w.pt")
