@@ -1,7 +1,7 @@
 """Compare a program that updates its parameters after each batch with eager delayed SGD: losses, gradients, the states
 of the optimizer and every version of every parameter.
 
-Such a program does not equal the model, whatever it is compared with. `verify.programs.training.delayed_sgd` says what
+Such a program does not equal the model, whatever it is compared with. `verify.programs.delayed_sgd` says what
 it equals, and every report names it.
 """
 
@@ -15,12 +15,12 @@ from pathlib import Path
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.role import Stage
 from verify.programs.checks.context import CheckOutcome
+from verify.programs.delayed_sgd import semantics, staleness_of
 from verify.programs.execution.backends import Failure
 from verify.programs.opened_program import OpenedProgram
 from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import ReferenceSettings, Trajectory
 from verify.programs.request import PlanRequest
-from verify.programs.training.delayed_sgd import semantics, staleness_of
 from verify.programs.training.eager import EagerRun, eager_model
 from verify.programs.training.run import (
     Training,
