@@ -14,7 +14,7 @@ import torch
 from op_registry.registry import default_registry
 
 from nnscaler.codegen.generate import generate, manifest
-from nnscaler.codegen.operator_names import operator_origins
+from nnscaler.codegen.operator_names import operator_files, operator_origins
 from nnscaler.codegen.program import Origin, Program
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.communication_volume import step_communication
@@ -34,6 +34,7 @@ from nnscaler.planning.parse_axes import parse_slices, parse_spec
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.sharding.memory import bytes_of_optimizer
 from nnscaler.runtime.program.program_directory import describe_state
+from nnscaler.runtime.program.user_operators import describe_operators
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of, with_schedule
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
@@ -243,11 +244,7 @@ def _plans_for(program: Program, graph: Graph) -> Iterator[Plan]:
 
 
 def compile_traced(
-    traced: Traced,
-    wanted: WantedPlan,
-    *,
-    model: Mapping[str, str],
-    progress: Progress | None = None,
+    traced: Traced, wanted: WantedPlan, *, model: Mapping[str, str], progress: Progress | None = None
 ) -> Program:
     """Compile as `parallelize`, from a traced model on."""
     report = progress or (lambda phase, seconds, text: None)
@@ -273,7 +270,7 @@ def compile_traced(
     functions = {name: opaque.function for name, opaque in traced.functions.items()}
     origins = operator_origins((op.operator for op in traced.graph.operations), functions)
     sources = generate(communicated, order, chosen, model.get("name", traced.graph.name), origins)
-    described = manifest(communicated, order, chosen, sources, planned.signatures, model, origins)
+    described = manifest(communicated, order, chosen, sources, planned.signatures, model)
     report("generate", time.perf_counter() - start, f"{len(sources)} role programs")
     start = time.perf_counter()
     communication = step_communication(communicated, order)
@@ -282,6 +279,7 @@ def compile_traced(
         communication_profile=communication.record,
         timeline=step_timeline(communicated, order, planned.signatures),
         memory=stage_memory(communicated, order, bytes_of_optimizer(wanted.optimizer_bytes)),
+        operator_files=describe_operators(operator_files(origins)),
         state=describe_state(traced.state),
         batch=describe_state(traced.inputs),
     )

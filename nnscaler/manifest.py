@@ -121,11 +121,13 @@ class OperatorFile:
     file       its absolute path
     sha256     as it was when the program was compiled; None where it was no longer there
     from_here  its path from the program's folder, since both may be moved together; None before it is saved
+    imports    dotted name -> hash of each file of the user's that it imports; None in programs of older versions
     """
 
     file: str
     sha256: str | None
     from_here: str | None = None
+    imports: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

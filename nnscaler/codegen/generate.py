@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 
 import nnscaler
-from nnscaler.codegen.operator_names import Origin, operator_records, written_origins
+from nnscaler.codegen.operator_names import Origin, written_origins
 from nnscaler.codegen.program import sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, chunk_of, writes
@@ -56,9 +56,9 @@ def manifest(
     sources: Mapping[str, str],
     signatures: Mapping[str, Signature],
     model: Mapping[str, str],
-    origins: Mapping[str, Origin],
 ) -> Manifest:
-    """Describe a program, but for what a step takes and for its tensors, which the caller adds."""
+    """Describe a program, but for what a step takes, its tensors and the files of its operators, which the caller
+    adds."""
     partitioned = communicated.partitioned
     graph = partitioned.graph
     roles = []
@@ -86,7 +86,6 @@ def manifest(
         ),
         matmul_flops_divided=matmul_flops_divided(communicated, signatures),
         unannotated=tuple(sorted(missing)),
-        operator_files=operator_records(origins),
         state={},
         batch={},
     )

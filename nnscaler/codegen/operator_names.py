@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 import sys
@@ -16,8 +15,6 @@ from torch._library.custom_ops import OPDEFS
 
 from op_registry.registry import default_registry
 from op_registry.torch_schema import is_factory, schema_of
-
-from nnscaler.manifest import OperatorFile
 
 
 def is_builtin(operator: str) -> bool:
@@ -91,19 +88,6 @@ def operator_files(origins: Mapping[str, Origin]) -> dict[str, str]:
     files = sorted({file for file, _ in origins.values() if file.endswith(".py")})
     names = [Path(file).name for file in files]
     return {name if names.count(name) == 1 else file: file for name, file in zip(names, files, strict=True)}
-
-
-def operator_records(origins: Mapping[str, Origin]) -> dict[str, OperatorFile]:
-    """Return each file of operators with its hash, by name as it stands in rank programs.
-
-    A program is for operators as they were when it was compiled.
-    """
-    found: dict[str, OperatorFile] = {}
-    for name, file in operator_files(origins).items():
-        path = Path(file).absolute()
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-        found[name] = OperatorFile(str(path), digest)
-    return found
 
 
 def written_origins(origins: Mapping[str, Origin]) -> dict[str, Origin]:

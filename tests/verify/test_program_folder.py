@@ -127,13 +127,7 @@ def test_a_changed_operator_file_is_named(project: Project) -> None:
     assert message in report.findings[0].message
 
 
-OPERATORS_FROM = {
-    "no_record": "the role programs take operators from it",
-    "no_hash": "which operators come: compile again",
-}
-
-
-@pytest.mark.parametrize("how", OPERATORS_FROM)
+@pytest.mark.parametrize("how", ["no_record", "no_hash"])
 def test_an_operator_file_without_a_record_is_named(project: Project, how: str) -> None:
     """Its hash would not be compared with the file as it is now."""
     file = project.program / "manifest.json"
@@ -146,8 +140,7 @@ def test_an_operator_file_without_a_record_is_named(project: Project, how: str) 
     report = project.verify()
     assert report.exit_code == 1
     (found,) = (f for f in report.findings if f.code == "record_differs")
-    assert f"manifest.json has no hash of {project.operators.name}, " in found.message
-    assert found.message.endswith(OPERATORS_FROM[how])
+    assert f"manifest.json has no hash of {project.operators.name}, from which operators come" in found.message
     with pytest.raises(ProgramError, match=f"has no hash of {project.operators.name}, from which operators come"):
         locate(project.operators.name, project.program)
 

@@ -21,6 +21,7 @@ from verify.programs.reproduce_token import encode, make_token
 from verify.programs.request import PlanRequest
 from verify.programs.training.compare_delayed_sgd import semantics_of
 from verify.programs.typing.roles.check_manifest import NAME as STATE_CHECK
+from verify.programs.typing.roles.check_operator_files import NAME as OPERATORS_CHECK
 from verify.results.finding import Finding
 from verify.results.packed_json import reproduce_line
 from verify.results.report import Check, Report, environment
@@ -46,7 +47,7 @@ def make_report(
     if not any(outcome.check.count for outcome in outcomes) and not any(o.findings for o in outcomes):
         nothing = Finding("nothing_checked", "there was nothing to compare")
         outcomes = [*outcomes, CheckOutcome(Check("", Verdict.INCONCLUSIVE, 0), (nothing,))]
-    read = {STATE_CHECK, *(() if proof is None else (o.check.name for o in proof.outcomes))}
+    read = {STATE_CHECK, OPERATORS_CHECK, *(() if proof is None else (o.check.name for o in proof.outcomes))}
     findings = _ordered(outcomes, frozenset(read))
     command = prepared.context.command
     again = None if command is None or not findings else reproduce_line(encode(make_token(request)), command)

@@ -54,6 +54,10 @@ class OpenedProgram:
     def role_files(self) -> list[str]:
         return self.manifest.role_files
 
+    def sources(self) -> dict[str, str]:
+        """Return the texts of the role files, by name."""
+        return {file: (self.path / file).read_text(encoding="utf-8") for file in self.role_files}
+
     @property
     def loss(self) -> str | None:
         """`file.py::function` of the loss function outside of the model that the program was compiled with."""

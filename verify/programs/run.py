@@ -52,6 +52,7 @@ from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.training.compare_delayed_sgd import check_stream, is_stream
 from verify.programs.training.run import check_training
 from verify.programs.typing.roles.check_manifest import Stored, check_batch, check_state
+from verify.programs.typing.roles.check_operator_files import check_operator_files
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
 from verify.results.typed_attachments import ComparedTensor
@@ -98,7 +99,7 @@ def run_phases(request: PlanRequest, subject: PlanSubject, context: RunContext) 
         stored = _stored(request, prepared)
         if stored is not None and stored.unhashed:
             prepared = replace(prepared, notes=(*prepared.notes, _unchecked(len(stored.unhashed))))
-        state = _check_folder(prepared, stored)
+        state = _check_folder(prepared, stored, read=request.level != "run")
         proof = None if request.level == "run" else _prove(request, prepared)
         reference: Trajectory | None = None
         outcomes: Sequence[CheckOutcome] = ()
@@ -110,12 +111,10 @@ def run_phases(request: PlanRequest, subject: PlanSubject, context: RunContext) 
 
 
 def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
-    folder = prepared.program.path
-    sources = {file: (folder / file).read_text(encoding="utf-8") for file in prepared.program.role_files}
     return prove_program(
-        sources,
+        prepared.program.sources(),
         prepared.graph,
-        folder=str(folder),
+        folder=str(prepared.program.path),
         manifest=prepared.program.manifest,
         options=ProofOptions(request.timeout, request.seed),
         progress=prepared.context.progress,
@@ -138,11 +137,18 @@ def _unchecked(count: int) -> str:
     return f"{values}: the program was compiled without them (on the meta device), and its manifest has no hashes"
 
 
-def _check_folder(prepared: Prepared, stored: Stored | None) -> list[CheckOutcome]:
-    """Check the tensors in the program's folder: those that it starts from, and its sample batch."""
-    program = prepared.program
-    batch = check_batch(program.manifest.batch, program.batch(), prepared.graph, str(program.path))
-    return [*(() if stored is None else (check_state(stored, prepared.graph, str(program.path)),)), batch]
+def _check_folder(prepared: Prepared, stored: Stored | None, *, read: bool) -> list[CheckOutcome]:
+    """Check what the program's folder starts from: its tensors, its sample batch, and the files of its operators.
+
+    `read`: whether the text is read as well.
+    """
+    program, graph, folder = prepared.program, prepared.graph, str(prepared.program.path)
+    outcomes = [
+        None if stored is None else check_state(stored, graph, folder),
+        check_batch(program.manifest.batch, program.batch(), graph, folder),
+        check_operator_files(program.manifest, program.sources(), graph, folder, read=read),
+    ]
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _run(

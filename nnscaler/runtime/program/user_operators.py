@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from nnscaler.manifest import MANIFEST, ManifestError, NoManifest, OperatorFile, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.program.imported_files import imported_files
 from nnscaler.runtime.program.load_python import load_user_module
 
 _NAMESPACE = "nnscaler_user"  # of torch.ops: where `register_op` defines functions as operators
@@ -27,12 +28,17 @@ def user_operators(**operators: Origin) -> SimpleNamespace:
     `name=(registered name, file, qualified name)`. The registered name is the one given to `register_op`, or
     "namespace.name.overload" of an operator of torch.library. The file is where it was registered, or the dotted name
     of a module of an installed package. It is imported if the operator is not in this process; a file that is not
-    absolute is looked for as `locate` says. Raises ProgramError, which names operator and file, when it cannot be found
-    or was changed.
+    absolute is looked for as `locate` says. Raises ProgramError, which names operator and file, when it cannot be
+    found, or it was changed, or a file that it imports.
     """
     caller = sys._getframe(1).f_globals.get("__file__")
     beside = Path(caller).parent if caller else Path.cwd()
-    return SimpleNamespace(**{local: _find(*origin, beside) for local, origin in operators.items()})
+    found = SimpleNamespace(**{local: _find(*origin, beside) for local, origin in operators.items()})
+    for file in dict.fromkeys(file for _, file, _ in operators.values()):
+        path = locate(file, beside)
+        if path is not None:
+            check_imports(file, path, beside, loaded=True)
+    return found
 
 
 def _find(name: str, file: str, qualname: str, beside: Path) -> Callable[..., Any]:
@@ -116,12 +122,52 @@ def locate(file: str, beside: Path) -> Path | None:
     if found and record is not None and record.sha256 is None:
         raise _unrecorded(file, beside)
     digest = None if record is None else record.sha256
-    same = found if digest is None else [path for path in found if sha256(path.read_bytes()).hexdigest() == digest]
+    same = found if digest is None else [path for path in found if digest_of(path) == digest]
     if found and not same:
         raise ProgramError(
             f"{found[0]}, from which operators come, was changed after the program was compiled: compile again"
         )
     return same[0] if same else None
+
+
+def check_imports(file: str, path: Path, beside: Path, *, loaded: bool) -> None:
+    """Compare the files that a file of operators imports with the program's record of them, where it has one.
+
+    `path`: where it was located; `loaded`: as `imported_files` says. Raises ProgramError for one that is another.
+    """
+    record = _record(file, beside)
+    if record is None or record.imports is None:
+        return
+    found = imported_files(path, loaded=loaded)
+    for name in sorted({*found, *record.imports}):
+        if name not in found:
+            raise ProgramError(f"`{name}`, which {path} imports, is not where it was: compile again")
+        if name not in record.imports:
+            message = f"{found[name]}, which {path} imports, was not there when the program was compiled"
+            raise ProgramError(f"{message}: compile again")
+        if digest_of(found[name]) != record.imports[name]:
+            message = f"{found[name]}, which {path} imports, was changed after the program was compiled"
+            raise ProgramError(f"{message}: compile again")
+
+
+def describe_operators(files: Mapping[str, str]) -> dict[str, OperatorFile]:
+    """Return files of operators, which are loaded in this process, as a manifest has them under "operator_files".
+
+    `files`: by name as it stands in rank programs. A program is for operators as they were when it was compiled.
+    """
+    found: dict[str, OperatorFile] = {}
+    for name, file in files.items():
+        path = Path(file).absolute()
+        if path.is_file():
+            imports = {module: digest_of(own) for module, own in imported_files(path, loaded=True).items()}
+            found[name] = OperatorFile(str(path), digest_of(path), imports=imports)
+        else:
+            found[name] = OperatorFile(str(path), None)
+    return found
+
+
+def digest_of(file: Path) -> str:
+    return sha256(file.read_bytes()).hexdigest()
 
 
 def _record(file: str, beside: Path) -> OperatorFile | None:

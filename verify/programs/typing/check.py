@@ -265,7 +265,7 @@ def check_program(
     outcomes = [read]
     try:
         if manifest is not None:
-            count, wrong = check_manifest(manifest, roles, graph, folder)
+            count, wrong = check_manifest(manifest, roles, graph)
             for mistake in wrong:
                 finder.add(MANIFEST, 0, mistake)
             outcomes.append(CheckOutcome(_check("manifest", count, finder), finder.take()))

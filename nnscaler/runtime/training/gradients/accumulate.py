@@ -184,9 +184,10 @@ class Gradients:
         (stage, divides, last), one = self._running, self._moved[leaf]
         if stage not in one.stages:
             return
-        if one.at_once and divides:
-            self._take(one)
-        elif last and not one.at_once and one.stages <= {*self._ended, stage}:
+        if one.at_once:
+            if divides and one.travels:  # one that is only cut waits for the end of the backward
+                self._take(one)
+        elif last and one.stages <= {*self._ended, stage}:
             self._completed(one)
 
     def _add(self, leaf: Leaf) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +19,7 @@ from nnscaler.codegen.generate import listed
 from nnscaler.ir.graph import LOSS, Graph, LogicalTensor
 from nnscaler.manifest import MANIFEST, Manifest, ResultRecord, Returns, StoredTensor
 from nnscaler.records import encode
-from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import describe_state
-from nnscaler.runtime.program.user_operators import locate
 from nnscaler.runtime.shards import same_bits
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.typing.roles.rank_program_syntax import RoleText
@@ -35,11 +32,8 @@ STATE, BATCH = "state.pt", "inputs.pt"
 NAME = "parameters, buffers and constants"
 
 
-def check_manifest(
-    manifest: Manifest, roles: Sequence[RoleText], graph: Graph, folder: str
-) -> tuple[int, list[Mistake]]:
-    """Compare the manifest's entries with the text, the graph and the user's files; return their number, and the
-    mistakes.
+def check_manifest(manifest: Manifest, roles: Sequence[RoleText], graph: Graph) -> tuple[int, list[Mistake]]:
+    """Compare the manifest's entries with the text and the graph; return their number, and the mistakes.
 
     Entries that only describe the program (its plan, its communication) are not read when it runs, and not here.
     """
@@ -68,17 +62,7 @@ def check_manifest(
         for name in right
         if found[name] != right[name]
     ]
-    files = set(manifest.operator_files)
-    named = {name for role in roles for name in role.files}
-    left_out = [
-        Mistake(
-            "record_differs",
-            f"{MANIFEST} has no hash of {name}, and the role programs take operators from it",
-            "nobody knows whether they compute what they did",
-        )
-        for name in sorted(named - files)
-    ]
-    return len(right) + len(files | named), [*wrong, *left_out, *_operator_files(sorted(files), folder)]
+    return len(right), wrong
 
 
 def _returns(roles: Sequence[RoleText], graph: Graph) -> Returns:
@@ -92,14 +76,6 @@ def _returns(roles: Sequence[RoleText], graph: Graph) -> Returns:
         for name, tensor in graph.results
     )
     return Returns(graph.structure, tuple(results))
-
-
-def _operator_files(names: Sequence[str], folder: str) -> Iterator[Mistake]:
-    for name in names:
-        try:
-            locate(name, Path(folder))
-        except ProgramError as error:
-            yield Mistake("record_differs", str(error), "its operators may compute something else than they did")
 
 
 def _source(name: str) -> str:

@@ -88,13 +88,13 @@ def _names_of_stage(stage: ast.ClassDef, operators: set[str]) -> Iterator[Outsid
                     )
 
 
-def user_operators(call: ast.Call) -> tuple[dict[str, str], frozenset[str]]:
-    """Attribute of `user` -> registered name, and the files that they come from.
+def user_operators(call: ast.Call) -> tuple[dict[str, str], frozenset[tuple[str, str]]]:
+    """Attribute of `user` -> registered name; and the files that they come from, each with the one of this process.
 
     Raises Unreadable for an operator that the file takes from elsewhere than where it is registered in this process.
     """
     found: dict[str, str] = {}
-    files: set[str] = set()
+    files: set[tuple[str, str]] = set()
     if ast.unparse(call.func) != "user_operators" or call.args:
         raise Unreadable(call, f"`{ast.unparse(call)}` is no header of operators")
     for keyword in call.keywords:
@@ -104,14 +104,12 @@ def user_operators(call: ast.Call) -> tuple[dict[str, str], frozenset[str]]:
         name, file, qualname = given
         if is_builtin(name):  # the runtime would look in the file, and never at the operator of that name
             raise Unreadable(keyword.value, f"`{name}` is built in, and `user` has what programs load of the user's")
-        right = _origin(name)
-        if file not in right[0] or qualname != right[1]:
-            message = (
-                f"`{name}` is taken from {file!r}, {qualname!r}, and is registered in {right[0][0]!r}, {right[1]!r}"
-            )
+        names, right = _origin(name)
+        if file not in names or qualname != right:
+            message = f"`{name}` is taken from {file!r}, {qualname!r}, and is registered in {names[0]!r}, {right!r}"
             raise Unreadable(keyword.value, message)
         found[keyword.arg] = name
-        files |= {file} if file.endswith(".py") else set()
+        files |= {(file, names[1])} if file.endswith(".py") else set()
     return found, frozenset(files)
 
 
@@ -177,7 +175,7 @@ def read_role(file: str, text: str) -> RoleText:
     stages: list[StageText] = []
     values: dict[str, tuple[int, Any]] = {}
     user: dict[str, str] = {}
-    files: frozenset[str] = frozenset()
+    files: frozenset[tuple[str, str]] = frozenset()
     problems = list(names_of_file(tree))
     for node in tree.body:
         match node:

@@ -228,7 +228,8 @@ class StageText:
 
 @dataclass(frozen=True)
 class RoleText:
-    """One file. `user`: attribute of `user` -> registered name of the operator. `files`: where these come from."""
+    """One file. `user`: attribute of `user` -> registered name of the operator. `files`: where these come from, in the
+    text and in this process."""
 
     file: str
     ranks: tuple[int, ...]
@@ -237,7 +238,7 @@ class RoleText:
     stages: tuple[StageText, ...]
     user: Mapping[str, str]
     problems: tuple[OutsideGrammar, ...] = ()
-    files: frozenset[str] = frozenset()
+    files: frozenset[tuple[str, str]] = frozenset()
 
 
 # Arguments of the text as values: literals, dtypes, layouts, affine expressions of coordinates, and variables.
