@@ -253,6 +253,7 @@ def test_an_edited_program_is_refuted(model: str, tmp_path: Path, capsys: pytest
     assert "model.py:" in out and "role_0.py:" in out and "reproduce: nnscaler" in out
 
 
+@pytest.mark.apart  # a server that all tests share would be started here, or end with what hangs
 def test_a_hang_is_refuted_and_leaves_no_process(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
