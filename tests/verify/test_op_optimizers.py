@@ -103,6 +103,20 @@ def test_what_needs_the_whole_is_frozen(target: str, annotation: str) -> None:
     assert any("each rank must have all" in note for note in report.notes) is ("Clipped" in target)
 
 
+@pytest.mark.parametrize(
+    ("name", "annotation"),
+    [
+        ("NormAfterWarmup", "*, * -> *"),
+        ("CountsItself", "*, * -> *"),
+        ("ClipsNorm", "*, * -> *"),
+        ("FactoredWhereLarge", "*, *, * -> *, *"),
+    ],
+)
+def test_what_begins_beyond_a_number_in_the_code_is_refuted(name: str, annotation: str) -> None:
+    report = report_on(f"{FILE}::{name}", annotation, OpOptions(explain=False))
+    assert set(splits(report).values()) == {Verdict.REFUTED}
+
+
 def test_the_widest_annotation_is_found_and_proved() -> None:
     report = report_on(f"{FILE}::RowNorm")
     assert "a b^, a b^, a -> a b^, a" in report.setting
