@@ -42,7 +42,8 @@ def _of_torch(module: str | None) -> bool:
 
 
 def _values(functions: Sequence[Any]) -> Iterator[Any]:
-    """Yield the constants of functions, what they read from around them, and the same of functions beside them."""
+    """Yield the constants of functions, what they read from around them, and the same of functions that they call: of
+    their own package, and those that a closure holds."""
     waiting, seen = [*functions], set()
     while waiting:
         function = inspect.unwrap(waiting.pop())
@@ -50,16 +51,26 @@ def _values(functions: Sequence[Any]) -> Iterator[Any]:
         if code is None or code in seen:
             continue
         seen.add(code)
-        around = [getattr(function, "__globals__", {}).get(name) for name in _names(code)]
-        around += inspect.getclosurevars(function).nonlocals.values()
-        waiting += [f for f in around if isinstance(f, FunctionType) and f.__module__ == function.__module__]
-        waiting += [
-            f
-            for c in around
-            if inspect.isclass(c) and c.__module__ == function.__module__ and issubclass(c, torch.autograd.Function)
-            for f in functions_of(c)
-        ]
-        yield from (*_constants(code), *around, function.__defaults__, function.__kwdefaults__)
+        read = [getattr(function, "__globals__", {}).get(name) for name in _names(code)]
+        held = list(inspect.getclosurevars(function).nonlocals.values())
+        waiting += [f for value in read if _beside(value, function) for f in _called(value)]
+        waiting += [f for value in held for f in _called(value)]
+        yield from (*_constants(code), *read, *held, function.__defaults__, function.__kwdefaults__)
+
+
+def _beside(value: Any, function: Any) -> bool:
+    """Return whether a value is defined in the package of a function."""
+    ours, theirs = (getattr(v, "__module__", None) or "" for v in (function, value))
+    return ours.partition(".")[0] == theirs.partition(".")[0]
+
+
+def _called(value: Any) -> Sequence[Any]:
+    """Return the functions that a call of the value runs; none of torch's."""
+    if _of_torch(getattr(value, "__module__", None)):
+        return ()
+    if isinstance(value, FunctionType):
+        return (value,)
+    return functions_of(value) if inspect.isclass(value) and issubclass(value, torch.autograd.Function) else ()
 
 
 def _names(code: CodeType) -> Iterator[str]:
