@@ -28,6 +28,8 @@ SIZES = (6, 5, 4, 3)  # of the dims of parameters to try an update on: all diffe
 AGES = (0, 1, 12)  # steps before the one that is looked at: at the 6th RAdam changes its formula
 MOST_STEPS = 300  # of a run that goes beyond the numbers in an optimizer's code
 LARGEST_SCALE = 1e6  # of gradients, likewise
+_LARGEST_COUNT = 10**7  # to which a counter of steps is set
+_DEEPEST = 6  # containers within each other that are searched for one
 _TRIED = 64  # rows and columns of a parameter of which the state is measured
 _HOW_IT_RUNS = frozenset({"foreach", "fused", "capturable"})  # hyper-parameters that do not say what is computed
 
@@ -97,6 +99,11 @@ def own_numbers(cls: OptimizerClass, defaults: Mapping[str, Any]) -> tuple[int |
 def steps_beyond(numbers: Sequence[int | float]) -> int:
     """Return a number of steps that goes beyond all of these, or as far as one is run; never fewer than usual."""
     return max([AGES[-1], *(min(int(2 * n) + 2, MOST_STEPS) for n in numbers if n > 1)])
+
+
+def steps_far_beyond(numbers: Sequence[int | float]) -> tuple[int, ...]:
+    """Return numbers of steps beyond those of these numbers that are too large to be run to; some at most."""
+    return tuple(int(n) + 2 for n in numbers if MOST_STEPS - 2 < n <= _LARGEST_COUNT and n == n // 1)[-2:]
 
 
 def scales_beyond(numbers: Sequence[int | float]) -> tuple[float, ...]:
@@ -219,7 +226,7 @@ def make_update(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int = 2)
     paths = tuple(path for path, v in tensors.items() if v.dim() or not torch.equal(v, other[path]))
     positive = frozenset(path for path in paths if bool((one[path] >= 0).all() and (other[path] >= 0).all()))
     numbers = own_numbers(cls, defaults)
-    ages = dict.fromkeys((*AGES, steps_beyond(numbers)))
+    ages = dict.fromkeys((*AGES, steps_beyond(numbers), *steps_far_beyond(numbers)))
     pasts = {age: _past(_run(cls, asked, shape, age, 0)) for age in ages if age}
     return Update(cls, MappingProxyType(asked), paths, positive, MappingProxyType(pasts), numbers)
 
@@ -229,18 +236,20 @@ def trajectory(
     defaults: Mapping[str, Any],
     parameters: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
+    skipped: int = 0,
 ) -> list[dict[str, Tensor]]:
-    """Run the optimizer, one step for each of `gradients` (one tensor per parameter).
+    """Run the optimizer, one step for each of `gradients` (one tensor per parameter). After the second one its counters
+    of steps are set forward by `skipped`.
 
     Returns, of each parameter, its value (by the name "") and the tensors of its state.
     """
     tensors = [nn.Parameter(p.detach().clone()) for p in parameters]
     optimizer = cls(tensors, **_what_is_computed(defaults))
     with torch.no_grad():
-        for each in gradients:
+        for number, each in enumerate(gradients):
             for tensor, gradient in zip(tensors, each, strict=True):
                 tensor.grad = gradient.detach().clone()
-            optimizer.step()
+            _step(optimizer, skipped if number == 1 else 0)
     found = []
     for tensor in tensors:
         state = {path: value for path, value in _leaves(optimizer, tensor).items() if isinstance(value, Tensor)}
@@ -265,11 +274,36 @@ def _run(cls: OptimizerClass, defaults: Mapping[str, Any], shape: tuple[int, ...
     generator = torch.Generator().manual_seed(seed)
     tensor = nn.Parameter(drawn(shape, generator))
     optimizer: Optimizer = cls([tensor], **defaults)
+    run = steps if steps <= MOST_STEPS else 2
     with torch.no_grad():
-        for _ in range(steps):
+        for number in range(run):
             tensor.grad = drawn(shape, generator)
-            optimizer.step()
+            _step(optimizer, steps - run if number == 1 else 0)
     return optimizer
+
+
+def _step(optimizer: Optimizer, skipped: int) -> None:
+    """Step once, then add `skipped` to every number that the step has raised by one."""
+    before = {path: float(held[key]) for path, held, key in _numbers_held(optimizer)} if skipped else {}
+    optimizer.step()
+    for path, held, key in _numbers_held(optimizer) if skipped else ():
+        if path in before and float(held[key]) == before[path] + 1:
+            held[key] = held[key] + skipped
+
+
+def _numbers_held(optimizer: Optimizer) -> list[tuple[Any, Any, Any]]:
+    """Return (path, container, key) of each number of an optimizer: of its state, its groups and its attributes."""
+    found: list[tuple[Any, Any, Any]] = []
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), vars(optimizer))]
+    while waiting:
+        path, held = waiting.pop()
+        for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            place = (*path, id(key) if isinstance(key, Tensor) else key)
+            if isinstance(value, dict | list) and len(place) < _DEEPEST:
+                waiting.append((place, value))
+            elif type(value) in (int, float) or (isinstance(value, Tensor) and not value.dim()):
+                found.append((place, held, key))
+    return found
 
 
 def _only(optimizer: Optimizer) -> Tensor:

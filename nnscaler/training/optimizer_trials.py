@@ -22,6 +22,7 @@ from nnscaler.training.functional_optimizer import (
     own_numbers,
     scales_beyond,
     steps_beyond,
+    steps_far_beyond,
     trajectory,
 )
 
@@ -46,6 +47,7 @@ class UpdateTrial:
     scales    what gradients are multiplied by, in the order of the steps, equally many of each
     size      what the parameter's values are multiplied by
     thorough  whether every piece is tried, or two of them
+    skipped   steps that are left out after two: counters are set forward
     """
 
     cls: OptimizerClass
@@ -55,6 +57,7 @@ class UpdateTrial:
     scales: tuple[float, ...] = (1.0,)
     size: float = 1.0
     thorough: bool = False
+    skipped: int = 0
 
     @cached_property
     def values(self) -> tuple[Tensor, list[Tensor]]:
@@ -71,7 +74,8 @@ class UpdateTrial:
         parameters = [view(value) for view in views]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return trajectory(self.cls, self.defaults, parameters, [[v(g) for v in views] for g in gradients])
+            given = [[v(g) for v in views] for g in gradients]
+            return trajectory(self.cls, self.defaults, parameters, given, self.skipped)
 
     def is_coupled(self, whole: Mapping[str, Tensor]) -> bool:
         """Return whether the parameter becomes something else beside another one."""
@@ -98,6 +102,8 @@ def further_trials(cls: OptimizerClass, defaults: Mapping[str, Any], ndim: int) 
     shape = SIZES[:ndim]
     if steps_beyond(numbers) > STEPS:
         yield UpdateTrial(cls, defaults, shape, steps_beyond(numbers))
+    for far in steps_far_beyond(numbers):
+        yield UpdateTrial(cls, defaults, shape, skipped=far)
     large = scales_beyond(numbers)[-_NUMBERS:]
     small = [n for n in numbers if _SMALLEST <= n <= 1][:_NUMBERS]
     if large or small:

@@ -111,6 +111,29 @@ class NormAfterWarmup(_Scaled):
         return p.norm() / p.grad.norm() if self.state[p]["steps"] > group["warmup"] else 1.0
 
 
+class CountsInGroup(_Scaled):
+    """Counts steps for each group."""
+
+    def __init__(self, params, lr=1e-2, warmup=20):
+        super().__init__(params, lr, warmup=warmup, count=0)
+
+    def factor(self, p, group):
+        group["count"] += 1
+        return p.norm() / p.grad.norm() if group["count"] > group["warmup"] else 1.0
+
+
+class CountsInTensor(_Scaled):
+    """Counts steps in a tensor, as torch does."""
+
+    def __init__(self, params, lr=1e-2, warmup=20):
+        super().__init__(params, lr, warmup=warmup)
+
+    def factor(self, p, group):
+        count = self.state[p].setdefault("count", torch.tensor(0.0))
+        count += 1
+        return p.norm() / p.grad.norm() if count.item() > group["warmup"] else 1.0
+
+
 class HiddenWarmup(_Scaled):
     """The same, and no number in its code tells of it."""
 

@@ -107,6 +107,8 @@ def test_what_needs_the_whole_is_frozen(target: str, annotation: str) -> None:
     ("name", "annotation"),
     [
         ("NormAfterWarmup", "*, * -> *"),
+        ("NormAfterWarmup(warmup=4000)", "*, * -> *"),
+        ("CountsInGroup", "*, * -> *"),
         ("CountsItself", "*, * -> *"),
         ("ClipsNorm", "*, * -> *"),
         ("FactoredWhereLarge", "*, *, * -> *, *"),

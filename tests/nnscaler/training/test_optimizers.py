@@ -109,6 +109,11 @@ def test_what_stays_elementwise_beyond_the_numbers_may_be_cut(cls: Any) -> None:
     assert split_of(cls, {}).elementwise
 
 
+@pytest.mark.parametrize("cls", [OWN.NormAfterWarmup, OWN.CountsInGroup, OWN.CountsInTensor])
+def test_counters_of_steps_are_set_beyond_what_can_be_run(cls: Any) -> None:
+    assert not any(split_of(cls, {"warmup": 4000}).free.values())
+
+
 def test_hyper_parameters_are_numbers_to_go_beyond() -> None:
     assert not split_of(OWN.NormAfterWarmup, {"warmup": 200}).elementwise
     assert not split_of(OWN.ClipsNorm, {"most": 1e4}).elementwise
