@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -18,12 +19,17 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from op_registry.builtin.optimizers import NO_UPDATE, UPDATES
+from op_registry.code_numbers import numbers_in, numbers_of
 
 from nnscaler.errors import NnscalerError
 
 OptimizerClass = type[Any]  # a subclass of Optimizer, called with parameters and hyper-parameters
 SIZES = (6, 5, 4, 3)  # of the dims of parameters to try an update on: all different, so that dims are told apart
 AGES = (0, 1, 12)  # steps before the one that is looked at: at the 6th RAdam changes its formula
+MOST_STEPS = 300  # of a run that goes beyond the numbers in an optimizer's code
+LARGEST_SCALE = 1e6  # of gradients, likewise
+_LARGEST_COUNT = 10**7  # to which a counter of steps is set
+_DEEPEST = 6  # containers within each other that are searched for one
 _TRIED = 64  # rows and columns of a parameter of which the state is measured
 _HOW_IT_RUNS = frozenset({"foreach", "fused", "capturable"})  # hyper-parameters that do not say what is computed
 
@@ -81,6 +87,30 @@ def _what_is_computed(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in defaults.items() if key not in _HOW_IT_RUNS}
 
 
+def own_numbers(cls: OptimizerClass, defaults: Mapping[str, Any]) -> tuple[int | float, ...]:
+    """Return the numbers that an optimizer may compare something with, in order: those in its code and its
+    hyper-parameters. None of torch's own classes, of which the registry says what they do."""
+    if optimizer_name(cls) in UPDATES:
+        return ()
+    settings = [p.default for p in inspect.signature(cls).parameters.values()]
+    return numbers_of([*numbers_in(cls), *settings, *defaults.values()])
+
+
+def steps_beyond(numbers: Sequence[int | float]) -> int:
+    """Return a number of steps that goes beyond all of these, or as far as one is run; never fewer than usual."""
+    return max([AGES[-1], *(min(int(2 * n) + 2, MOST_STEPS) for n in numbers if n > 1)])
+
+
+def steps_far_beyond(numbers: Sequence[int | float]) -> tuple[int, ...]:
+    """Return numbers of steps beyond those of these numbers that are too large to be run to; some at most."""
+    return tuple(int(n) + 2 for n in numbers if MOST_STEPS - 2 < n <= _LARGEST_COUNT and n == n // 1)[-2:]
+
+
+def scales_beyond(numbers: Sequence[int | float]) -> tuple[float, ...]:
+    """Return what to multiply gradients by, so that an element of one exceeds each of these numbers; ascending."""
+    return tuple(4.0 * n for n in numbers if 1 < n <= LARGEST_SCALE)
+
+
 @dataclass(frozen=True, slots=True)
 class Past:
     """An optimizer after some steps, without the parameter.
@@ -88,11 +118,20 @@ class Past:
     leaves    of its state, by their paths (`['step']`): numbers, and (number, dtype) for a tensor without dims
     tree      what puts them together
     settings  of its group: the learning rate, and what it has written there
+    others    of its state, what belongs to no parameter
+    counters  numbers that it keeps as its own attributes
     """
 
     leaves: Mapping[str, Any]
     tree: Any
     settings: Mapping[str, Any]
+    others: Mapping[Any, Any] = field(default_factory=dict)
+    counters: Mapping[str, Any] = field(default_factory=dict)
+
+    def numbers(self, paths: Sequence[str]) -> str:
+        """Return, as text to compare, all but the tensors of its state at these paths."""
+        leaves = {path: leaf for path, leaf in self.leaves.items() if path not in paths}
+        return repr((leaves, self.settings, self.others, self.counters))
 
 
 @dataclass(frozen=True)
@@ -104,6 +143,7 @@ class Update:
     paths     of the tensors in its state, as `['exp_avg']`
     positive  those that are never negative: a square, a step size. Of what is given only the magnitude counts
     pasts     what its state has besides, by the number of steps before this one
+    numbers   what its code may compare something with (`own_numbers`)
     """
 
     cls: OptimizerClass
@@ -111,6 +151,26 @@ class Update:
     paths: tuple[str, ...] = ()
     positive: frozenset[str] = frozenset()
     pasts: Mapping[int, Past] = field(default_factory=dict)
+    numbers: tuple[int | float, ...] = ()
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Return what gradients are multiplied by in further calls: beyond the smallest and the largest number."""
+        found = scales_beyond(self.numbers)
+        return tuple(dict.fromkeys((*found[:1], *found[-1:])))
+
+    @property
+    def counts(self) -> bool:
+        """Return whether something besides the tensors of its state differs from step to step: one that its code may
+        branch on. Of torch's own classes the code is known."""
+        if optimizer_name(self.cls) in UPDATES:
+            return False
+        return len({past.numbers(self.paths) for past in self.pasts.values()}) > 1
+
+    @property
+    def options(self) -> Mapping[str, int | float]:
+        """Return the keyword arguments of a call, beside the tensors, with their defaults."""
+        return {"steps": AGES[-1], **({"scale": 1.0} if self.scales else {})}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,19 +182,21 @@ class Update:
         """Tell `inspect` a name for each tensor of the state."""
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         tensors = [inspect.Parameter(name, kind, annotation=Tensor) for name in ("parameter", "gradient", *self.names)]
-        steps = inspect.Parameter("steps", inspect.Parameter.KEYWORD_ONLY, default=AGES[-1], annotation=int)
-        return inspect.Signature([*tensors, steps])
+        only = inspect.Parameter.KEYWORD_ONLY
+        options = [inspect.Parameter(n, only, default=v, annotation=type(v)) for n, v in self.options.items()]
+        return inspect.Signature([*tensors, *options])
 
     def __call__(
-        self, parameter: Tensor, gradient: Tensor, *state: Tensor, steps: int = AGES[-1]
+        self, parameter: Tensor, gradient: Tensor, *state: Tensor, steps: int = AGES[-1], scale: float = 1.0
     ) -> tuple[Tensor, ...]:
         """Return the parameter and the state after the step. The arguments are not changed.
 
         `steps`: how many were before; at 0 the optimizer begins, and what is given as its state is not read.
+        `scale`: what the gradient is multiplied by.
         """
         with torch.no_grad():
             tensor = nn.Parameter(parameter.detach().clone())
-            tensor.grad = gradient.detach().clone()
+            tensor.grad = gradient.detach().clone() if scale == 1.0 else gradient.detach() * scale
             optimizer = self.cls([tensor], **self.defaults)
             if steps:
                 given = {
@@ -163,8 +225,10 @@ def make_update(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int = 2)
     # a number is the same in each run, or it is made from the gradients, as a tensor is
     paths = tuple(path for path, v in tensors.items() if v.dim() or not torch.equal(v, other[path]))
     positive = frozenset(path for path in paths if bool((one[path] >= 0).all() and (other[path] >= 0).all()))
-    pasts = {age: _past(_run(cls, asked, shape, age, 0)) for age in AGES if age}
-    return Update(cls, MappingProxyType(asked), paths, positive, MappingProxyType(pasts))
+    numbers = own_numbers(cls, defaults)
+    ages = dict.fromkeys((*AGES, steps_beyond(numbers), *steps_far_beyond(numbers)))
+    pasts = {age: _past(_run(cls, asked, shape, age, 0)) for age in ages if age}
+    return Update(cls, MappingProxyType(asked), paths, positive, MappingProxyType(pasts), numbers)
 
 
 def trajectory(
@@ -172,18 +236,20 @@ def trajectory(
     defaults: Mapping[str, Any],
     parameters: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
+    skipped: int = 0,
 ) -> list[dict[str, Tensor]]:
-    """Run the optimizer, one step for each of `gradients` (one tensor per parameter).
+    """Run the optimizer, one step for each of `gradients` (one tensor per parameter). After the second one its counters
+    of steps are set forward by `skipped`.
 
     Returns, of each parameter, its value (by the name "") and the tensors of its state.
     """
     tensors = [nn.Parameter(p.detach().clone()) for p in parameters]
     optimizer = cls(tensors, **_what_is_computed(defaults))
     with torch.no_grad():
-        for each in gradients:
+        for number, each in enumerate(gradients):
             for tensor, gradient in zip(tensors, each, strict=True):
                 tensor.grad = gradient.detach().clone()
-            optimizer.step()
+            _step(optimizer, skipped if number == 1 else 0)
     found = []
     for tensor in tensors:
         state = {path: value for path, value in _leaves(optimizer, tensor).items() if isinstance(value, Tensor)}
@@ -208,11 +274,36 @@ def _run(cls: OptimizerClass, defaults: Mapping[str, Any], shape: tuple[int, ...
     generator = torch.Generator().manual_seed(seed)
     tensor = nn.Parameter(drawn(shape, generator))
     optimizer: Optimizer = cls([tensor], **defaults)
+    run = steps if steps <= MOST_STEPS else 2
     with torch.no_grad():
-        for _ in range(steps):
+        for number in range(run):
             tensor.grad = drawn(shape, generator)
-            optimizer.step()
+            _step(optimizer, steps - run if number == 1 else 0)
     return optimizer
+
+
+def _step(optimizer: Optimizer, skipped: int) -> None:
+    """Step once, then add `skipped` to every number that the step has raised by one."""
+    before = {path: float(held[key]) for path, held, key in _numbers_held(optimizer)} if skipped else {}
+    optimizer.step()
+    for path, held, key in _numbers_held(optimizer) if skipped else ():
+        if path in before and float(held[key]) == before[path] + 1:
+            held[key] = held[key] + skipped
+
+
+def _numbers_held(optimizer: Optimizer) -> list[tuple[Any, Any, Any]]:
+    """Return (path, container, key) of each number of an optimizer: of its state, its groups and its attributes."""
+    found: list[tuple[Any, Any, Any]] = []
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), vars(optimizer))]
+    while waiting:
+        path, held = waiting.pop()
+        for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            place = (*path, id(key) if isinstance(key, Tensor) else key)
+            if isinstance(value, dict | list) and len(place) < _DEEPEST:
+                waiting.append((place, value))
+            elif type(value) in (int, float) or (isinstance(value, Tensor) and not value.dim()):
+                found.append((place, held, key))
+    return found
 
 
 def _only(optimizer: Optimizer) -> Tensor:
@@ -236,7 +327,13 @@ def _past(optimizer: Optimizer) -> Past:
     }
     _, tree = pytree.tree_flatten(dict(optimizer.state[_only(optimizer)]))
     (group,) = optimizer.param_groups
-    return Past(leaves, tree, {key: value for key, value in group.items() if key != "params"})
+    return Past(
+        leaves,
+        tree,
+        {key: value for key, value in group.items() if key != "params"},
+        {key: deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
+        {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)},
+    )
 
 
 def _restore(optimizer: Optimizer, tensor: Tensor, past: Past, given: Mapping[str, Tensor]) -> None:
@@ -249,4 +346,6 @@ def _restore(optimizer: Optimizer, tensor: Tensor, past: Past, given: Mapping[st
             leaf = torch.tensor(number, dtype=dtype)
         leaves.append(leaf)
     optimizer.state[tensor] = pytree.tree_unflatten(leaves, past.tree)
+    optimizer.state.update(deepcopy(dict(past.others)))
     optimizer.param_groups[0].update(past.settings)
+    vars(optimizer).update(past.counters)

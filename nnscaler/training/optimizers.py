@@ -15,7 +15,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,15 +25,11 @@ from nnscaler.training.functional_optimizer import (
     SIZES,
     OptimizerClass,
     check_class,
-    drawn,
     optimizer_name,
     refusal,
     said_by,
-    trajectory,
 )
-
-STEPS = 12  # of a test: at the 6th RAdam changes its formula
-TOLERANCE = 1e-12  # relative and absolute: vector units round the elements at an end of a row otherwise
+from nnscaler.training.optimizer_trials import UpdateTrial, further_trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +112,23 @@ def _tested(question: _OptimizerQuestion) -> UpdateSplit:
         if said:
             refused[ndim] = said
             continue
-        trial = _UpdateTrial(cls, defaults, SIZES[:ndim])
+        trial = UpdateTrial(cls, defaults, SIZES[:ndim], thorough=True)
         try:
-            whole = trial.run([lambda t: t])
-            coupled = coupled or not _same(trial.run([lambda t: t, lambda t: 3 * t + 1])[0], whole[0])
+            (whole,) = trial.run([lambda t: t])
+            coupled = coupled or trial.is_coupled(whole)
         except Exception as error:  # noqa: BLE001 - whatever the user's step raises on such parameters
             refused[ndim] = f"{type(error).__name__}: {said_by(error)}"
             continue
-        free[ndim] = frozenset(dim for dim in range(ndim) if trial.survives(whole[0], dim))
+        free[ndim] = frozenset(dim for dim in range(ndim) if trial.survives(whole, dim))
+        for trial in further_trials(cls, defaults, ndim):
+            if coupled and not free[ndim]:
+                break
+            try:
+                (whole,) = trial.run([lambda t: t])
+                coupled = coupled or trial.is_coupled(whole)
+            except Exception:  # noqa: BLE001 - such values it does not take
+                continue
+            free[ndim] = frozenset(dim for dim in free[ndim] if trial.survives(whole, dim))
     if not free:
         message = f"the step of {optimizer_name(cls)} cannot be tried on gradients alone: {refused[2]}"
         help = (
@@ -132,53 +136,6 @@ def _tested(question: _OptimizerQuestion) -> UpdateSplit:
         )
         raise NnscalerError("no_update", message, help=help)
     return UpdateSplit(optimizer_name(cls), MappingProxyType(free), MappingProxyType(refused), coupled, False)
-
-
-@dataclass(frozen=True)
-class _UpdateTrial:
-    """Runs an optimizer on a parameter of one shape and on pieces of it, with the same values each time."""
-
-    cls: OptimizerClass
-    defaults: Mapping[str, Any]
-    shape: tuple[int, ...]
-
-    def run(self, views: Sequence[Any]) -> list[dict[str, Tensor]]:
-        """Run it on one parameter for each view, and return what became of each."""
-        generator = torch.Generator().manual_seed(0)
-        value = drawn(self.shape, generator)
-        gradients = [drawn(self.shape, generator) * 3.0 ** (step % 3 - 1) for step in range(STEPS)]
-        parameters = [view(value) for view in views]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return trajectory(self.cls, self.defaults, parameters, [[v(g) for v in views] for g in gradients])
-
-    def survives(self, whole: Mapping[str, Tensor], dim: int) -> bool:
-        """Return whether pieces along the dim become what these pieces of the whole became; also in number of one row,
-        and every second row."""
-        size = self.shape[dim]
-        rows = torch.arange(size)
-        for kept in (rows[:1], rows[1:], rows[::2], rows[1::2]):
-            try:
-                (piece,) = self.run([lambda t, kept=kept: t.index_select(dim, kept)])
-            except Exception:  # noqa: BLE001 - it refuses the piece: then it needs the whole
-                return False
-            if not _same(piece, {path: _piece(value, self.shape, dim, kept) for path, value in whole.items()}):
-                return False
-        return True
-
-
-def _piece(value: Tensor, shape: tuple[int, ...], dim: int, kept: Tensor) -> Tensor:
-    """Return the piece of a tensor of the state: a dim with the size of the parameter's is cut with it."""
-    place = next((i for i, size in enumerate(value.shape) if size == shape[dim]), None)
-    return value if place is None else value.index_select(place, kept)
-
-
-def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        found[path].shape == value.shape
-        and torch.allclose(found[path], value, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-        for path, value in wanted.items()
-    )
 
 
 def build_optimizer(

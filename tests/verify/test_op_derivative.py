@@ -313,3 +313,50 @@ def test_the_user_s_classes_are_left_as_they_were() -> None:
     finding(ForgetsTheMean.apply, normal(12, 8), normal(8))
     assert (dict(vars(ForgetsTheMean)), dict(vars(RmsNorm))) == before
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def saturated(x: Tensor) -> Tensor:
+    return F.softplus(x, threshold=20)
+
+
+FAR: list[tuple[str, Function, tuple[Any, ...], str]] = [
+    (
+        "zero beyond 20",
+        with_backward(saturated, lambda g, y, x: (torch.where(x > 20, 0.0, g * torch.sigmoid(x)),)),
+        (normal(6, 5),),
+        "20",
+    ),
+    (
+        "saturation forgotten",
+        with_backward(lambda x: x.clamp(-1000, 1000), lambda g, y, x: (g.clone(),)),
+        (normal(6, 5),),
+        "1000",
+    ),
+    (
+        "of one sign, one number",
+        with_backward(lambda x: x.clamp(min=-300.5), lambda g, y, x: (g.clone(),)),
+        (torch.tensor(0.5).double(),),
+        "300.5",
+    ),
+    (
+        "in the second input",
+        with_backward(lambda x, w: x * w.clamp(max=50), lambda g, y, x, w: (g * w.clamp(max=50), g * x)),
+        (normal(6, 5), normal(6, 5, seed=1)),
+        "50",
+    ),
+    (
+        "in a domain of positive numbers",
+        with_backward(lambda x: torch.where(x < 81, x.sqrt(), 9.0), lambda g, y, x: (g * 0.5 / x.sqrt(),)),
+        (normal(6, 5).abs() + 0.5,),
+        "81",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "number"), [r[1:] for r in FAR], ids=[r[0] for r in FAR])
+def test_backwards_that_are_wrong_beyond_a_number_in_the_code(
+    function: Function, args: tuple[Any, ...], number: str
+) -> None:
+    for seed in range(5):
+        found = finding(function, *args, seed=seed)
+        assert found.counter_example["values"] == f"about {number} and -{number}, since {number} stands in its code"

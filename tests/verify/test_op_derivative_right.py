@@ -22,6 +22,7 @@ from tests.verify.backwards import (
     RmsNorm,
     Turned,
     assert_right,
+    check,
     normal,
     weighted_sum,
 )
@@ -29,7 +30,7 @@ from verify import Verdict
 from verify.evidence.inputs.draw_calls import choose_sizes, from_annotation
 from verify.evidence.options import KINDS
 from verify.operators.audit.derivative import check_derivative
-from verify.self_test.operators.mutants.hosts import HOSTS
+from verify.self_test.operators.mutants.hosts import HOSTS, with_backward
 from verify.self_test.operators.mutants.mutant import spec_of
 
 
@@ -87,6 +88,69 @@ RIGHT: list[tuple[str, Function, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(("function", "args"), [r[1:] for r in RIGHT], ids=[r[0] for r in RIGHT])
 def test_right_backwards(function: Function, args: tuple[Any, ...]) -> None:
     assert_right(function, *args)
+
+
+def huber(x: Tensor) -> Tensor:
+    return torch.where(x.abs() < 100, 0.5 * x * x, 100 * (x.abs() - 50))
+
+
+# piecewise, with numbers that lie far from the given inputs; what is right on both sides of each passes
+FAR: list[tuple[str, Function, tuple[Any, ...]]] = [
+    (
+        "softplus",
+        with_backward(
+            lambda x: F.softplus(x, threshold=20), lambda g, y, x: (torch.where(x > 20, g, g * x.sigmoid()),)
+        ),
+        (normal(6, 5),),
+    ),
+    (
+        "clamp",
+        with_backward(lambda x: x.clamp(-1000, 1000), lambda g, y, x: (g * (x.abs() < 1000),)),
+        (normal(6, 5),),
+    ),
+    ("huber", with_backward(huber, lambda g, y, x: (g * x.clamp(-100, 100),)), (normal(6, 5),)),
+    (
+        "steps of a quantiser",
+        with_backward(lambda x: (x * 127).round() / 127 + x, lambda g, y, x: (g.clone(),)),
+        (normal(6, 5),),
+    ),
+    ("exp", with_backward(lambda x: x.clamp(max=88).exp(), lambda g, y, x: (g * y * (x < 88),)), (normal(6, 5),)),
+    ("exp without bound", with_backward(lambda x: 700 * x.exp(), lambda g, y, x: (g * y,)), (normal(3, 2),)),
+    ("tanh", with_backward(lambda x: 50 * x.tanh(), lambda g, y, x: (g * (50 - y * y / 50),)), (normal(6, 5),)),
+    (
+        "sine",
+        with_backward(lambda x: (x * 7000).sin(), lambda g, y, x: (g * 7000 * (x * 7000).cos(),)),
+        (normal(6, 5),),
+    ),
+    (
+        "masked softmax",
+        with_backward(
+            lambda x: x.masked_fill(torch.ones(5, 5).triu(1).bool(), -1e4).softmax(-1),
+            lambda g, y, x: (y * (g - (g * y).sum(-1, keepdim=True)) * torch.ones(5, 5).tril(),),
+        ),
+        (normal(5, 5),),
+    ),
+    (
+        "positive only",
+        with_backward(lambda x: (x / 40).log(), lambda g, y, x: (g / x,)),
+        (normal(6, 5).abs() + 0.5,),
+    ),
+    (
+        "product of two, clamped",
+        with_backward(
+            lambda x, w: (x * w).clamp(max=30.0),
+            lambda g, y, x, w: (g * w * (x * w < 30), g * x * (x * w < 30)),
+        ),
+        (normal(6, 5), normal(6, 5, seed=1)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "args"), [r[1:] for r in FAR], ids=[r[0] for r in FAR])
+def test_right_backwards_beyond_the_numbers_in_their_code(function: Function, args: tuple[Any, ...]) -> None:
+    for seed in SEEDS:
+        checks, findings, _ = check(function, *args, seed=seed)
+        assert not findings and all(c.verdict.passes for c in checks), (seed, findings)
 
 
 @pytest.mark.long

@@ -103,6 +103,33 @@ def test_what_needs_the_whole_is_frozen(target: str, annotation: str) -> None:
     assert any("each rank must have all" in note for note in report.notes) is ("Clipped" in target)
 
 
+@pytest.mark.parametrize(
+    ("name", "annotation"),
+    [
+        ("NormAfterWarmup", "*, * -> *"),
+        ("NormAfterWarmup(warmup=4000)", "*, * -> *"),
+        ("CountsInGroup", "*, * -> *"),
+        ("CountsItself", "*, * -> *"),
+        ("ClipsNorm", "*, * -> *"),
+        ("FactoredWhereLarge", "*, *, * -> *, *"),
+    ],
+)
+def test_what_begins_beyond_a_number_in_the_code_is_refuted(name: str, annotation: str) -> None:
+    report = report_on(f"{FILE}::{name}", annotation, OpOptions(explain=False))
+    assert set(splits(report).values()) == {Verdict.REFUTED}
+
+
+def test_the_steps_that_a_proof_follows_are_named() -> None:
+    """The trace has a number in the place of the step: another step may take another branch."""
+    report = report_on(f"{FILE}::HiddenWarmup")
+    assert report.verdict.passes
+    assert set(splits(report).values()) == {Verdict.PROVED_BOUNDED}
+    assert all("counts its steps, and steps 1, 2 and 13 are followed" in c.detail for c in report.checks[3:])
+    report = report_on(f"{FILE}::LinearWarmup")
+    assert report.verdict.passes and set(splits(report).values()) == {Verdict.PROVED_BOUNDED}
+    assert "steps 1, 2, 13 and 43 are followed" in report.checks[-1].detail
+
+
 def test_the_widest_annotation_is_found_and_proved() -> None:
     report = report_on(f"{FILE}::RowNorm")
     assert "a b^, a b^, a -> a b^, a" in report.setting

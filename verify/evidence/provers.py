@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.training.functional_optimizer import Update
 from verify.evidence.dimension_types.prove import prove
 from verify.evidence.oracle.enumerate_cases import Base, Target
 from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
 from verify.evidence.smt.prove import prove_bounded
-from verify.results.verdict import Strength, Verdict
+from verify.results.verdict import Condition, Strength, Verdict
 
 BOUNDED_STEPS = 2_500_000  # for one target of one sample call
 SPENT = "the limit of processor time was reached before it was proved"
@@ -39,6 +40,7 @@ def prove_base(
     except (WholeRaised, NnscalerError) as error:
         return {t: Strength(Verdict.TESTED_EXACT, str(error)) for t in targets}
     found: dict[Target, Strength] = {}
+    steps = _steps_traced(runner.spec.target)
     for proof in prove(runner.spec, base.signature, whole.concrete).proofs:
         choice = proof.target
         target: Target | None = None
@@ -48,11 +50,12 @@ def prove_base(
             target = choice.slots
         if target not in targets or target is None:
             continue
-        if proof.proved and not proof.conditions:
+        conditions = (*proof.conditions, *steps)
+        if proof.proved and not conditions:
             found[target] = Strength(Verdict.PROVED_ALL_SIZES)
         else:
             verdict = Verdict.PROVED_BOUNDED if proof.proved else Verdict.TESTED_EXACT
-            found[target] = Strength(verdict, proof.blocker, conditions=proof.conditions)
+            found[target] = Strength(verdict, proof.blocker, conditions=conditions)
     for target in targets:
         strength = found.get(target, Strength(Verdict.TESTED_EXACT, "no proof was tried"))
         if strength.verdict is Verdict.TESTED_EXACT and time.thread_time() > deadline:
@@ -66,3 +69,12 @@ def prove_base(
                 strength = replace(strength, verdict=Verdict.REFUTED, counter_example=counter_example)
         found[target] = strength
     return found
+
+
+def _steps_traced(target: object) -> tuple[Condition, ...]:
+    """Return what the proof of an optimizer that counts its steps takes for granted. The trace has one number of steps
+    in the place of all: the code may do something else at another one."""
+    if not (isinstance(target, Update) and target.counts):
+        return ()
+    *some, last = (str(steps + 1) for steps in (0, *target.pasts))
+    return (Condition(f"the optimizer counts its steps, and steps {', '.join(some)} and {last} are followed"),)

@@ -23,7 +23,7 @@ from nnscaler.runtime.layout import Invariant, Sharded, State
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine
-from nnscaler.training.functional_optimizer import make_update, optimizer_name, state_bytes
+from nnscaler.training.functional_optimizer import make_update, optimizer_name, own_numbers, state_bytes, steps_beyond
 from nnscaler.training.optimizers import (
     check_update,
     parameter_groups,
@@ -90,6 +90,35 @@ def test_users_optimizers_are_tested_on_the_spot() -> None:
     assert split_of(OWN.Clipped, {}).coupled
     assert not split_of(OWN.Late, {}).elementwise  # after ten steps
     assert split_of(OWN.LAMB, {"lr": 0.5}) is split_of(OWN.LAMB, {"lr": 0.5})
+
+
+@pytest.mark.parametrize("cls", [OWN.NormAfterWarmup, OWN.CountsItself, OWN.ClipsNorm])
+def test_what_begins_beyond_a_number_in_its_code_needs_the_whole(cls: Any) -> None:
+    split = split_of(cls, {})
+    assert not split.known and not any(split.free.values())
+
+
+def test_what_begins_at_large_dims_needs_the_whole() -> None:
+    split = split_of(OWN.FactoredWhereLarge, {})
+    assert not split.free[2] and split.free[1] == {0}
+    assert split_of(OWN.FactoredWhereLarge, {"least": 2000}).elementwise  # larger than what is tried
+
+
+@pytest.mark.parametrize("cls", [OWN.LinearWarmup, OWN.ClipsElements])
+def test_what_stays_elementwise_beyond_the_numbers_may_be_cut(cls: Any) -> None:
+    assert split_of(cls, {}).elementwise
+
+
+@pytest.mark.parametrize("cls", [OWN.NormAfterWarmup, OWN.CountsInGroup, OWN.CountsInTensor])
+def test_counters_of_steps_are_set_beyond_what_can_be_run(cls: Any) -> None:
+    assert not any(split_of(cls, {"warmup": 4000}).free.values())
+
+
+def test_hyper_parameters_are_numbers_to_go_beyond() -> None:
+    assert not split_of(OWN.NormAfterWarmup, {"warmup": 200}).elementwise
+    assert not split_of(OWN.ClipsNorm, {"most": 1e4}).elementwise
+    assert own_numbers(OWN.ClipsNorm, {"most": 7}) == (1e-6, 1e-2, 1.0, 7, 100.0)
+    assert own_numbers(torch.optim.Rprop, {}) == () and steps_beyond(()) == 12
 
 
 def test_a_derived_class_is_not_taken_for_torchs() -> None:

@@ -39,6 +39,18 @@ def centred_if_long(x: Tensor) -> Tensor:
     return x - x.mean(0, keepdim=True) if x.shape[0] > 8 * x.shape[1] else x * 1.0
 
 
+def centred_if_both_long(x: Tensor) -> Tensor:
+    return x - x.mean(0, keepdim=True) if min(x.shape) > 40 else x * 1.0
+
+
+def centred_by_default(x: Tensor, least: int = 90) -> Tensor:
+    return x - x.mean(0, keepdim=True) if x.shape[0] > least else x * 1.0
+
+
+def centred_by_helper(x: Tensor) -> Tensor:
+    return centred_from_constant(x) + 0.0
+
+
 def centred_by_step(x: Tensor) -> Tensor:
     """Its trace is of one width alone."""
     for _ in range(1 if int(x.shape[1]) > 40 else 0):
@@ -79,6 +91,9 @@ def verified(function: Any, annotation: str = "b d -> b d") -> Report:
         centred_from(300),
         centred_if_wide,
         centred_if_long,
+        centred_if_both_long,
+        centred_by_default,
+        centred_by_helper,
         centred_by_step,
         CentredGradientIfWide.apply,
         late_rows_doubled,

@@ -65,7 +65,10 @@ def optimizer_operator(
         target=update,
         where=where,
         qualname=None if where is None else f"{cls.__qualname__}{given}",
-        parameters=(*(SchemaParameter(n, True) for n in tensors), SchemaParameter("steps", False, AGES[-1])),
+        parameters=(
+            *(SchemaParameter(n, True) for n in tensors),
+            *(SchemaParameter(n, False, default) for n, default in update.options.items()),
+        ),
     )
 
 
@@ -80,14 +83,16 @@ class _Annotation:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Calls with the state that the optimizer has after some steps: none, one, many."""
+    """Calls with the state that the optimizer has after some steps: none, one, many. Where numbers stand in its code,
+    after more steps than these, and with gradients larger than these."""
 
     update: Update
     dims: int
 
     def __call__(self) -> list[dict[str, Any]]:
         generator = torch.Generator().manual_seed(0)
-        return [self.call(steps, generator) for steps in AGES]
+        plain = [self.call(steps, generator) for steps in (0, *self.update.pasts)]
+        return [*plain, *({**self.call(AGES[-1], generator), "scale": scale} for scale in self.update.scales)]
 
     def call(self, steps: int, generator: torch.Generator) -> dict[str, Any]:
         """Return the arguments of one call, by name."""

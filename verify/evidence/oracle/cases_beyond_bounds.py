@@ -6,45 +6,50 @@ conditions that it takes for granted, or else the numbers in its code hint at it
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, product
-from types import CodeType
+from math import prod
 from typing import Any
 
-import torch
-
+from op_registry.code_numbers import numbers_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.training.functional_optimizer import Update
 from verify.evidence.cases import SplitCase
 from verify.evidence.oracle.claims import Target
 from verify.evidence.oracle.enumerate_cases import Base
 from verify.results.verdict import Condition, Strength, Verdict
 
 _LARGEST_BOUND = 1024
-_NUMBERS = 6  # of a function that are tried
+_LARGEST_TENSOR = 1 << 21  # elements, where several sizes change
+_NUMBERS = 8  # of a function that are tried
 
 
 def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Strength) -> Iterator[SplitCase]:
     """Yield cases of a user's operator at sizes that its proof does not cover: of each condition on sizes, and of each
-    number in its own code, one where the whole lies beyond it, and one where its halves do too. None for what is proved
-    for all sizes."""
+    number in its own code, one where the whole lies beyond it, one where its halves do too, and one where all sizes do.
+    None for what is proved for all sizes."""
     bound = base.signature.bound
     if spec.target is None or proved.verdict is Verdict.PROVED_ALL_SIZES or bound is None:
         return
     choice: Choice = Split(target) if isinstance(target, str) else RunPartial(target)
     together = bound.tied.get(target, (target,)) if isinstance(target, str) else ()
     changes = [change for c in proved.conditions for change in _sizes_beyond(c, bound.sizes, together)]
-    for name, number in product(bound.sizes, _numbers_in(spec.target)):
+    numbers = _whole_numbers(spec.target)
+    for name, number in product(bound.sizes, numbers):
         even = number + 2 - number % 2
         changes += [{name: even}, {name: 2 * even}] if name in together else [{name: even}]
+    for number in numbers if len(bound.sizes) > 1 else ():  # all at once: the smaller of two sizes lies beyond it then
+        even = number + 2 - number % 2
+        changes += [{name: even + 2 * place for place, name in enumerate(bound.sizes)}]
     known = dict(base.inputs.sizes)
     for change in {tuple(change.items()): change for change in changes}.values():
         wanted = {**bound.sizes, **change}
         even_too = {name: 2 * wanted[name] for name in together if wanted[name] % 2}
-        if all(size <= _LARGEST_BOUND for size in change.values()):
+        small = prod({**wanted, **even_too}.values()) <= _LARGEST_TENSOR
+        if all(size <= _LARGEST_BOUND for size in change.values()) and (small or len(change) == 1):
             yield SplitCase(replace(base.inputs, sizes=tuple({**known, **change, **even_too}.items())), (choice,), (2,))
 
 
@@ -68,26 +73,10 @@ def _sizes_beyond(
             yield from ({name: n} for n in islice(halves, 1))
 
 
-def _numbers_in(function: Any) -> list[int]:
-    """Return the whole numbers above 1 that stand in a function, or that it reads from around it, some at most."""
-    found: list[Any] = []
-    inside = [getattr(f, "__code__", None) for f in _functions_of(function)]
-    for f in _functions_of(function):
-        code = getattr(f, "__code__", None)
-        if code is not None:
-            found += (getattr(f, "__globals__", {}).get(name) for name in code.co_names)
-            found += inspect.getclosurevars(f).nonlocals.values()
-    while inside:
-        for constant in getattr(inside.pop(), "co_consts", ()):
-            found.append(constant)
-            inside += [constant] if isinstance(constant, CodeType) else []
-    return sorted({n for n in found if type(n) is int and 1 < n <= _LARGEST_BOUND})[:_NUMBERS]
-
-
-def _functions_of(target: Any) -> tuple[Any, ...]:
-    """Return the functions that a user wrote for an operator: of an autograd function, and of an operator of
-    torch.library, both passes."""
-    owner = target if inspect.isclass(target) else getattr(target, "__self__", None)
-    if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function):
-        return owner.forward, owner.backward
-    return tuple(f for f in (getattr(target, n, None) for n in ("_init_fn", "_backward_fn")) if f) or (target,)
+def _whole_numbers(target: Any) -> list[int]:
+    """Return the whole numbers above 1 that stand in the code of an operator or of an optimizer, some at most."""
+    if isinstance(target, Update):  # a hyper-parameter may be 128.0
+        found = sorted({int(n) for n in target.numbers if n == n // 1})
+    else:
+        found = [n for n in numbers_in(target) if isinstance(n, int)]
+    return [n for n in found if 1 < n <= _LARGEST_BOUND][:_NUMBERS]

@@ -32,6 +32,7 @@ STABLE = 0.1  # quotients of a wrong gradient differ among each other by less th
 SWAMPED = 1e6  # times the usual size of an output's values
 DIRECTIONS = 2
 POINTS = 2
+BESIDE = (0.5, 1.8, 3.0)  # of a number in the code: values on both sides of it, which stay there when they are moved
 WAYS = ("shrunk", "grown", "shrunk", "near", "given")  # how points are made from the given inputs, in order
 
 Run = Callable[[Sequence[Tensor]], tuple[Tensor | None, ...]]
@@ -57,6 +58,8 @@ class Point:
     cotangents  one per output; None for an output without a gradient
     gradients   one per input: what the operator's backward gives
     family      order of magnitude of the largest slope
+    hidden      error of a slope that counts for nothing: rounding can hide as much in outputs that do not change, as of
+                a function that saturates
     """
 
     run: Run
@@ -66,6 +69,7 @@ class Point:
     cotangents: tuple[Tensor | None, ...]
     gradients: tuple[Tensor | None, ...]
     family: float
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,13 @@ def make_run(function: Callable[..., Any], call: Call, wide: bool = False) -> Ru
     return run_wide if wide else run
 
 
-def survey(run: Run, inputs: Sequence[Tensor], wanted: Sequence[int], seed: int, wide: bool = False) -> Survey:
-    """Measure slopes of the inputs `wanted`, in two directions at two points, and at more where it stays unclear."""
+def survey(
+    run: Run, inputs: Sequence[Tensor], wanted: Sequence[int], seed: int, wide: bool = False, far: bool = False
+) -> Survey:
+    """Measure slopes of the inputs `wanted`, in two directions at two points, and at more where it stays unclear.
+
+    `far`: the inputs are large, and functions may saturate there: only what is visible among all outputs is wrong.
+    """
     generator = torch.Generator().manual_seed(seed)
     slopes: list[Slope] = []
     points = 0
@@ -137,6 +146,8 @@ def survey(run: Run, inputs: Sequence[Tensor], wanted: Sequence[int], seed: int,
             continue
         if point is None:
             continue
+        if far:
+            point = replace(point, hidden=_noise(point, point.outputs) / STEPS[0])
         points += 1
         for index in wanted:
             slopes += _slopes_at(point, index, generator)
@@ -225,7 +236,10 @@ def measure(point: Point, index: int, direction: Tensor) -> Slope:
         if number == 0:
             forward, backward = _change(point, ahead, point.outputs), _change(point, point.outputs, behind)
             sided = abs(forward - backward) / step
-    return Slope(index, *_judged(quotients, found, sided), gradient is None)
+    expected, found, judgement = _judged(quotients, found, sided)
+    if judgement == "wrong" and abs(expected - found) <= point.hidden:
+        judgement = "unclear"
+    return Slope(index, expected, found, judgement, gradient is None)
 
 
 def _judged(quotients: list[tuple[float, float]], found: float, sided: float) -> tuple[float, float, Judgement]:
@@ -240,6 +254,23 @@ def _judged(quotients: list[tuple[float, float]], found: float, sided: float) ->
     stable = STABLE * (error if error < inf else max(abs(v) for v in values))
     wrong = spread <= stable + noise and sided <= stable + 2 * noise
     return values[0], found, "wrong" if wrong else "unclear"
+
+
+def around(tensor: Tensor, number: float, shift: int, generator: torch.Generator, positive: bool = False) -> Tensor:
+    """Values on both sides of a number and, unless all shall be `positive`, of its negative; none is near to one.
+
+    Every six elements have all kinds. `shift`: the kind of the first, which is the only one where there is no other.
+    """
+    places = torch.arange(tensor.numel()) + shift
+    factors = torch.tensor(BESIDE, dtype=torch.float64)[places % 3]
+    signs = torch.where((places // 3 % 2 == 1) & (not positive), -1.0, 1.0)
+    order = torch.randperm(tensor.numel(), generator=generator)
+    jitter = 1 + 0.1 * torch.rand(tensor.numel(), generator=generator, dtype=torch.float64)
+    values = (number * factors * signs * jitter)[order].reshape(tensor.shape)
+    if not tensor.is_complex():
+        return values
+    turns = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 6.28
+    return torch.polar(values.abs(), turns)
 
 
 def moved_from(tensor: Tensor, way: str, generator: torch.Generator) -> Tensor:
@@ -313,11 +344,11 @@ def _change(point: Point, ahead: Sequence[Tensor | None], behind: Sequence[Tenso
     return total
 
 
-def _noise(point: Point, ahead: Sequence[Tensor | None], behind: Sequence[Tensor | None]) -> float:
-    """Bound the part of the difference that rounding of the changed outputs can cause."""
+def _noise(point: Point, ahead: Sequence[Tensor | None], behind: Sequence[Tensor | None] | None = None) -> float:
+    """Bound the part of the difference that rounding of the changed outputs can cause; of all, without `behind`."""
     square = 0.0
-    for c, a, b in zip(point.cotangents, ahead, behind, strict=True):
+    for c, a, b in zip(point.cotangents, ahead, behind or ahead, strict=True):
         if c is not None and a is not None and b is not None:
-            held = torch.where((a != b) & (c != 0), a.abs() * c.abs(), 0.0)
+            held = torch.where(((a != b) | (behind is None)) & (c != 0), a.abs() * c.abs(), 0.0)
             square += float(held.norm()) ** 2
     return 8 * float(torch.finfo(torch.float64).eps) * sqrt(square)

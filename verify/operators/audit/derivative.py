@@ -8,21 +8,25 @@ be no derivative: `register_op(..., gradient="custom")` says so, and the compari
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
+from op_registry.code_numbers import numbers_in
 from op_registry.spec import OperatorSpec
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, dtype_name, function_of
 from verify.operators.audit.backward_culprit import Blame, find_wrong
 from verify.operators.audit.central_differences import (
+    BESIDE,
     NoGradient,
     Point,
     Slope,
     Survey,
+    around,
     direction_of,
     make_point,
     make_run,
@@ -37,6 +41,9 @@ from verify.results.report import Check
 from verify.results.verdict import Verdict
 
 NAME = "derivative"
+NUMBERS = (1e-2, 1e4)  # in the code: about which inputs are drawn
+MOST_NUMBERS = 8
+ABOUT = "values"  # the fact of a finding that has other inputs than the given ones
 
 
 @dataclass(frozen=True)
@@ -86,19 +93,10 @@ def _compare(subject: _Differentiated, started: float) -> Probed:
     ]
     if not wanted:
         return Probed(notes=(f"no input of `{spec.name}` has a gradient: nothing to compare with differences",))
-    surveyed = survey(make_run(subject.function, concrete.call), concrete.tensors, wanted, subject.seed)
+    surveyed = _surveyed(subject, wanted)
     if isinstance(surveyed.error, NoGradient):
         return Probed(notes=(f"no output of `{spec.name}` has a gradient: nothing to compare with differences",))
-    wrong = _wrong(surveyed)
-    undecided = [i for i in wanted if i not in wrong and not surveyed.of(i, "agrees")]
-    if wrong or undecided:
-        # float32 inside the operator hides slopes and makes up some: what is wrong must be so without it
-        wide = survey(
-            make_run(subject.function, concrete.call, wide=True), concrete.tensors, wanted, subject.seed, True
-        )
-        surveyed = _better(surveyed, wide, wanted)
-        wrong = _wrong(surveyed)
-        undecided = [i for i in wanted if i not in wrong and not surveyed.of(i, "agrees")]
+    wrong, undecided = _wrong(surveyed), _undecided(surveyed, wanted)
     count = sum(s.judgement != "unclear" for s in surveyed.slopes)
     refuted = sum(s.judgement == "wrong" for s in surveyed.slopes)
     if spec.gradient == "custom":
@@ -109,6 +107,13 @@ def _compare(subject: _Differentiated, started: float) -> Probed:
         return Probed((check,), (_finding(subject, surveyed, wrong),))
     if undecided:
         return _open(_why_open(subject, surveyed, undecided), started, count)
+    for number, moved in _about_numbers(subject, wanted):
+        further = _surveyed(moved, wanted, far=True)
+        count += sum(s.judgement != "unclear" for s in further.slopes)
+        if wrong := _wrong(further):
+            refuted = sum(s.judgement == "wrong" for s in further.slopes)
+            check = Check(NAME, Verdict.REFUTED, count, refuted, time.perf_counter() - started, supporting=True)
+            return Probed((check,), (_finding(moved, further, wrong, number),))
     low = deviation(subject.function, concrete, wanted, subject.seed)
     if low is not None:
         check = Check(NAME, Verdict.REFUTED, count + 1, 1, time.perf_counter() - started, supporting=True)
@@ -116,6 +121,47 @@ def _compare(subject: _Differentiated, started: float) -> Probed:
     detail = f"gradients of {', '.join(f'`{subject.names[i]}`' for i in wanted)} against differences"
     seconds = time.perf_counter() - started
     return Probed((Check(NAME, Verdict.TESTED_EXACT, count, 0, seconds, detail, supporting=True),))
+
+
+def _surveyed(subject: _Differentiated, wanted: Sequence[int], far: bool = False) -> Survey:
+    """Measure slopes near the inputs. float32 inside the operator hides slopes and makes up some: what is wrong
+    must be so without it."""
+    tensors, call, seed = subject.concrete.tensors, subject.concrete.call, subject.seed
+    found = survey(make_run(subject.function, call), tensors, wanted, seed, far=far)
+    if isinstance(found.error, NoGradient) or not (_wrong(found) or _undecided(found, wanted)):
+        return found
+    wide = survey(make_run(subject.function, call, wide=True), tensors, wanted, seed, True, far)
+    return _better(found, wide, wanted)
+
+
+def _undecided(surveyed: Survey, wanted: Sequence[int]) -> list[int]:
+    wrong = _wrong(surveyed)
+    return [i for i in wanted if i not in wrong and not surveyed.of(i, "agrees")]
+
+
+def _about_numbers(subject: _Differentiated, wanted: Sequence[int]) -> Iterator[tuple[float, _Differentiated]]:
+    """Yield the call with other inputs: on both sides of each number in the code of forward and backward, in all inputs
+    and in each alone. What saturates there, or has a branch of its own, shows at no small value."""
+    classes = [h.function_class for h in subject.found if h.function_class is not None]
+    targets = (subject.function, subject.spec.target, *classes)
+    numbers = sorted({n for t in targets if t is not None for n in numbers_in(t) if NUMBERS[0] <= n <= NUMBERS[1]})
+    groups = [tuple(wanted), *((i,) for i in wanted if len(wanted) > 1)]
+    tensors = subject.concrete.tensors
+    for number, group, shift in product(numbers[-MOST_NUMBERS:], groups, (1, 4)):
+        if shift > 1 and all(tensors[i].numel() >= 2 * len(BESIDE) for i in group):
+            continue  # one draw has values of all kinds
+        for positive in (False, True):
+            generator = torch.Generator().manual_seed(subject.seed)
+            drawn = [around(t, number, shift, generator, positive) if i in group else t for i, t in enumerate(tensors)]
+            moved = replace(subject, concrete=replace(subject.concrete, tensors=tuple(drawn)))
+            if _defined(moved, wanted):
+                yield number, moved
+                break
+
+
+def _defined(subject: _Differentiated, wanted: Sequence[int]) -> bool:
+    """Return whether the operator runs there, and gives no NaN."""
+    return _point(subject, subject.seed, wanted) is not None
 
 
 def _wrong(surveyed: Survey) -> tuple[int, ...]:
@@ -160,7 +206,8 @@ def _off(slope: Slope) -> str:
     return f"slope {slope.found:.6g} instead of {slope.expected:.6g}"
 
 
-def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int]) -> Finding:
+def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], number: float | None = None) -> Finding:
+    """`number`: of the code, about which the inputs lie."""
     spec, concrete = subject.spec, subject.concrete
     slope = surveyed.of(wrong[0], "wrong")[0]
     blamed = find_wrong(subject.function, concrete, subject.found, subject.seed)
@@ -172,6 +219,8 @@ def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int]) -
         "expected": f"{slope.expected:.10g} (slope along a random direction, by differences)",
         "found": "None" if slope.missing else f"{slope.found:.10g} (by the backward)",
     }
+    if number is not None:
+        facts[ABOUT] = f"about {number:g} and -{number:g}, since {number:g} stands in its code"
     scale = max(abs(slope.expected), abs(slope.found))
     facts["relative difference"] = f"{abs(slope.expected - slope.found) / scale:.2g}" if scale else "0"
     if blamed and blamed[0].exact:

@@ -1,0 +1,99 @@
+"""The numbers that stand in somebody's code: sizes, steps and values beyond which it may do something else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+
+def numbers_in(target: Any) -> tuple[int | float, ...]:
+    """Return the numbers of an operator's code, without signs, in order: of a function and of those of its module
+    that it calls; of the methods of a class (both passes of an autograd function or a torch.library operator).
+
+    A number stands in the code, is a default of an argument, or is read from around it.
+    """
+    found = {abs(n) for value in _values(functions_of(target)) for n in _numbers(value)}
+    return tuple(sorted(found))
+
+
+def numbers_of(values: Sequence[Any]) -> tuple[int | float, ...]:
+    """Return the numbers among the values, and within tuples, lists and mappings of them, without signs, in order."""
+    return tuple(sorted({abs(n) for value in values for n in _numbers(value)}))
+
+
+def functions_of(target: Any) -> tuple[Any, ...]:
+    """Return the functions that a user wrote for an operator, or in a class. A class of torch has none."""
+    owner = target if inspect.isclass(target) else getattr(target, "__self__", None)
+    if inspect.isclass(owner):
+        if owner is not target and not issubclass(owner, torch.autograd.Function):
+            return (target,)
+        members = (m for c in owner.__mro__ if not _of_torch(c.__module__) for m in vars(c).values())
+        return tuple(getattr(m, "__func__", m) for m in members if callable(getattr(m, "__func__", m)))
+    return tuple(f for f in (getattr(target, n, None) for n in ("_init_fn", "_backward_fn")) if f) or (target,)
+
+
+def _of_torch(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in ("torch", "builtins")
+
+
+def _values(functions: Sequence[Any]) -> Iterator[Any]:
+    """Yield the constants of functions, what they read from around them, and the same of functions that they call: of
+    their own package, and those that a closure holds."""
+    waiting, seen = [*functions], set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        read = [getattr(function, "__globals__", {}).get(name) for name in _names(code)]
+        held = list(inspect.getclosurevars(function).nonlocals.values())
+        waiting += [f for value in read if _beside(value, function) for f in _called(value)]
+        waiting += [f for value in held for f in _called(value)]
+        yield from (*_constants(code), *read, *held, function.__defaults__, function.__kwdefaults__)
+
+
+def _beside(value: Any, function: Any) -> bool:
+    """Return whether a value is defined in the package of a function."""
+    ours, theirs = (getattr(v, "__module__", None) or "" for v in (function, value))
+    return ours.partition(".")[0] == theirs.partition(".")[0]
+
+
+def _called(value: Any) -> Sequence[Any]:
+    """Return the functions that a call of the value runs; none of torch's."""
+    if _of_torch(getattr(value, "__module__", None)):
+        return ()
+    if isinstance(value, FunctionType):
+        return (value,)
+    return functions_of(value) if inspect.isclass(value) and issubclass(value, torch.autograd.Function) else ()
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _constants(code: CodeType) -> Iterator[Any]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _constants(constant)
+        else:
+            yield constant
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if type(value) in (int, float) and isfinite(value):
+        yield value
+    elif isinstance(value, tuple | list | frozenset):
+        for part in value:
+            yield from _numbers(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _numbers(part)
