@@ -11,7 +11,7 @@ from op_registry.registry import default_registry
 
 from nnscaler.ir import gradient_flow
 from nnscaler.ir.gradient_flow import kept_slots
-from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.graph import Graph, Operation, as_call
 from nnscaler.ir.layout import Layout, Sharded
 from nnscaler.ir.layout_conversion import ConversionStep
 from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
@@ -285,7 +285,8 @@ def kept_inputs(graph: Graph, statement: Compute) -> tuple[Version, ...]:
         return ()
     operator = statement.operation.operator
     spec = default_registry().lookup(operator)
-    sets = linear_sets(spec, statement.call) if spec is not None else ()
+    # of the call of the graph: a shard's may be of another operator, with other arguments
+    sets = linear_sets(spec, as_call(statement.operation, graph.tensors)) if spec is not None else ()
     grads = [graph.tensors[v.tensor].needs_grad for v in statement.inputs]
     return tuple(statement.inputs[slot] for slot in kept_slots(operator, sets, grads))
 

@@ -226,6 +226,8 @@ def test_it_learns(row: Row, place: Path) -> None:
     """The last command of the row ends where the table says; those before it make what it starts from."""
     [*_, printed] = [execute(command, place) for command in row.train]
     trained = [float(text) for text in re.findall(r"(?<!validation )(?:loss|generator) (\S+)", printed)]
+    if apart := re.search(r"energy distance (\S+) before, (\S+) after", printed):
+        trained = [float(text) for text in apart.groups()]
     kept = [float(text) for text in re.findall(r"validation loss (\S+)", printed)]
     assert row.losses is not None
     first, last = row.losses
