@@ -22,7 +22,7 @@ from verify.self_test.run_rows import Progress
 
 EARNERS = ("random cotangents", "parts 3 and 4", "finite differences", "outputs compared", "gradients compared")
 ANNOTATIONS = "annotations"
-# For each safeguard, a mutant that only it shows; sizes beyond an operator's conditions show all that unequal shards do.
+# For each safeguard, a mutant that only it shows. All that unequal shards show, sizes beyond a proof's conditions do.
 WITNESSES: Mapping[str, str] = MappingProxyType(
     {
         "random cotangents": "rank and size/gradient averaged over its own rows",
