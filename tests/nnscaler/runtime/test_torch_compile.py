@@ -81,4 +81,6 @@ def test_compiled_stages_compute_the_same(
     assert options and all(asked == {"deterministic": True} for asked in options)
     for (losses, gradients), (known_losses, known) in zip(found, plain, strict=True):
         assert losses == known_losses and gradients.keys() == known.keys()
-        assert all(torch.equal(gradient, known[key]) for key, gradient in gradients.items())
+        for key, gradient in gradients.items():
+            # of experts, more than two terms of a gradient meet, which the compiler's backward adds in another order
+            torch.testing.assert_close(gradient, known[key], rtol=0, atol=1e-16 if model == "moe" else 0)
