@@ -108,7 +108,14 @@ def _verify_script(request: ExternalRequest, context: RunContext) -> Report:
     if request.ranks is None:
         context.say(f"{DEFAULT_RANKS} ranks, for --ranks was not given")
     ranks = request.ranks or DEFAULT_RANKS
-    return verify_script(words, ranks=ranks, steps=request.steps, timeout=request.timeout, progress=context.say)
+    return verify_script(
+        words,
+        ranks=ranks,
+        steps=request.steps,
+        timeout=request.timeout,
+        reference=request.reference,
+        progress=context.say,
+    )
 
 
 # Programs of a library: one here, several in child processes, so that one that cannot be made does not end the others.

@@ -13,6 +13,7 @@ from nnscaler.errors import NnscalerError
 from verify.programs.request import DTYPES, Level
 
 EXECUTORS = ("simulator", "gloo", "both")
+REFERENCES = ("whole", "parts")
 EXAMPLE = "nnscaler verify-external path/to/check.py"
 LIBRARY = "hf:"  # begins a target that is a model of the installed transformers
 DEFAULT_RANKS = 2
@@ -20,7 +21,8 @@ TIMEOUT = 120.0  # seconds
 SIZES = ("tp", "ep", "fsdp", "pp")  # of plans of a library's models
 _OF_THE_LIBRARY = (*SIZES, "settings", "sweep_flags", "emit_script")
 _NOT_OF_A_SCRIPT = ("mesh", "executor", "dtypes", "checkpoint", "level", *_OF_THE_LIBRARY)
-_NOT_OF_THE_LIBRARY = ("ranks", "mesh")
+_NOT_OF_THE_LIBRARY = ("ranks", "mesh", "reference")
+_NOT_OF_A_FILE = (*_OF_THE_LIBRARY, "reference")
 Kind = Literal["file", "library", "script"]
 
 
@@ -36,6 +38,8 @@ class ExternalRequest:
     executor     simulator (threads), gloo (processes), or both
     seed         of parameters and batches
     steps        of the optimizer, at least 1
+    reference    what a script must equal: "whole", itself on one rank with the rows of all ranks; "parts", or the mean
+                 over the data parts, each by itself
     dtypes       of the runs; float64 compares up to rounding, the others up to the model's own noise in them
     checkpoint   save, load under another mesh, and compare
     level        static: prove the traced program, run nothing; run: the other way round
@@ -54,6 +58,7 @@ class ExternalRequest:
     executor: str = "simulator"
     seed: int = 0
     steps: int = 2
+    reference: str = "whole"
     dtypes: tuple[str, ...] = ("float64",)
     checkpoint: bool = False
     level: Level = "all"
@@ -88,7 +93,7 @@ def check_values(request: ExternalRequest) -> None:
         message = f"both {request.target!r} and the script {request.script!r} are named"
         raise NnscalerError("usage", message, help="leave one of them away")
     _check_choices(request)
-    others = {"file": _OF_THE_LIBRARY, "library": _NOT_OF_THE_LIBRARY, "script": _NOT_OF_A_SCRIPT}[request.kind]
+    others = {"file": _NOT_OF_A_FILE, "library": _NOT_OF_THE_LIBRARY, "script": _NOT_OF_A_SCRIPT}[request.kind]
     plain = ExternalRequest()
     for name in others:
         if getattr(request, name) != getattr(plain, name):
@@ -120,6 +125,8 @@ def _check_choices(request: ExternalRequest) -> None:
         raise NnscalerError("usage", f"dtype {wrong[0] if wrong else 'none'} is none of {', '.join(DTYPES)}")
     if len(set(request.dtypes)) < len(request.dtypes):
         raise NnscalerError("usage", f"a dtype is named twice: {', '.join(request.dtypes)}")
+    if request.reference not in REFERENCES:
+        raise NnscalerError("usage", f"reference {request.reference!r} is none of {', '.join(REFERENCES)}")
     if request.steps < 1 or (request.ranks is not None and request.ranks < 1):
         raise NnscalerError("usage", "at least one step and one rank are needed")
     if any(size < 1 for name in SIZES for size in getattr(request, name)):

@@ -64,6 +64,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         help="instead of TARGET: start this script once per rank, as torchrun does; what it must equal is the same "
         "script on one rank",
     )
+    from verify.external.request import REFERENCES
+
+    parser.add_argument(
+        "--reference",
+        choices=REFERENCES,
+        default="whole",
+        help="what a script must equal: whole (default), itself on one rank with the rows of all ranks; parts, or the "
+        "mean over the data parts, each by itself: losses over unequal counts and statistics of a rank's rows are then "
+        "taken to be meant",
+    )
     _add_program(parser.add_argument_group("program"))
     _add_library(parser.add_argument_group("plans of transformers (hf:TYPE)"))
     _add_run(parser.add_argument_group("run"))
@@ -179,6 +189,7 @@ def external_request(options: argparse.Namespace) -> ExternalRequest:
         executor=options.executor,
         seed=options.seed,
         steps=options.steps,
+        reference=options.reference,
         dtypes=tuple(options.dtypes) or ("float64",),
         checkpoint=options.checkpoint,
         level=options.level,

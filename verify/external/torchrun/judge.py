@@ -118,8 +118,10 @@ def judge(
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
         chosen = _explained(runner, chosen, made, material, double)
-    doubt = None if chosen.agrees else _doubt(chosen, records, bool(firm), layout, reasons)
-    return _judged(chosen, tuple(reasons), doubt)
+    if chosen.agrees:
+        judged = _judged(chosen, tuple(reasons), None)
+        return judged if runner.parts else _with_assumption(judged, made)
+    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons))
 
 
 def _attempt(
@@ -245,6 +247,29 @@ def _judged(
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
     return Judged(chosen, reasons, tuple(checks), tuple(found))
+
+
+_PARTS = "where that mean is meant: --reference parts"
+
+
+def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
+    """Leave a script open that agrees with the mean over its data parts alone, where it could be run on whole batches:
+    losses over unequal counts, or statistics of each part, make such a script another one than that on one rank."""
+    whole = next((attempt for attempt in made if attempt.way in ("own", "whole") and not attempt.agrees), None)
+    if judged.attempt is None or judged.attempt.way != "part" or whole is None:
+        return judged
+    differing = next(difference for result in whole.compared for difference in result.differences)
+    message = (
+        "the ranks agree with the mean over the data parts, each by itself, and not with the script on one rank, given "
+        f"the rows of all: {differing.name or 'the loss'} differs"
+    )
+    cause = "a mean over unequal counts, statistics of a part's rows alone, or rows that belong together on other ranks"
+    check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
+    return replace(
+        judged,
+        checks=(*judged.checks, check),
+        findings=(*judged.findings, Finding("claim_not_tested", message, cause=cause, help=_PARTS)),
+    )
 
 
 def are_copies(judged: Judged, layout: Layout) -> bool:

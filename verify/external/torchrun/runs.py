@@ -31,6 +31,7 @@ class ScriptRunner:
     steps    of each optimizer that are watched
     timeout  seconds of one run
     folder   for what the processes leave
+    parts    the mean over the data parts, each by itself, is right
     """
 
     words: tuple[str, ...]
@@ -38,6 +39,7 @@ class ScriptRunner:
     steps: int
     timeout: float
     folder: Path
+    parts: bool = False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def on_ranks(self, double: bool, vary: bool = False) -> tuple[ScriptRecord, ...]:

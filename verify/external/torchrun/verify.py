@@ -41,12 +41,14 @@ def verify_script(
     steps: int = 2,
     dtype: str = "float64",
     timeout: float = 120.0,
+    reference: str = "whole",
     progress: Progress = lambda text: None,
 ) -> Report:
     """Run a script on `ranks` processes over gloo until each optimizer has made its steps; compare it with one rank.
 
-    dtype    "float64": every floating-point tensor is, where the script allows it; "own": those that it has
-    timeout  seconds of each run of the script; there are up to six
+    dtype      "float64": every floating-point tensor is, where the script allows it; "own": those that it has
+    timeout    seconds of each run of the script; there are up to six
+    reference  "whole": the script on one rank, with the rows of all; "parts": or the mean over the data parts
 
     Raises NnscalerError `usage`, `no_such_file`.
     """
@@ -55,7 +57,7 @@ def verify_script(
     given = check_words(words)
     name = " ".join(given)
     with tempfile.TemporaryDirectory(prefix="nnscaler-torchrun-", ignore_cleanup_errors=True) as folder:
-        runner = ScriptRunner(given, ranks, steps, timeout, Path(folder))
+        runner = ScriptRunner(given, ranks, steps, timeout, Path(folder), parts=reference == "parts")
         checks, found, notes, used = _verify(runner, name, dtype == "float64", progress)
     return Report(
         tool=TOOL,

@@ -49,12 +49,20 @@ TURNS, PART = "in turn", "on each data part by itself"
     ],
 )
 def test_right(command: str, ranks: int, way: str) -> None:
-    report = verified(command, ranks)
+    report = verified(command, ranks, reference="parts" if way == PART else "whole")
     assert report.verdict is Verdict.TESTED_EXACT, told(report)
     names = {check.name: check.count for check in report.checks}
     assert names["gradients"] > 0, told(report)
     assert names["parameters after steps"] > 0, told(report)
     assert any(way in note for note in report.notes), told(report)
+
+
+def test_a_mean_over_data_parts_is_not_the_script_on_whole_batches() -> None:
+    report = verified("accumulate.py --batch-norm", 3)
+    assert report.verdict is Verdict.INCONCLUSIVE
+    (finding,) = report.findings
+    assert finding.code == "claim_not_tested" and "with the mean over the data parts" in finding.message
+    assert "--reference parts" in str(finding.help)
 
 
 def test_data_parts_are_those_of_the_mesh() -> None:
