@@ -83,6 +83,29 @@ def test_micro_batches_that_couple_their_rows_are_told() -> None:
     assert {f.code for f in meant.findings} <= {"buffer_differs"}
 
 
+class Unrecorded(nn.Module):
+    """A batch norm that is right in training, and keeps no statistics for evaluation."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(0)
+        return centred / torch.sqrt(centred.square().mean(0) + self.eps) * self.weight + self.bias
+
+
+def test_a_buffer_that_the_model_changes_and_no_rank_holds_is_not_verified() -> None:
+    def parallelize(model: Any, mesh: DeviceMesh) -> None:
+        model.norm = Unrecorded(model.norm)
+
+    report = verify_program(program(parallelize, model=Normed, tp=2), QUICK)
+    assert report.verdict is Verdict.INCONCLUSIVE
+    (finding,) = report.findings
+    assert finding.code == "parameter_not_held" and "norm.running_mean" in finding.counter_example["tensors"]
+    assert verify_program(program(lambda model, mesh: None, model=Normed, tp=2), QUICK).verdict.passes
+
+
 @pytest.mark.long
 def test_labels_that_are_unequal_in_number_among_micro_batches_are_told_as_well() -> None:
     def uneven() -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from verify.external.comparison.micro_batch_reference import cause_by_micro_batc
 from verify.external.comparison.scalars import compare_losses, compare_norms
 from verify.external.observe import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, taken
-from verify.external.reference import data_part
+from verify.external.reference import PlainReference, data_part
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
 from verify.results.verdict import Verdict
 
@@ -85,7 +85,24 @@ def _held(run: ProgramRun) -> ComparisonResult:
             verdict = Verdict.INCONCLUSIVE if unmatched else Verdict.REFUTED
             text = f"{missing} of {len(whole)} elements"
             found.append(Difference("parameter_not_held", name, -1, 0, verdict, actual=text))
+    for name in _changed_buffers(run.reference):
+        whole = space.whole(name)
+        if missing := int((~held[whole.start : whole.stop]).sum()):
+            cause = Cause("differs", "the model changes this buffer in a step, and it may be held by another name")
+            text = f"{missing} of {len(whole)} elements"
+            found.append(Difference("parameter_not_held", name, -1, 0, Verdict.INCONCLUSIVE, actual=text, cause=cause))
     return ComparisonResult("parameters are held", len(parameters), tuple(found))
+
+
+def _changed_buffers(reference: PlainReference) -> Iterator[str]:
+    """Yield the buffers that the plain model's steps change, such as running statistics."""
+    space = reference.space
+    for name in space.names if reference.steps else ():
+        if space.kinds[name] == "buffer" and name in reference.start:
+            after = taken(reference.steps[-1].parameters, space.whole(name))
+            before = reference.start[name].detach().flatten().to(after.dtype)
+            if not torch.equal(before, after):
+                yield name
 
 
 # Gradients.
