@@ -22,7 +22,8 @@ def compile_once(
     """Return the program on every rank; `compile_program` is called on rank 0. Every rank calls this.
 
     `module`, `batch`, `loss_fn`: what it compiles, as each rank has made them. Raises on every rank what compiling
-    raises, and NnscalerError("replicas_differ") for a model without a tensor that rank 0's has.
+    raises, and NnscalerError: "replicas_differ" for a model without a tensor that rank 0's has, "rank_lost" where
+    another rank has ended.
     """
     several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     if not several:
@@ -38,7 +39,11 @@ def compile_once(
             known = isinstance(raised, NnscalerError)
             answer = raised if known else NnscalerError("trace_failed", f"{type(raised).__name__}: {raised}")
             told = [pickle.dumps(answer)]
-    torch.distributed.broadcast_object_list(told, 0)
+    try:
+        torch.distributed.broadcast_object_list(told, 0)
+    except RuntimeError as lost:  # of gloo or NCCL, where another rank has ended meanwhile
+        first = str(lost).splitlines()[0]
+        raise NnscalerError("rank_lost", f"another rank ended while the model was compiled: {first}") from lost
     if error is not None:
         raise error
     if program is not None:

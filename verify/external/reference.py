@@ -213,15 +213,20 @@ def run_reference(
 
 
 def _part_loss(step_of: Any, model: nn.Module, part: Batch, dtype: torch.dtype) -> Tensor:
-    """Return the loss of one data part, with buffers as they were before."""
-    buffers = [b.clone() for b in model.buffers()]
+    """Return the loss of one data part, of a copy: what the model keeps between its steps stays as it is."""
     with _told():  # gradients are on, for a step may run the backward pass by itself
-        loss = _scalar(step_of(model, copied(part, dtype)))
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        return _scalar(step_of(_copy_of(model), copied(part, dtype)))
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy without gradients. What a forward left on the model as a result of its graph is left out."""
     model.zero_grad(set_to_none=True)
-    return loss
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                known[id(value)] = value.detach()
+    return copy.deepcopy(model, known)
 
 
 def _backward(

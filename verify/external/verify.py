@@ -89,10 +89,19 @@ def verify_program(
             for check in outcome.checks
         ),
         findings=_merged(dtypes, outcomes),
-        notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
+        notes=tuple(dict.fromkeys((*_narrow(dtypes), *(note for outcome in outcomes for note in outcome.notes)))),
         environment=environment() | {"executor": how.executor, "dtype": ", ".join(dtypes)},
         seconds=time.perf_counter() - started,
         attachments=_measured(program, how, outcomes),
+    )
+
+
+def _narrow(dtypes: Sequence[str]) -> tuple[str, ...]:
+    """Tell what runs in narrow dtypes alone do not show."""
+    if "float64" in dtypes:
+        return ()
+    return (
+        f"what is smaller than the rounding of {' and '.join(dtypes)} does not show: --dtype float64 beside it does",
     )
 
 

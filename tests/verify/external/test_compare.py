@@ -83,6 +83,37 @@ def test_micro_batches_that_couple_their_rows_are_told() -> None:
     assert {f.code for f in meant.findings} <= {"buffer_differs"}
 
 
+class Counting(programs.Net):
+    """Each forward counts, and weighs its loss by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, *batch: Any) -> Any:
+        self.calls += 1
+        return super().forward(*batch) * self.calls
+
+
+def test_what_a_forward_keeps_is_kept_once_a_step() -> None:
+    """The reference runs the data parts too, for their losses."""
+    right = program(programs.replicated, model=Counting, dp=2)
+    assert verify_program(right, QUICK).verdict.passes
+
+    def twice(model: Any, batch: Any) -> Tensor:
+        if dist.is_initialized():
+            with torch.no_grad():
+                model(*batch)
+        return model(*batch)  # type: ignore[no-any-return]
+
+    assert verify_program(replace(right, step=twice), QUICK).verdict is Verdict.REFUTED
+
+
+def test_narrow_dtypes_alone_are_told() -> None:
+    report = verify_program(program(programs.replicated, dp=2), QUICK, dtypes=("bfloat16",))
+    assert any("smaller than the rounding of bfloat16" in note for note in report.notes)
+
+
 class Unrecorded(nn.Module):
     """A batch norm that is right in training, and keeps no statistics for evaluation."""
 
