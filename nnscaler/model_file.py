@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.user_files import is_users
 
 # Targets on a command line and in settings: a file, or a module of a package, and a function in it.
 
@@ -211,24 +211,6 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
             outside = place
     best = inside or outside
     return user_frame(error.__cause__, folder) if best is None and error.__cause__ is not None else best
-
-
-_OURS = tuple(Path(__file__).resolve().parents[1] / name for name in ("nnscaler", "op_registry", "verify"))
-_STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
-
-
-def is_users(file: str | None) -> bool:
-    """Return whether a file belongs to the user, even if it is named like one of ours: not to us, to Python, or to an
-    installed package. Code that was made at run time ("<string>") has no file."""
-    if file is None or file.startswith("<") or is_installed(file):
-        return False
-    path = Path(file).resolve()
-    return not any(path.is_relative_to(folder) for folder in (*_OURS, *_STANDARD))
-
-
-def is_installed(file: str) -> bool:
-    """Return whether a file is of an installed package."""
-    return "site-packages" in file or "dist-packages" in file
 
 
 def import_user_file(path: Path) -> ModuleType:

@@ -51,7 +51,7 @@ def _values(functions: Sequence[Any]) -> Iterator[Any]:
         if code is None or code in seen:
             continue
         seen.add(code)
-        read = [getattr(function, "__globals__", {}).get(name) for name in _names(code)]
+        read = [getattr(function, "__globals__", {}).get(name) for name in names_in(code)]
         held = list(inspect.getclosurevars(function).nonlocals.values())
         waiting += [f for value in read if _beside(value, function) for f in _called(value)]
         waiting += [f for value in held for f in _called(value)]
@@ -73,11 +73,12 @@ def _called(value: Any) -> Sequence[Any]:
     return functions_of(value) if inspect.isclass(value) and issubclass(value, torch.autograd.Function) else ()
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes, those of functions inside included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _constants(code: CodeType) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,6 @@ _START = (
 )
 _POLL = 0.05  # seconds between two looks at the ranks
 _CAUSE = 1.0  # seconds for the rank to end whose end is the cause, where another one is heard of first
-_TOGETHER = (0, 3, 130)  # exit codes with which all ranks end: done; a loss that is not finite; Ctrl-C
 LOST = 121  # that of a rank which another one left: that one is the cause
 _GRACE = 3.0  # seconds from SIGTERM to SIGKILL
 _TAIL = 30  # lines of a rank's log that are shown
@@ -46,9 +45,9 @@ class _Rank:
     log: Path | None
 
 
-def run_local_ranks(words: Sequence[str], ranks: int) -> int:
+def run_local_ranks(words: Sequence[str], ranks: int, together: Collection[int]) -> int:
     """Run `nnscaler` with these words as `ranks` processes, and return the exit code of rank 0. Ctrl-C lets them end
-    after their step; a second one ends them at once.
+    after their step; a second one ends them at once. `together`: exit codes with which all ranks end as one.
 
     Raises NnscalerError("rank_ended") where a rank was killed, or one that nobody hears ended with an error. No process
     outlives this call.
@@ -58,13 +57,13 @@ def run_local_ranks(words: Sequence[str], ranks: int) -> int:
         try:
             started += (_start(words, number, ranks, Path(folder)) for number in range(ranks))
             try:
-                cause = _first_to_fail(started)
+                cause = _first_to_fail(started, together)
             except KeyboardInterrupt as stop:
                 if type(stop) is not KeyboardInterrupt:  # SIGTERM
                     raise
                 for rank in started:
                     rank.process.send_signal(signal.SIGINT)
-                cause = _first_to_fail(started)
+                cause = _first_to_fail(started, together)
             if cause is None:
                 return started[0].process.returncode
             code = _code_of_same_error(started[0], cause, Path(folder))
@@ -105,11 +104,11 @@ def _environment(variables: Mapping[str, str], number: int, ranks: int, folder: 
     return found | {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
-def _first_to_fail(started: Sequence[_Rank]) -> _Rank | None:
+def _first_to_fail(started: Sequence[_Rank], together: Collection[int]) -> _Rank | None:
     """Wait until all ranks have ended as one, or one by itself; return the one that is the cause."""
     while True:
         ended = [rank for rank in started if rank.process.poll() is not None]
-        failed = [rank for rank in ended if rank.process.returncode not in _TOGETHER]
+        failed = [rank for rank in ended if rank.process.returncode not in together]
         if failed:
             break
         if len(ended) == len(started):
@@ -120,7 +119,7 @@ def _first_to_fail(started: Sequence[_Rank]) -> _Rank | None:
         if all(rank.process.poll() is not None for rank in started):
             break
         time.sleep(_POLL)
-    failed = [rank for rank in started if (rank.process.poll() or 0) not in _TOGETHER]
+    failed = [rank for rank in started if (rank.process.poll() or 0) not in together]
     return min(failed, key=lambda rank: (not _killed(rank), rank.process.returncode == LOST))
 
 

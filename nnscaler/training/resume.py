@@ -1,4 +1,4 @@
-"""What a run that goes on takes from its checkpoint although its settings say otherwise.
+"""Tell of settings that a checkpoint overrides.
 
 torch's optimizers and schedules load their hyper-parameters with their state, so that a setting which was changed has
 no effect. The user is told.
@@ -42,7 +42,7 @@ class LoadedSchedule:
 
     @property
     def overridden(self) -> list[str]:
-        """What the checkpoint has instead of what settings say."""
+        """Say which settings the checkpoint has otherwise."""
         found = _public(self._schedule.state_dict())
         return [
             f"{name} stays {found[name]!r}, as in the checkpoint, where [schedule] makes it {value!r}"

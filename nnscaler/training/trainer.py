@@ -210,7 +210,8 @@ class Trainer:
         schedule = None if self.schedule is None else LoadedSchedule(self.schedule)
         step = checkpoints.load(self.engine, self.optimizer, schedule, self.loader, self._scaler)
         told = made.overridden(self.optimizer, schedule is not None)
-        for text in (*told, *(() if schedule is None else schedule.overridden)) if self.engine.rank == 0 else ():
+        told += [] if schedule is None else schedule.overridden
+        for text in told if self.engine.rank == 0 else ():
             self._warn(text)
         return step
 

@@ -158,7 +158,7 @@ def test_runtime_stands_on_torch_and_the_standard_library(product: dict[str, ast
     """Generated programs import the runtime: on a cluster it must not drag the compiler in."""
     own = {
         f"nnscaler.{name}"
-        for name in ("runtime", "manifest", "instructions", "backward_partition", "records", "buckets")
+        for name in ("runtime", "manifest", "instructions", "backward_partition", "records", "buckets", "user_files")
     }
     allowed = {"torch", *own, *sys.stdlib_module_names}
     wrong = [

@@ -12,7 +12,7 @@ from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
-from nnscaler.model_file import is_users
+from nnscaler.user_files import is_users
 from verify.evidence.inputs.find_operator import matching, registered_in
 from verify.evidence.inputs.user_code import import_module
 from verify.evidence.options import OpOptions

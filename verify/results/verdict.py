@@ -68,7 +68,7 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a proof takes for granted, or where it ends.
+    """A statement that a proof takes for granted, or at which it ends.
 
     text      in the operator's identifiers: "h <= 40"
     relation  the same as a sympy relation of symbols that have the identifiers' names; None: it is not one of sizes

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from nnscaler.training.settings import TrainSettings
     from nnscaler.training.trainer import Result, Trainer
 
+_TOGETHER = (ExitCode.VERIFIED, ExitCode.INCONCLUSIVE, ExitCode.INTERRUPTED)  # with which all ranks of a run end
+
 HEAD = """usage: nnscaler train RUN.toml [--name=value ...] [-q | -v] [--color WHEN]
 
 Train the model that RUN.toml names, on data, with checkpoints. A whole run:
@@ -102,7 +104,8 @@ def run(options: argparse.Namespace) -> int:
     if not inside and ranks > 1:
         console.progress(f"start        {ranks} ranks")
         silent = ["-q"] if console.verbosity == 0 else []
-        return run_local_ranks(["train", *silent, f"--color={console.color}", str(options.file), *words], ranks)
+        every = ["train", *silent, f"--color={console.color}", str(options.file), *words]
+        return run_local_ranks(every, ranks, _TOGETHER)
     # Threads of OpenMP wait for each other by spinning, which takes the processors away from those that are waited for.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SUFFIXES
@@ -17,10 +16,9 @@ from pathlib import Path
 
 from nnscaler.runtime.program.colliding_imports import module_name, package_of, project_folders
 from nnscaler.runtime.program.load_python import parsed
+from nnscaler.user_files import is_users
 
 _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES)  # in Python's order
-_STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
-_OURS = tuple(Path(__file__).resolve().parents[3] / package for package in ("nnscaler", "verify", "op_registry"))
 _PARSED = 4096  # texts whose imports are remembered
 
 Found = tuple[str, Path]  # the dotted name of a module, and its file
@@ -41,7 +39,7 @@ def imported_files(file: Path, *, loaded: bool) -> dict[str, Path]:
     while True:
         for name, path in modules:
             path = path.resolve()
-            if path in seen or not _is_users(path):
+            if path in seen or not is_users(str(path)):
                 continue
             key = name
             while key in found:  # two files import others by one name
@@ -68,7 +66,7 @@ def _imported(importer: Path, start: Path, loaded: bool) -> Iterator[Found]:
                 yield from _below([*folder.relative_to(root).parts, *parts], root)
         elif parts[0] not in sys.builtin_module_names and parts[0] not in ("__future__", "__main__"):
             place = _top(parts[0], importer, start, loaded)
-            if place[0] is None or _is_users(place[0]):
+            if place[0] is None or is_users(str(place[0].resolve())):
                 yield from _at(parts[0], place, parts[1:])
 
 
@@ -112,7 +110,7 @@ def _top(name: str, importer: Path, start: Path, loaded: bool) -> Place:
         return _place(beside)  # `colliding_imports`: whatever the name means to others
     path = [Path(folder or ".") for folder in sys.path]
     installed = next((file for folder in path if (file := _file(folder, name)) is not None), None)
-    if installed is not None and not _is_users(installed):
+    if installed is not None and not is_users(str(installed.resolve())):
         return _place(installed)
     return _search(name, (start.parent, module_name(start)[0], *project_folders(start.parent), *path))
 
@@ -153,10 +151,3 @@ def _file(folder: Path, name: str) -> Path | None:
             if file.is_file():
                 return file
     return None
-
-
-def _is_users(file: Path) -> bool:
-    resolved = file.resolve()
-    if not {"site-packages", "dist-packages"}.isdisjoint(resolved.parts):
-        return False
-    return not any(resolved.is_relative_to(folder) for folder in (*_STANDARD, *_OURS))

@@ -22,7 +22,7 @@ from nnscaler.runtime.training.messages import Mail
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What backward needs of an output. Its value is not among that, and goes once it is sent.
+    """All of an output that backward needs. Its value is not among that, and goes once it is sent.
 
     edge  where backward enters the graph; None: no gradient of it is asked for
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from nnscaler.ir.placement import Choice, RunInvariant, RunReplicated, Split
 from tests.verify.lemmas.planted import called, floats, proved, stated, users
+from tests.verify.size_branches import WrongBackwardIfWide, centred_by_step, centred_from, centred_where_long
 from verify.programs.lemmas import LemmaResult, hangs_on_sizes
 from verify.results.verdict import Verdict
 
@@ -18,41 +18,8 @@ Axes = tuple[tuple[str, int], ...]
 TWO: Axes = (("dp", 2),)
 
 
-def centred_from(size: int, dim: int = 0) -> Callable[[Tensor], Tensor]:
-    """An operator that centres columns where a dim is longer than `size`, and else does nothing."""
-
-    def centred(x: Tensor) -> Tensor:
-        return x - x.mean(0, keepdim=True) if x.shape[dim] > size else x * 1.0
-
-    return centred
-
-
 def late_rows_doubled(x: Tensor) -> Tensor:
     return torch.where(torch.arange(x.shape[0])[:, None] >= 12, x * 2, x)
-
-
-def centred_where_long(x: Tensor) -> Tensor:
-    return x - x.mean(0, keepdim=True) if x.shape[0] > 8 * x.shape[1] else x * 1.0
-
-
-def centred_by_step(x: Tensor) -> Tensor:
-    """Its trace is of one size alone."""
-    for _ in range(1 if int(x.shape[1]) > 40 else 0):
-        x = x - x.mean(0, keepdim=True)
-    return x * 1.0
-
-
-class WrongBackwardFrom(torch.autograd.Function):
-    """Right, but for its gradient where rows are longer than 40."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.size = x.shape[1]
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * (gradient - gradient.mean(0, keepdim=True)) if ctx.size > 40 else 2 * gradient
 
 
 class ClippedFrom(torch.autograd.Function):
@@ -83,7 +50,7 @@ def looked_at(function: Any, shape: tuple[int, ...], *choices: Choice, axes: Axe
         (centred_from(40, 1), (12, 64), TWO),  # as long as another dim says
         (centred_where_long, (120, 10), TWO),
         (centred_by_step, (12, 64), TWO),
-        (WrongBackwardFrom.apply, (12, 64), TWO),
+        (WrongBackwardIfWide.apply, (12, 64), TWO),
         (late_rows_doubled, (64, 10), TWO),
     ],
 )
@@ -104,7 +71,7 @@ def test_what_is_right_at_small_sizes_is_refuted_at_the_programs(
         (centred_from(40, 1), (65537, 64), "a = 13, b = 64"),
         (centred_where_long, (6000, 1000), "a = 6000, b = 6"),
         (centred_by_step, (65536, 64), "a = 12, b = 64"),
-        (WrongBackwardFrom.apply, (65536, 64), "a = 12, b = 64"),
+        (WrongBackwardIfWide.apply, (65536, 64), "a = 12, b = 64"),
         (late_rows_doubled, (4096, 16384), "a = 4096, b = 6"),
     ],
 )

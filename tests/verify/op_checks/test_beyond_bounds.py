@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec, SourceLocation
 
+from tests.verify.size_branches import WrongBackwardIfWide, centred_by_step, centred_from, centred_where_long
 from verify.evidence.options import OpOptions
 from verify.operators.verify_spec import verify_spec
 from verify.results.report import Report
@@ -27,18 +27,6 @@ def centred_from_global(x: Tensor) -> Tensor:
     return x - x.mean(0, keepdim=True) if x.shape[0] > FROM else x * 1.0
 
 
-def centred_from(size: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: x - x.mean(0, keepdim=True) if x.shape[0] > size else x * 1.0
-
-
-def centred_if_wide(x: Tensor) -> Tensor:
-    return x - x.mean(0, keepdim=True) if x.shape[1] > 40 else x * 1.0
-
-
-def centred_if_long(x: Tensor) -> Tensor:
-    return x - x.mean(0, keepdim=True) if x.shape[0] > 8 * x.shape[1] else x * 1.0
-
-
 def centred_if_both_long(x: Tensor) -> Tensor:
     return x - x.mean(0, keepdim=True) if min(x.shape) > 40 else x * 1.0
 
@@ -49,24 +37,6 @@ def centred_by_default(x: Tensor, least: int = 90) -> Tensor:
 
 def centred_by_helper(x: Tensor) -> Tensor:
     return centred_from_constant(x) + 0.0
-
-
-def centred_by_step(x: Tensor) -> Tensor:
-    """Its trace is of one width alone."""
-    for _ in range(1 if int(x.shape[1]) > 40 else 0):
-        x = x - x.mean(0, keepdim=True)
-    return x * 1.0
-
-
-class CentredGradientIfWide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.width = x.shape[1]
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * (gradient - gradient.mean(0, keepdim=True)) if ctx.width > 40 else 2 * gradient
 
 
 def late_rows_doubled(x: Tensor) -> Tensor:
@@ -89,13 +59,13 @@ def verified(function: Any, annotation: str = "b d -> b d") -> Report:
         centred_from_global,
         centred_from(40),
         centred_from(300),
-        centred_if_wide,
-        centred_if_long,
+        centred_from(40, 1),
+        centred_where_long,
         centred_if_both_long,
         centred_by_default,
         centred_by_helper,
         centred_by_step,
-        CentredGradientIfWide.apply,
+        WrongBackwardIfWide.apply,
         late_rows_doubled,
     ],
 )

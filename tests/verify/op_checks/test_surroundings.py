@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.verify.lemmas.planted import called, floats, proved, stated
 from verify.evidence.options import OpOptions
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.verify_spec import verify_spec
+from verify.programs.lemmas import check_claims
 from verify.results.verdict import Verdict
 
 
@@ -82,6 +84,18 @@ def test_a_dtype_in_which_it_does_something_else(dtype: torch.dtype) -> None:
         return (x.double() - x.double().mean(0, keepdim=True)).to(dtype) if x.dtype == dtype else x * 2.0
 
     assert verdicts(special) == (Verdict.REFUTED, Verdict.REFUTED, "annotation_wrong")
+
+
+def test_one_draw_is_run_in_narrow_dtypes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no other one shows anything."""
+
+    def special(x: Tensor) -> Tensor:
+        return (x.double() - x.double().mean(0, keepdim=True)).half() if x.dtype == torch.float16 else x * 2.0
+
+    every = check_claims._draws
+    monkeypatch.setattr(check_claims, "_draws", lambda small: islice(every(small), 1))
+    lemmas = proved(stated(spec_of(special), called("planted", [(64, 8)], floats(64, 8)), Split("a")))
+    assert lemmas.verdict is Verdict.REFUTED
 
 
 def test_a_right_operator_passes_in_every_dtype() -> None:

@@ -151,6 +151,19 @@ def test_a_branch_on_a_size_of_one_is_a_condition() -> None:
     assert found["m"].conditions == ()
 
 
+def test_all_branches_on_sizes_of_one_are_one_condition() -> None:
+    """The second of them says nothing of a column of five."""
+
+    def branching(x: Tensor) -> Tensor:
+        if x.shape[1] == 1:
+            return x * 3
+        return x * 4 if x.shape[0] * x.shape[1] == 1 else x * 2
+
+    (condition,) = proofs_of(branching, "m n -> m n", X)["n"].conditions
+    assert condition.holds({"m": 5, "n": 2})
+    assert not condition.holds({"m": 5, "n": 1})
+
+
 def test_two_identifiers_that_have_to_be_equal_are_not_proved() -> None:
     found = proofs_of(lambda x, y: (x * y).sum(1), "m n+, m k+ -> m", X, X.clone())
     assert not found["n"].proved

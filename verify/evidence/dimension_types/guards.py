@@ -45,7 +45,8 @@ def granted(shape_env: Any, split: Symbols, names: Mapping[Any, str]) -> Granted
         condition = _condition(expression, names)
         if _always(expression, 2):
             if own and split & symbols_of(expression):
-                conditions[AT_LEAST_TWO] = Condition(AT_LEAST_TWO, condition.relation)
+                before = conditions.get(AT_LEAST_TWO, Condition("", sympy.true)).relation
+                conditions[AT_LEAST_TWO] = Condition(AT_LEAST_TWO, sympy.And(before, condition.relation))
             continue
         conditions[condition.text] = condition
         if split & symbols_of(expression):

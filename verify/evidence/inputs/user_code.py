@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.model_file import is_users
+from nnscaler.user_files import is_users
 
 _GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'
 

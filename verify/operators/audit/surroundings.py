@@ -1,4 +1,4 @@
-"""What an operator asks of the place where it runs: it has to be a function of its inputs, on every rank the same one.
+"""Find what an operator asks of the place where it runs: it has to be one function of its inputs, on every rank.
 
 Under test it runs on one rank of one process. What it would compute elsewhere is found by running it there, as far as
 that can be had by setting variables; that it asks torch.distributed is seen, and what it then does is not known.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed
@@ -36,19 +37,9 @@ _DISTRIBUTED = str(Path(torch.distributed.__file__).parent) + os.sep
 _LAYERS = _TORCH + "nn" + os.sep  # SyncBatchNorm asks for its user
 
 
-@contextmanager
-def as_second_rank() -> Iterator[None]:
-    """Let the process look like the second of two ranks to who reads the environment."""
-    kept = {name: os.environ.get(name) for name in SECOND_RANK}
-    os.environ.update(SECOND_RANK)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def as_second_rank() -> AbstractContextManager[Any]:
+    """Let the process look like the second of two ranks to who reads the environment, and put that back."""
+    return patch.dict(os.environ, SECOND_RANK)
 
 
 def asks_distributed(run: Callable[[], T]) -> tuple[T, str]:

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 
+from op_registry.code_numbers import names_in
 from op_registry.spec import OperatorSpec
 
-from nnscaler.model_file import is_installed, is_users
+from nnscaler.user_files import is_installed, is_users
 
 LIMIT = 5000  # objects of one operator
 TENSOR_BYTES = 1 << 26
@@ -144,7 +145,7 @@ class _Walk:
 
     def _globals(self, function: types.FunctionType) -> None:
         """Digest the values of the names that the code has, and the modules that it imports."""
-        names = sorted(set(_names(function.__code__)))
+        names = sorted(set(names_in(function.__code__)))
         scope = function.__globals__
         for name in names:
             if name in scope:
@@ -272,14 +273,6 @@ class _Walk:
         self.write(value._qualname)
         kept = ("_init_fn", "_backend_fns", "_abstract_fn", "_setup_context_fn", "_backward_fn", "_vmap_fn")
         self.visit_all(getattr(value, name, None) for name in kept)
-
-
-def _names(code: types.CodeType) -> Iterable[str]:
-    """Yield the names of globals and attributes, those of functions inside included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _imports(code: types.CodeType) -> Iterable[str]:

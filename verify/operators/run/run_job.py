@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nnscaler.errors import NnscalerError
-from nnscaler.model_file import is_users, shown_path
+from nnscaler.model_file import shown_path
+from nnscaler.user_files import is_users
 from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.optimizer_as_operator import remarks
 from verify.evidence.options import OpOptions

@@ -169,7 +169,7 @@ def _draws(small: Representative) -> Iterator[Inputs]:
 def _run_narrower(subject: ClaimedCall, claim: Claim, outcome: TargetOutcome) -> None:
     """Run a user's operator in narrower dtypes too, where it runs in them: it may do something else there."""
     small = _sized(subject.small, claim)
-    for inputs in islice(_draws(small), 1, 2):
+    for inputs in [*islice(_draws(small), 2)][-1:]:  # the second, as that is not of whole numbers, or the only one
         for dtype in USERS_LOW:
             narrower = replace(inputs, dtype=dtype)
             try:

@@ -37,10 +37,10 @@ def lemmas_at_sizes(
     if small is None or not weaker or not (splits or others) or signature.bound is None:
         return
     sizes = signature.bound.sizes
-    unmet = {c.text: c for e in weaker for c in e.conditions if not _holds(c, sizes, splits)}
+    unmet = dict.fromkeys(c for e in weaker for c in e.conditions if not _holds(c, sizes, splits))
     ran: list[Mapping[str, int]] = []
     reasons: dict[str, None] = {}
-    for table in _tables(signature, small, unmet.values(), splits):
+    for table in _tables(signature, small, unmet, splits):
         try:
             evidence = test_choices(call_of_sizes(signature, table, seed), splits, others)
         except Unrepresented as error:
@@ -54,13 +54,12 @@ def lemmas_at_sizes(
             reasons[evidence.blocker] = None
         if table == sizes and evidence.verdict.passes:
             break
-    open_ = [c for c in unmet.values() if not any(_same(c.names, table, sizes) for table in ran)]
+    open_ = [c for c in unmet if not any(_same(c.names, table, sizes) for table in ran)]
+    shown = ", ".join(dict.fromkeys(f"`{c}`" for c in open_ or unmet))
     if open_:
-        shown = ", ".join(f"`{c}`" for c in open_)
         reason = "; ".join((f"what is known of it takes {shown} for granted, which does not hold", *reasons))
         yield _lemma(obligation, sizes, splits, Evidence(Verdict.INCONCLUSIVE, reason))
     elif unmet:
-        shown = ", ".join(f"`{text}`" for text in unmet)
         yield _lemma(obligation, sizes, splits, Evidence(Verdict.TESTED_EXACT, f"its proof ends at {shown}", len(ran)))
 
 
