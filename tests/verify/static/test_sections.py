@@ -107,31 +107,48 @@ def test_level_static_does_not_prove_it(tmp_path: Path) -> None:
     assert report.findings[0].code == "layouts_disagree", report.to_json()
 
 
-def test_sections_of_whole_dims_are_proved() -> None:
-    """They travel through everything that leaves the dim whole."""
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(12))
 
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.rand(12))
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.sigmoid(x * self.w).transpose(0, 1) * 2.0).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (torch.sigmoid(x * self.w).transpose(0, 1) * 2.0).sum()
 
-    graph = (traced := trace(Gated(), {"x": torch.randn(5, 12)})).graph
+class Noisy(Gated):
+    """With tensors that no input gives a layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.w + torch.randn_like(x) + torch.ones_like(x)).square().sum()
+
+
+@pytest.mark.parametrize(
+    "cut", [*(Sharded(1, 1, sections) for sections in SECTIONS.values()), Sharded(1, outer=2)], ids=str
+)
+@pytest.mark.parametrize("model", [Gated, Noisy])
+def test_cuts_of_whole_dims_are_proved(model: type[nn.Module], cut: Sharded) -> None:
+    """They travel through everything that leaves the dim whole, and a draw or a constant says them itself."""
+    graph = (traced := trace(model(), {"x": torch.randn(5, 12)})).graph
     known = signatures(graph)
-    for parts, sections in SECTIONS.items():
+    for parts in (2, 3):
+        if cut.sections and cut.sections != SECTIONS[parts]:
+            continue
         steps: list[SplitStep] = []
-        state: State = Sharded(1, 1, sections)
+        state: State = cut
         for op in graph.operations:
-            split = resolve(known[op.name].bound.inputs[0], state, parts)  # type: ignore[union-attr]
+            bound = known[op.name].bound
+            assert bound is not None
+            operand = bound.inputs[0] if op.inputs else bound.outputs[0]
+            split = resolve(operand, state if op.inputs else cut, parts)
             assert split is not None
-            steps.append(SplitStep((op.name,), "tp", split.identifier, 1, sections))
-            (state,) = output_states(known[op.name], split, 1)
+            steps.append(SplitStep((op.name,), "tp", split.identifier, cut.outer, cut.sections))
+            (made,) = output_states(known[op.name], split, 1)
+            state = made if op.inputs else state
         program = compile_traced(
             traced, WantedPlan(parts, Plan((("tp", parts),), tuple(steps))), model={"name": "gated"}
         )
-        assert f"Sharded(1, sections={sections})" in program.sources["role_0.py"]
+        assert str(cut) in program.sources["role_0.py"]
         assert check_program(program.sources, program.graph).proved
 
 

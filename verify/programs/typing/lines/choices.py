@@ -39,20 +39,44 @@ def as_told(states: Sequence[State], axis: str, hint: str) -> bool:
 class FreeSplits:
     """How an identifier that no input has may be split.
 
-    outers  outers that the other axes may put above it
-    tables  numbers by rank that the line states
+    outers    outers that the other axes may put above it, and those that the line states
+    sections  those that the line states
+    tables    numbers by rank that the line states
     """
 
     outers: tuple[int, ...]
+    sections: tuple[tuple[int, ...], ...] = ()
     tables: tuple[tuple[int, ...], ...] = ()
 
 
 def told_by(line: Assignment, axis: str, outers: tuple[int, ...]) -> FreeSplits:
-    """Collect the sizes of shards along an axis that a line states.
+    """Collect how a line says that a dim is cut along an axis, in its arguments and its comment.
 
     They are not trusted: a choice has to give the line.
     """
-    return FreeSplits(outers, tuple(dict.fromkeys(_tables((line.args, dict(line.kwargs)), axis))))
+    arguments = (line.args, dict(line.kwargs))
+    stated = [states[axis] for states in _states(arguments) if isinstance(states.get(axis), Sharded)]
+    gaps = [int(gap) for gap in re.findall(rf"/(\d+)\*{axis}\b", line.hint)]
+    every = (*outers, *(gap * outer for gap in gaps for outer in outers), *(state.outer for state in stated))
+    sections = re.findall(rf"[/*]{axis}\[([\d ]+)\]", line.hint)
+    return FreeSplits(
+        tuple(sorted(set(every))),
+        tuple(
+            dict.fromkeys([s.sections for s in stated if s.sections] + [tuple(map(int, s.split())) for s in sections])
+        ),
+        tuple(dict.fromkeys(_tables(arguments, axis))),
+    )
+
+
+def _states(value: Any) -> Iterator[Mapping[Any, Any]]:
+    match value:
+        case Mapping():
+            yield value
+            for item in value.values():
+                yield from _states(item)
+        case list() | tuple():
+            for item in value:
+                yield from _states(item)
 
 
 def _tables(value: Any, axis: str) -> Iterator[tuple[int, ...]]:
@@ -112,6 +136,8 @@ def _output_only(signature: Signature, parts: int, told: FreeSplits) -> Iterator
         if identifier not in given:
             for outer in told.outers:
                 yield Split(identifier, outer)
+            for sections in told.sections:
+                yield Split(identifier, sections=sections)
             yield from _unevenly(identifier, signature.bound.sizes[identifier], parts, told.tables)
 
 
