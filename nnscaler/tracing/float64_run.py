@@ -190,9 +190,9 @@ class _ExactMode(TorchFunctionMode):
             return grouped_mm(given[0], given[1], ends)  # torch has no kernel for it
         if func in _NAMED_CASTS:
             return given[0].to(exact_dtype(floating, floating), **named)
-        return func(
-            *(self._mapped(a, floating) for a in given), **{k: self._mapped(v, floating) for k, v in named.items()}
-        )
+        given = [self._mapped(value, floating) for value in given]
+        named = {name: self._mapped(value, floating) for name, value in named.items()}
+        return _with_wide_tensors(func, given, named, floating)
 
     def _mapped(self, value: Any, floating: torch.dtype) -> Any:
         return exact_dtype(value, floating) if isinstance(value, torch.dtype) else value
@@ -205,6 +205,37 @@ class _ExactMode(TorchFunctionMode):
         finally:
             torch.set_default_dtype(present)
         return made
+
+
+def _with_wide_tensors(
+    func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], floating: torch.dtype
+) -> Any:
+    """Call `func` with tensors in the dtype of the exact run that no mode saw being made, such as the model's
+    `torch.FloatTensor(...)` and tables of its file. What is written into, or looked into, is the tensor itself."""
+    wide: dict[int, Tensor] = {}
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(map(widened, value))
+        if isinstance(value, Tensor) and not value.requires_grad and exact_dtype(value.dtype, floating) != value.dtype:
+            return wide.setdefault(id(value), exact_tensor(value, floating))
+        return value
+
+    if _changes_or_describes(func, named):
+        return func(*given, **named)
+    made = func(*map(widened, given), **{name: widened(value) for name, value in named.items()})
+    stores = {tensor.untyped_storage().data_ptr() for tensor in wide.values() if tensor.numel()}
+    results = made if isinstance(made, list | tuple) else [made]
+    if any(isinstance(r, Tensor) and r.untyped_storage().data_ptr() in stores for r in results):
+        return func(*given, **named)  # a view: what is written into it is to arrive
+    return made
+
+
+def _changes_or_describes(func: Callable[..., Any], named: Mapping[str, Any]) -> bool:
+    """Return whether a function of torch writes into its argument, or says something of it, as `Tensor.dtype` does."""
+    name = getattr(func, "__name__", "")
+    writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in named
+    return writes or name in ("__get__", "__set__", "__setitem__", "__delitem__")
 
 
 def without_drop(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,25 @@ def test_numbers_are_rounded_as_a_trace_records_them() -> None:
         assert torch.tensor([1, 2]).dtype == torch.int64
         assert torch.tensor(1j).dtype == torch.complex128
         assert torch.zeros(2, dtype=torch.int32).dtype == torch.int32
+
+
+TABLE = torch.tensor([0.1, 0.3])  # of the model's file
+
+
+def test_tensors_that_no_mode_saw_being_made_are_float64_where_they_are_read() -> None:
+    legacy, array = torch.FloatTensor, np.array([0.1, 0.3], dtype=np.float32)
+    with exact():
+        for made in (TABLE, legacy([0.1, 0.3]), torch.from_numpy(array)):
+            root = made.sqrt()
+            assert torch.equal(root, made.to(torch.float64).sqrt()) and root.dtype == torch.float64
+            assert torch.stack([made, made])[0].dtype == torch.float64
+        buffer = legacy(2)
+        buffer.zero_()
+        buffer[0] = 3.0
+        buffer[1:].add_(5.0)  # into a view
+        torch.add(torch.ones(2), buffer, out=(total := legacy(2)))
+    assert buffer.tolist() == [3.0, 5.0] and total.tolist() == [4.0, 6.0]
+    assert TABLE.dtype == torch.float32
 
 
 class Dropping(nn.Module):
