@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from verify.programs.causes.table import NARROW
 from verify.programs.training.eager import updated
 from verify.programs.training.ranks import StepRecord
 from verify.programs.training.training_recipe import Batch, options_of, rate_at
-from verify.programs.training.training_run_pair import NARROW, Alternatives, ComparedValue, Trained
+from verify.programs.training.training_run_pair import Alternatives, ComparedValue, Trained
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
@@ -20,16 +21,11 @@ def of_gradient(trained: Trained, found: ComparedValue) -> Alternatives:
     eager, step, name = trained.eager, found.step, found.name
     right = found.expected.double()
     before = None if step == 0 else eager.steps[step - 1].gradients.get(name)
-    yield "it is zero: nothing was added to it", torch.zeros_like(right)
     if before is not None:
         clipped = before * _clipping(trained, eager.steps[step - 1])
-        kept = "the gradient of the step before is added to it: gradients were not cleared"
-        yield kept, right + before
-        yield kept, right + clipped
-        yield "it is the gradient of the step before: a stale reduction", before
+        yield "the clipped gradient of the step before is added to it: it was not cleared", right + clipped
     yield from _of_batches(trained, found)
     for dtype, narrow in NARROW:
-        yield f"it is rounded to {dtype}: a gradient cast down", right.to(narrow).double()
         parts = [g.to(narrow) for g in _each_batch(trained, found.step, name) if g is not None]
         if len(parts) > 1:
             yield f"it is added up in {dtype}", torch.stack(parts).to(narrow).sum(0).double()
@@ -39,16 +35,8 @@ def of_gradient(trained: Trained, found: ComparedValue) -> Alternatives:
             _sum(_each_batch(trained, step, name, eager.before(step - 1)), right),
         )
     yield "it is clipped already", right * _clipping(trained, eager.steps[step])
-    for n in (2, 3, 4):
-        yield f"it is {n} times the model's on that rank: summed once too often", right * n
-        yield f"it is 1/{n} of the model's on that rank: averaged where it should be summed", right / n
     yield "dropout is off in backward", _sum(_each_batch(trained, step, name, dropout=False), right)
-    yield "its sign is turned", -right
     yield from _of_rows(trained, found)
-    yield from _shifted(right)
-    for other, gradient in eager.steps[step].gradients.items():
-        if other != name and gradient is not None and gradient.shape == right.shape:
-            yield f"it is the gradient of `{other}`: read from the place of another parameter", gradient
 
 
 def _of_batches(trained: Trained, found: ComparedValue) -> Alternatives:
@@ -130,12 +118,6 @@ def _sum(parts: list[Tensor | None], like: Tensor) -> Tensor:
     return total
 
 
-def _shifted(right: Tensor) -> Alternatives:
-    for dim in range(right.dim()):
-        for by in (1, -1):
-            yield f"it is shifted by one along dim {dim}: shards begin one element off", right.roll(by, dim)
-
-
 def _clipping(trained: Trained, step: StepRecord) -> float:
     limit = trained.course.max_norm
     return 1.0 if limit is None or step.norm is None else min(1.0, limit / (float(step.norm) + 1e-6))
@@ -173,10 +155,7 @@ def of_state(trained: Trained, found: ComparedValue) -> Alternatives:
     for sentence, _, states in _updates(trained, found.step):
         if key in states.get(name, {}):
             yield sentence, states[name][key]
-    for dtype, narrow in NARROW:
-        yield f"it is kept in {dtype}", right.to(narrow).double()
     yield "it is empty: the state was lost", torch.zeros_like(right)
-    yield from _shifted(right)
 
 
 def _counts(trained: Trained, found: ComparedValue) -> Alternatives:
@@ -200,7 +179,6 @@ def of_parameter(trained: Trained, found: ComparedValue) -> Alternatives:
         yield f"it is kept in {dtype}: there is no master copy", found.expected.to(narrow).double()
     for sentence, parameters, _ in _narrow_updates(trained, found.step):
         yield sentence, parameters[name]
-    yield from _shifted(found.expected.double())
 
 
 Update = tuple[str, Mapping[str, Tensor], Mapping[str, Mapping[str, Tensor]]]
