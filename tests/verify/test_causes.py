@@ -84,7 +84,8 @@ ROWS = {"dp": Sharded(0)}
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        (laid(ROWS, lambda c, p: p * c["tp"]), "on rank 0, 2 alone: the gradient is zero everywhere"),
+        (laid(ROWS, lambda c, p: p * c["tp"]), "only rank 1 of tp is right: it has all of it"),
+        (laid(ROWS, lambda c, p: p * c["dp"]), "on rank 0, 1 alone: the gradient is zero everywhere"),
         (laid(ROWS, lambda c, p: p * (1 - c["tp"])), "only the first rank of tp is right: it has all of it"),
         (laid(ROWS, lambda c, p: p * (0.25, 0.75)[c["tp"]]), "of the ranks of tp add up to the model's: an all_reduce"),
         (laid(ROWS, lambda c, p: p * (0.5, 1.5)[c["tp"]]), "an averaging all_reduce over tp is missing"),

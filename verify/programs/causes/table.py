@@ -65,87 +65,54 @@ def _axes(sizes: Mapping[str, int]) -> Iterator[list[tuple[str, ...]]]:
         yield list(combinations(names, count))
 
 
-def _sums(wrong: WrongTensor) -> Iterator[list[tuple[str, ...]]]:
-    """Yield the axes over which wrong pieces may be added up."""
-    first = next(iter(wrong.at.values()))
-    yield from _axes({axis: len(wrong.at) for axis in first if axis not in IN_STEP})
-
-
 def _named(axes: Sequence[tuple[str, ...]]) -> str:
     return " or ".join(",".join(names) for names in axes)
 
 
-def _first_alone(wrong: WrongTensor) -> Cause | None:
-    for (axis,) in next(_sums(wrong), []):
-        lines = wrong.lines((axis,))
-        if lines and all(_is_alone(wrong, *sorted(line, key=lambda p: wrong.at[p][axis])) for line in lines):
-            text = f"only the first rank of {axis} is right: it has all of it, and the others have zeros"
-            return Cause("missing_reduction", text, axis)
-    return None
-
-
-def _is_alone(wrong: WrongTensor, first: Place, *others: Place) -> bool:
-    """Return whether a place has what is right for all of these, and the others have zeros."""
-    zeros = not any(largest(wrong.pieces[place]) for place in others)
-    return zeros and all(wrong.near(wrong.pieces[first], wrong.rights[place]) for place in (first, *others))
-
-
 def _unsummed(wrong: WrongTensor) -> Cause | None:
-    for several in _sums(wrong):
-        for how in ("add up", "average"):
-            fitting = [axes for axes in several if _makes_up(wrong, axes, how == "average")]
-            if fitting:
-                return _missing(wrong, fitting, how)
+    ranks = {axis: len(wrong.at) for axis in next(iter(wrong.at.values())) if axis not in IN_STEP}
+    for several in _axes(ranks):
+        for how, averaged in (("add up", False), ("average", True)):
+            axes = [names for names in several if _makes_up(wrong, names, wrong.rights.get, averaged)]
+            if axes:
+                return Cause("missing_reduction", _missing(wrong, axes, how), ",".join(axes[0]))
     return None
 
 
-def _makes_up(wrong: WrongTensor, axes: tuple[str, ...], averaged: bool) -> bool:
+def _makes_up(wrong: WrongTensor, axes: tuple[str, ...], right: Make, averaged: bool = False) -> bool:
     """Return whether the pieces of the ranks of these axes, which are not equal, make up the right one."""
     lines = wrong.lines(axes)
     for line in lines:
-        values = [wrong.pieces[place] for place in line]
+        values, rights = [wrong.pieces[place] for place in line], [right(place) for place in line]
         if len({value.shape for value in values}) > 1:
             return False
         total = torch.stack(values).sum(0) / (len(line) if averaged else 1)
-        if not all(wrong.near(total, wrong.rights[place]) for place in line):
+        if not all(one is not None and wrong.near(total, one) for one in rights):
             return False
     return any(not wrong.near(wrong.pieces[p], wrong.pieces[line[0]]) for line in lines for p in line)
 
 
-def _missing(wrong: WrongTensor, axes: Sequence[tuple[str, ...]], how: str) -> Cause:
-    name = _named(axes)
+def _missing(wrong: WrongTensor, axes: Sequence[tuple[str, ...]], how: str) -> str:
+    name, first = _named(axes), axes[0]
     if name == STAGES:
-        return Cause(
-            "missing_reduction",
-            "the stages share it, and each has only its own part: the sum over its copies is missing",
-            STAGES,
-        )
-    nouns = f"{wrong.noun}es" if wrong.noun.endswith("s") else f"{wrong.noun}s"
-    declared = wrong.reduce is None or all(axis in wrong.reduce for axis in axes[0])
+        return "the stages share it, and each has only its own part: the sum over its copies is missing"
+    having = {wrong.at[p][first[0]] for line in wrong.lines(first) for p in line if largest(wrong.pieces[p])}
+    if len(having) == 1 and (name,) == first:
+        which = "the first rank" if having == {0} else f"rank {having.pop()}"
+        return f"only {which} of {name} is right: it has all of it, and the others have zeros"
+    declared = wrong.reduce is None or all(axis in wrong.reduce for axis in first)
     unnamed = "" if declared else f", and its reduce={wrong.reduce} does not name {name}"
+    nouns = f"{wrong.noun}es" if wrong.noun.endswith("s") else f"{wrong.noun}s"
     missing = "an all_reduce" if how == "add up" else "an averaging all_reduce"
-    text = f"the {nouns} of the ranks of {name} {how} to the model's: {missing} over {name} is missing{unnamed}"
-    return Cause("missing_reduction", text, ",".join(axes[0]))
+    return f"the {nouns} of the ranks of {name} {how} to the model's: {missing} over {name} is missing{unnamed}"
 
 
 def _unscattered(wrong: WrongTensor) -> Cause | None:
-    assert wrong.states is not None
-    for axis, state in wrong.states.items():
-        if axis in IN_STEP or not isinstance(state, Sharded):
-            continue
-        whole = {**wrong.states, axis: Invariant()}
-        lines = wrong.lines((axis,))
-        if lines and all(_sums_to(wrong, line, _cut(wrong, whole)) for line in lines):
+    for axis in wrong.states or {}:
+        if axis not in IN_STEP and _makes_up(wrong, (axis,), _cut(wrong, {**(wrong.states or {}), axis: Invariant()})):
             text = f"it is right once summed over {axis} and cut: a reduce_scatter over {axis} is missing"
             return Cause("missing_reduce_scatter", text, axis)
     return None
-
-
-def _sums_to(wrong: WrongTensor, line: Sequence[Place], make: Make) -> bool:
-    values, right = [wrong.pieces[place] for place in line], make(line[0])
-    if right is None or any(value.shape != right.shape for value in values):
-        return False
-    return wrong.near(torch.stack(values).sum(0), right)
 
 
 def _cut(wrong: WrongTensor, states: Mapping[str, State]) -> Make:
@@ -183,16 +150,15 @@ def _scaled(wrong: WrongTensor) -> Cause | None:
 
 
 def _times(wrong: WrongTensor, n: int, axes: Sequence[tuple[str, ...]], often: bool) -> str:
-    name = _named(axes)
-    same = [axis for (axis, *more) in axes if not more and wrong.terms.get(axis)]
+    same = [names[0] for names in axes if len(names) == 1 and wrong.terms.get(names[0])]
     if often and same:
         whole = f"every rank of {same[0]} holds all of it where each should hold a part of a sum"
         return f"{whole}: it counts {n} times, summed once too often"
     if often:
-        how = "summed once too often, or summed where it should be averaged"
-        return f"it is {n} times the model's, the size of {name}: {how}"
-    how = "averaged where it should be summed, averaged once too often, or not summed"
-    return f"it is 1/{n} of the model's, the size of {name}: {how}"
+        times, how = f"{n} times", "summed once too often, or summed where it should be averaged"
+    else:
+        times, how = f"1/{n} of", "averaged where it should be summed, averaged once too often, or not summed"
+    return f"it is {times} the model's, the size of {_named(axes)}: {how}"
 
 
 def _fraction(factor: float, close: float) -> str:
@@ -256,12 +222,14 @@ def _rounded(wrong: WrongTensor) -> str | None:
 
 
 def _added(wrong: WrongTensor) -> str | None:
+    gap = _gap(wrong)
+    if gap is None:
+        return None
     for name, operand in (wrong.operands or {}).items():
         try:
             whole = operand.double().expand_as(wrong.expected)
         except RuntimeError:
             continue
-        gap = replace(wrong, pieces=_gaps(wrong), judged=wrong.wrong, expected=torch.zeros_like(wrong.expected))
         times = gap.factor(_cut_of(wrong, whole))
         if times is not None and round(times) and abs(times - round(times)) < wrong.close:
             much = f"{abs(round(times))} times too {'often' if times > 0 else 'seldom'}"
@@ -269,20 +237,20 @@ def _added(wrong: WrongTensor) -> str | None:
     return None
 
 
-def _gaps(wrong: WrongTensor) -> dict[Place, Tensor]:
-    """Return by how much the wrong pieces are too large, where they have the right shape."""
-    pairs = {place: (wrong.pieces[place], wrong.rights[place]) for place in wrong.wrong}
-    return {place: value - right if value.shape == right.shape else value for place, (value, right) in pairs.items()}
+def _gap(wrong: WrongTensor) -> WrongTensor | None:
+    """Return by how much the wrong pieces are too large, as a tensor that should be zero."""
+    if any(wrong.pieces[place].shape != wrong.rights[place].shape for place in wrong.wrong):
+        return None
+    gaps = {place: wrong.pieces[place] - wrong.rights[place] for place in wrong.wrong}
+    return replace(wrong, pieces=gaps, judged=wrong.wrong, expected=torch.zeros_like(wrong.expected))
 
 
 def _offset(wrong: WrongTensor) -> str | None:
-    if any(wrong.pieces[place].shape != wrong.rights[place].shape for place in wrong.wrong):
+    gap = _gap(wrong)
+    more = None if gap is None else gap.factor(lambda place: torch.ones_like(wrong.rights[place]))
+    if more is None or wrong.expected.numel() < 2:
         return None
-    gaps = torch.cat([gap.flatten() for gap in _gaps(wrong).values()])
-    mean = float(gaps.mean())
-    if wrong.expected.numel() < 2 or not wrong.is_made(lambda place: wrong.rights[place] + mean):
-        return None
-    return f"it is {abs(mean):.6g} too {'large' if mean > 0 else 'small'} everywhere: a constant differs"
+    return f"it is {abs(more):.6g} too {'large' if more > 0 else 'small'} everywhere: a constant differs"
 
 
 # -- elements in other places -----------------------------------------------------------------------------------------
@@ -394,12 +362,11 @@ def _partly(wrong: WrongTensor) -> str | None:
 
 
 CANDIDATES = (
-    Candidate("missing_reduction", _first_alone, placed=False),
+    Candidate("parts", weighed, ("parts",), placed=False),
+    Candidate("missing_reduction", _unsummed, placed=False),
     Candidate("zero", _zero),
     Candidate("differs", _not_finite),
     Candidate("stale", _stale, ("before",)),
-    Candidate("parts", weighed, ("parts",), placed=False),
-    Candidate("missing_reduction", _unsummed, placed=False),
     Candidate("missing_reduce_scatter", _unscattered, ("states",), placed=False),
     Candidate("scaled", _scaled),
     Candidate("own_rows", _own_rows, ("own",)),

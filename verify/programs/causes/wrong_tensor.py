@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nnscaler.runtime.layout import Partial, Prefix, State
 from nnscaler.runtime.role import IN_STEP, MICRO, SLICE
-from nnscaler.runtime.shards import Coordinates, shard
+from nnscaler.runtime.shards import Coordinates, shard, unravel
 from verify.results.tolerance import FAMILY_SHARE, largest
 
 CLOSE = 1e-6  # relative; far above rounding in float64 and far below any cause
@@ -193,6 +193,19 @@ def laid_out(
         if axis in sums and axis not in IN_STEP and size > 1
     }
     return replace(wrong, terms=terms)
+
+
+def on_ranks(
+    noun: str,
+    mesh: tuple[Sequence[int], Mapping[str, int]],
+    pieces: Mapping[int, Tensor],
+    expected: Tensor,
+    states: Mapping[str, State],
+) -> WrongTensor | None:
+    """Return a tensor of which each rank holds a piece; None where one is missing. `mesh`: ranks, and sizes of axes."""
+    ranks, sizes = mesh
+    held = {(r, 0): (unravel(i, sizes), pieces[r]) for i, r in enumerate(ranks) if r in pieces}
+    return laid_out(noun, held, expected, states, sizes)
 
 
 def grouped(at: Mapping[Place, Coordinates], axes: Sequence[str]) -> list[list[Place]]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.shards import unravel
 from verify.programs.causes.table import cause_of
-from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, exact, laid_out
+from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, exact, on_ranks
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.checks.norm import cause_of_update
@@ -122,9 +121,8 @@ def _cause(
     reference: Reference, logical: StageTensor, expected: Tensor, tied: Sequence[StageTensor], before: Tensor | None
 ) -> str | None:
     """Explain a wrong gradient by its pieces, and by the stages that share it."""
-    holding, pieces = logical.holding, logical.pieces or {}
-    at = {(r, 0): (unravel(i, holding.axes), pieces[r]) for i, r in enumerate(holding.ranks) if r in pieces}
-    of_ranks = laid_out("gradient", at, expected, holding.states, holding.axes)
+    holding = logical.holding
+    of_ranks = on_ranks("gradient", (holding.ranks, holding.axes), logical.pieces or {}, expected, holding.states)
     if of_ranks is not None:
         of_ranks = replace(
             of_ranks,

@@ -12,7 +12,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import Parameter, Stage, sizes_in_time
 from nnscaler.runtime.shards import cut_further, shard, unravel
 from verify.programs.causes.table import cause_of
-from verify.programs.causes.wrong_tensor import CLOSE, Part, WrongTensor, exact, laid_out
+from verify.programs.causes.wrong_tensor import CLOSE, Part, WrongTensor, exact, on_ranks
 from verify.programs.localise.culprit_record import SHOWN, Culprit, Key, RoleLine
 from verify.programs.localise.instrument_statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
@@ -39,17 +39,15 @@ def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, RoleLin
         if missing:
             over = " and ".join(missing)
             cause = (
-                f"the ranks of axis {over} hold parts of a sum: summing over {over} repairs it, an all_reduce over "
-                f"{over} is missing, and its reduce={declared.reduce} does not name {over}"
+                f"the gradients of the ranks of {over} add up to the model's: an all_reduce over {over} is missing, "
+                f"and its reduce={declared.reduce} does not name {over}"
             )
         else:
-            times = 1
-            for axis in extra:
-                times *= sizes[axis]
+            times = prod(sizes[axis] for axis in extra)
             over = " and ".join(extra)
             cause = (
-                f"it is {times} times the model's, the size of {over}; 1/{times} repairs it: summed once too often, "
-                f"for its reduce={declared.reduce} names {over}, on which it is whole"
+                f"it is {times} times the model's, the size of {over}: summed once too often, for "
+                f"its reduce={declared.reduce} names {over}, on which it is whole"
             )
         found.append(_culprit("gradient_differs", stage, attribute, declared, lines, cause))
     return _merged(found) if len(found) > SHOWN else found
@@ -191,12 +189,8 @@ def _cause(
         before=None if last is None else exact(last),
         parts=lambda: _parts(teacher, stage, declared, rank),
     )
-    held = {
-        (owner, 0): (unravel(stage.ranks.index(owner), stage.axes), theirs)
-        for owner, theirs in ranks["now"].items()
-        if theirs is not None
-    }
-    return cause_of(local, laid_out("gradient", held, right, declared.at_rest, stage.axes)).text or None
+    held = {owner: theirs for owner, theirs in ranks["now"].items() if theirs is not None}
+    return cause_of(local, on_ranks("gradient", (stage.ranks, stage.axes), held, right, declared.at_rest)).text or None
 
 
 def _parts(teacher: Teacher, stage: type[Stage], declared: Parameter, rank: int) -> dict[Part, Tensor]:
