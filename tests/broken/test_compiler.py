@@ -93,7 +93,7 @@ def test_gradients_are_averaged(monkeypatch: Patch, one_block: Original) -> None
 
     monkeypatch.setattr(buckets.SumBucket, "wait", averaged)
     finding = assert_refuted(one_block.verify(one_block.folder, depth="quick"), PARAMETER, "words.weight")
-    assert "1/2 of the model's (the size of dp or tp): averaged where it should be summed" in str(finding.cause)
+    assert "1/2 of the model's, the size of dp or tp: averaged where it should be summed" in str(finding.cause)
 
 
 def test_gradients_are_not_accumulated(monkeypatch: Patch, staged: Original) -> None:

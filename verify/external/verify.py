@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -69,13 +70,14 @@ def verify_program(
     torch.manual_seed(how.seed)
     batch = program.batch()
     check_rows(program, batch)
+    run = partial(verify_in, program, how, model, batch)
     outcomes: list[Outcome] = []
     for name in dtypes:
         progress(f"{program.name} on {program.ranks} ranks in {name}")
         known = outcomes[0].ran.results if outcomes and outcomes[0].ran is not None else ()
-        outcomes.append(verify_in(program, how, model, batch, getattr(torch, name), known))
-    dtypes, outcomes = _without_float64(program, how, model, batch, list(dtypes), outcomes)
-    dtypes, outcomes = _float64_alone(program, how, model, batch, dtypes, outcomes)
+        outcomes.append(run(getattr(torch, name), known))
+    dtypes, outcomes = _without_float64(run, list(dtypes), outcomes)
+    dtypes, outcomes = _float64_alone(run, dtypes, outcomes)
     axes = " ".join(f"{axis}={size}" for axis, size in program.mesh)
     several = len(outcomes) > 1
     return Report(
@@ -114,21 +116,17 @@ def _measured(program: ExternalProgram, how: ExternalSettings, outcomes: Sequenc
     return Attachments(communication_profile=profile, memory=memory(ran.results))
 
 
-def _without_float64(
-    program: ExternalProgram,
-    how: ExternalSettings,
-    model: nn.Module,
-    batch: Batch,
-    dtypes: list[str],
-    outcomes: list[Outcome],
-) -> tuple[list[str], list[Outcome]]:
+Run = Callable[..., Outcome]  # of a program in a dtype, like `verify_in`
+
+
+def _without_float64(run: Run, dtypes: list[str], outcomes: list[Outcome]) -> tuple[list[str], list[Outcome]]:
     """Where the program raises in float64 alone, leave float64 out: its kernels or casts may not take it."""
     raised = [o for o in outcomes if o.dtype == torch.float64 and any(f.code == "rank_raises" for f in o.findings)]
     if not raised:
         return dtypes, outcomes
     others = [outcome for outcome in outcomes if outcome not in raised]
     if not others:
-        others = [verify_in(program, how, model, batch, torch.float32)]
+        others = [run(torch.float32)]
     if all(outcome.ran is None for outcome in others):
         return dtypes, outcomes
     first = raised[0].findings[0].message.splitlines()[0]
@@ -137,14 +135,7 @@ def _without_float64(
     return names, [replace(others[0], notes=(note, *others[0].notes)), *others[1:]]
 
 
-def _float64_alone(
-    program: ExternalProgram,
-    how: ExternalSettings,
-    model: nn.Module,
-    batch: Batch,
-    dtypes: list[str],
-    outcomes: list[Outcome],
-) -> tuple[list[str], list[Outcome]]:
+def _float64_alone(run: Run, dtypes: list[str], outcomes: list[Outcome]) -> tuple[list[str], list[Outcome]]:
     """Where float64 shows a difference that float32 could not miss, run float32: what agrees there is undecided.
 
     Nobody trains in float64, and libraries take another path in it: FSDP2's division of gradients is one.
@@ -154,7 +145,7 @@ def _float64_alone(
     if wide.dtype != torch.float64 or not wrong or min(d.relative for d in wrong) < _PLAIN or wide.ran is None:
         return dtypes, outcomes
     others = [outcome for outcome in outcomes if outcome.dtype == torch.float32]
-    narrow = others[0] if others else verify_in(program, how, model, batch, torch.float32, wide.ran.results)
+    narrow = others[0] if others else run(torch.float32, wide.ran.results)
     if not merge(check.verdict for check in narrow.checks).passes:
         return dtypes, outcomes
     checks = [

@@ -60,7 +60,7 @@ WRONG = [
         "    fully_shard(model, mesh=mesh)\n",
         "    fully_shard(model, mesh=mesh).set_gradient_divide_factor(1.0)\n",
         "gradient_differs",
-        "it is 2 times the model's, and dp has 2 ranks",
+        "it is 2 times the model's, the size of dp",
     ),
     (
         "tensor_parallel.py",

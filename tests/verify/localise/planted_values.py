@@ -247,7 +247,7 @@ FORWARD = (
         "unlike",
         "(0, 2, ((0, 4, 1), (0, 10, 1))",
         "(0, 2, ((2, 6, 1), (0, 10, 1))",
-        ("between the stages",),
+        ("in other places: a wrong layout, order or slice",),
         others=(Edit("(0, 2, ((0, 4, 1), (0, 10, 1))", "(0, 2, ((2, 6, 1), (0, 10, 1))", 1),),
     ),
 )

@@ -9,13 +9,14 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
-from verify.external.comparison.micro_batch_reference import cause_by_micro_batches
+from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.comparison.scalars import compare_losses, compare_norms
 from verify.external.observe import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, taken
 from verify.external.reference import PlainReference, data_part
+from verify.programs.causes.table import cause_of
+from verify.programs.causes.wrong_tensor import VAGUE, Cause
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
 from verify.results.verdict import Verdict
 
@@ -153,9 +154,7 @@ def _gradient(
     if verdict.passes:
         return None, gap.relative
     code = "not_finite" if gap.problem and "NaN" in gap.problem else "gradient_differs"
-    cause = (
-        _explain(run, number, record, piece, value, "gradient") if not gap.problem else Cause("differs", gap.problem)
-    )
+    cause = _explain(run, number, record, piece, value) if not gap.problem else Cause("differs", gap.problem)
     numbers = (f"{gap.expected:.10g}", f"{gap.actual:.10g}")
     return Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout), gap.relative
 
@@ -175,10 +174,9 @@ def _judge(run: ProgramRun, kind: tuple[str, int], piece: RankPiece, relative: f
     return passing[0] if passing else (Verdict.INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else Verdict.REFUTED)
 
 
-def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece, value: Tensor, noun: str) -> Cause:
+def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece, value: Tensor) -> Cause:
     steps = run.reference.steps
     whole = steps[number].gradients
-    names = piece.names[0] if piece.names else piece.name
     index, parts = data_part(run.program, record.coordinate)
 
     def own() -> Tensor:
@@ -189,18 +187,14 @@ def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece,
         mean = torch.stack(each).mean(0)
         if _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes:
             return MEAN_OF_MEANS
+    values = {**_same_elements(run, piece, lambda step: step.gradients, number), record.rank: value}
+    wrong = run.wrong_tensor("gradient", record.rank, values, piece.take(whole).nan_to_num(0.0))
     found = cause_of(
-        Wrong(
-            noun,
-            value.double(),
-            piece.take(whole).nan_to_num(0.0),
-            record.rank,
-            run.sizes,
-            _same_elements(run, piece, lambda step: step.gradients, number),
-            run.at,
-            own if parts > 1 else None,
-            piece.take(steps[number - 1].gradients).nan_to_num(0.0) if number else None,
-            taken(whole, run.reference.space.whole(names)) if piece.names else None,
+        replace(
+            wrong,
+            own=own if parts > 1 else None,
+            before=piece.take(steps[number - 1].gradients).nan_to_num(0.0) if number else None,
+            elements=taken(whole, run.reference.space.whole(piece.names[0])) if piece.names else None,
         )
     )
     if found.kind not in VAGUE:
@@ -278,10 +272,9 @@ def _explain_state(
         if number
         else piece.take(run.reference.space.flat(run.reference.start))
     )
-    others = _same_elements(run, piece, lambda step: step.state, number)
+    others = {**_same_elements(run, piece, lambda step: step.state, number), record.rank: value.double()}
     updates = {rank: other - before for rank, other in others.items()}
-    noun = "update" if piece.kind == "parameter" else "buffer"
-    wrong = Wrong(noun, value.double() - before, expected - before, record.rank, run.sizes, updates, run.at)
-    if largest(wrong.value) == 0 and largest(wrong.expected) > 0:
+    if largest(updates[record.rank]) == 0 and largest(expected - before) > 0:
         return Cause("not_updated", f"the {piece.kind} did not change")
-    return cause_of(wrong)
+    noun = "update" if piece.kind == "parameter" else "buffer"
+    return cause_of(run.wrong_tensor(noun, record.rank, updates, expected - before))

@@ -8,12 +8,12 @@ from functools import cached_property
 
 from torch import Tensor
 
-from verify.external.comparison.cause import Cause
 from verify.external.comparison.micro_batch_reference import MicroMeans
 from verify.external.comparison.noise import Noise
 from verify.external.observe import RankRecord
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
+from verify.programs.causes.wrong_tensor import Cause, WrongTensor
 from verify.results.report import Check
 from verify.results.verdict import Verdict, merge
 
@@ -45,6 +45,12 @@ class ProgramRun:
     def at(self) -> Mapping[int, Mapping[str, int]]:
         """Return the coordinate of each rank."""
         return {record.rank: record.coordinate for record in self.records}
+
+    def wrong_tensor(self, noun: str, rank: int, values: Mapping[int, Tensor], expected: Tensor) -> WrongTensor:
+        """Return a rank's wrong value. `values`: by rank, those of all that hold the same elements."""
+        pieces = {(r, 0): value.double() for r, value in values.items()}
+        at = {(r, 0): coordinate for r, coordinate in self.at.items()}
+        return WrongTensor(noun, pieces, expected, at, sizes=self.sizes, judged=((rank, 0),))
 
     @property
     def dtype(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from verify.external.comparison.cause import common
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
+from verify.programs.causes.wrong_tensor import Cause
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 
@@ -43,7 +43,7 @@ def _finding(run: ProgramRun, group: Sequence[Difference]) -> Finding:
     undecided = [d for d in group if d.verdict is not Verdict.REFUTED]
     worst = max(group, key=lambda d: (d.verdict is Verdict.REFUTED, d.relative))
     names, ranks = sorted({d.name for d in group}), sorted({d.rank for d in group if d.rank >= 0})
-    cause = common([d.cause for d in group])
+    cause = _common([d.cause for d in group])
     code = "near_threshold" if len(undecided) == len(group) and worst.relative else worst.code
     sentence = _SENTENCES[worst.code].format(name=_listed(names), step=worst.step, actual=worst.actual)
     if ranks:
@@ -71,6 +71,13 @@ _HELP: Mapping[str, str] = {
     "parameter_unmatched": "name it in `names`: {its name in the program: its name in the plain model}",
     "loss_missing": "return the loss from `step` on the ranks that have it",
 }
+
+
+def _common(causes: Sequence[Cause]) -> Cause:
+    """Return the cause that most of these share; the first of them where several do."""
+    kinds = [(cause.kind, cause.axis) for cause in causes]
+    best = max(dict.fromkeys(kinds), key=kinds.count)
+    return causes[kinds.index(best)]
 
 
 def _listed(names: Sequence[str]) -> str:

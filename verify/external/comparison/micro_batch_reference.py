@@ -1,4 +1,4 @@
-"""The plain model over micro-batches: what pipelines and accumulation compute where micro-batches couple their rows."""
+"""The plain model in parts: what pipelines and accumulation compute where micro-batches couple their rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from verify.external.comparison.cause import Cause, mean_of_micro_batches
 from verify.external.program import ExternalProgram
 from verify.external.reference import PieceOfStep, PlainReference, data_parts, row_count
+from verify.programs.causes.wrong_tensor import Cause
 
 MicroMeans = Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
+MEAN_OF_MEANS = Cause(
+    "mean_of_means",
+    "it is the mean over the data parts, each by itself, and that is not the loss of the whole batch: the parts have "
+    'unequal numbers of terms, or couple their rows; if it is meant, say `reference = "parts"`',
+)
 _MOST = 16  # micro-batches of the whole batch: the plain model runs on each
 
 
@@ -49,5 +54,10 @@ def cause_by_micro_batches(means: MicroMeans, step: int, agrees: Callable[[Tenso
     """Return the cause where a value agrees with the mean over micro-batches; `agrees` is told loss and gradients."""
     for count, loss, gradients in means(step):
         if agrees(loss, gradients):
-            return mean_of_micro_batches(count)
+            text = (
+                f"it is the mean over {count} micro-batches, each by itself, and that is not the loss of the whole "
+                "batch: they couple their rows (a batch norm, or dim 0 is not the batch), or have unequal numbers of "
+                "terms; if it is meant, let `reference_step` do the same"
+            )
+            return Cause("micro_batches", text)
     return None

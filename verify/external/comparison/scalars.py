@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verify.external.comparison.cause import MEAN_OF_MEANS, VAGUE, Cause, Wrong, cause_of
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
-from verify.external.comparison.micro_batch_reference import cause_by_micro_batches
+from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.reference import data_part, mean_of
+from verify.programs.causes.table import cause_of
+from verify.programs.causes.wrong_tensor import VAGUE, Cause
 from verify.results.tolerance import difference
 from verify.results.verdict import Verdict
 
@@ -87,8 +88,7 @@ def _cause_of_loss(run: ProgramRun, number: int, rank: int, values: Mapping[int,
     if len(losses) > 1 and run.tolerance.judge(("loss", number, ""), difference(values[rank], mean).relative).passes:
         return MEAN_OF_MEANS
     before = run.reference.steps[number - 1].loss.double() if number else None
-    wrong = Wrong("loss", values[rank], expected, rank, run.sizes, values, run.at, before=before)
-    found = cause_of(wrong)
+    found = cause_of(replace(run.wrong_tensor("loss", rank, values, expected), before=before))
     if found.kind not in VAGUE:
         return found
 
@@ -117,7 +117,7 @@ def compare_norms(run: ProgramRun) -> ComparisonResult:
             verdict = run.tolerance.judge(("norm", number, ""), gap)
             if not verdict.passes:
                 squares = {r: v.square() for r, v in values.items()}
-                wrong = Wrong("square", squares[rank], step.norm.double().square(), rank, run.sizes, squares, run.at)
+                wrong = run.wrong_tensor("square", rank, squares, step.norm.double().square())
                 numbers = (f"{float(step.norm):.10g}", f"{float(value):.10g}")
                 cause = _of_root(cause_of(wrong), float(value) / float(step.norm))
                 found.append(Difference("gradient_norm_differs", "norm", rank, number, verdict, gap, *numbers, cause))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from verify.programs.checks.cause import likely_cause
+from verify.programs.causes.table import cause_of
+from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, exact, on_ranks
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.checks.norm import cause_of_update
@@ -109,11 +110,30 @@ def compare(
     verdict = comparison.tolerance.judge(key, found.relative)
     finding = None
     if not verdict.passes:
-        cause = likely_cause(logical, expected, tied, before) if kind == "gradient" else None
+        cause = _cause(reference, logical, expected, tied, before) if kind == "gradient" else None
         if kind == "parameter":
             cause = cause_of_update(comparison, name, logical.value)
         finding = _differs(comparison, reference, logical, found, verdict, cause)
     tally.add(verdict, finding, found.relative, key)
+
+
+def _cause(
+    reference: Reference, logical: StageTensor, expected: Tensor, tied: Sequence[StageTensor], before: Tensor | None
+) -> str | None:
+    """Explain a wrong gradient by its pieces, and by the stages that share it."""
+    holding = logical.holding
+    of_ranks = on_ranks("gradient", (holding.ranks, holding.axes), logical.pieces or {}, expected, holding.states)
+    if of_ranks is not None:
+        of_ranks = replace(
+            of_ranks,
+            reduce=holding.reduce,
+            before=None if before is None else exact(before),
+            others={n: exact(t) for n, t in reference.tensors.items() if t is not None and n != holding.name},
+        )
+    values = {(other.holding.stage, 0): exact(other.value) for other in tied if other.value is not None}
+    stages = {place: {STAGES: place[0]} for place in values}
+    of_stages = WrongTensor("gradient", values, exact(expected), stages, judged=((holding.stage, 0),))
+    return cause_of(of_ranks, of_stages if len(values) > 1 else None).text or None
 
 
 def _differs(

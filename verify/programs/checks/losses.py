@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from verify.programs.checks.cause import CLOSE
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from nnscaler.runtime.shards import unravel
+from verify.programs.causes.table import cause_of
+from verify.programs.causes.wrong_tensor import WrongTensor, exact
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
 from verify.results.tolerance import difference, family_scale, is_finite
@@ -14,11 +20,11 @@ def check(comparison: Comparison) -> CheckOutcome:
     tally = Tally("loss", comparison.tolerance.level, comparison.tolerance)
     scale = family_scale(comparison.reference.losses)
     for step, expected in enumerate(comparison.reference.losses):
-        known = [(r.rank, loss) for r in comparison.results if (loss := r.losses[step]) is not None]
+        known = {r.rank: loss for r in comparison.results if (loss := r.losses[step]) is not None}
         if not known:
             tally.add(Verdict.REFUTED, Finding("loss_missing", f"no rank returns the loss of step {step}"))
-        cause = _unsummed([float(loss) for _, loss in known], float(expected))
-        for rank, actual in known:
+        cause = _cause(comparison, known, expected)
+        for rank, actual in known.items():
             found = difference(actual, expected, scale)
             key = ("loss", step, "")
             verdict = comparison.tolerance.judge(key, found.relative)
@@ -50,13 +56,13 @@ def check(comparison: Comparison) -> CheckOutcome:
     return tally.outcome()
 
 
-def _unsummed(losses: list[float], expected: float) -> str | None:
-    """Explain losses that are parts of a sum, of which several may be copies; None for other losses."""
-    if len(set(losses)) < 2:
-        return None
-    if all(abs(sum(losses) - copies * expected) > CLOSE * abs(expected) for copies in range(1, len(losses))):
-        return None
-    return "the losses of the ranks add up to the model's: each is a part of a sum that nobody took"
+def _cause(comparison: Comparison, losses: Mapping[int, Tensor], expected: Tensor) -> str | None:
+    """Explain losses by those of the other ranks, which lie on the axes of a stage that all of them run."""
+    holding = next((h for h in comparison.parameters.values() if set(losses) <= set(h.ranks)), None)
+    axes = {} if holding is None else holding.axes
+    at = {(r, 0): {"ranks": r} if holding is None else unravel(holding.ranks.index(r), axes) for r in losses}
+    pieces = {(rank, 0): exact(loss) for rank, loss in losses.items()}
+    return cause_of(WrongTensor("loss", pieces, exact(expected), at, sizes=axes)).told
 
 
 def _code(verdict: Verdict, code: str) -> str:

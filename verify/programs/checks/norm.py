@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from nnscaler.runtime.training.gradients.clipping import EPSILON
-from verify.programs.checks.cause import CLOSE
+from verify.programs.causes.wrong_tensor import CLOSE
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
 from verify.results.tolerance import difference, is_finite, largest
@@ -43,18 +43,18 @@ def check(comparison: Comparison) -> CheckOutcome:
                 f"the norm of all gradients of step {step} differs on rank {result.rank}: {found}",
                 None,
                 {**facts, "expected": f"{float(expected):.17g}", "actual": f"{float(result.norm):.17g}"},
-                _own_norms(known, float(expected)) or cause_of_norm(float(result.norm), float(expected)),
+                own_norms(known, float(expected)) or cause_of_norm(float(result.norm), float(expected)),
             )
         tally.add(verdict, finding if not tally.findings else None, found.relative, key)
     return tally.outcome()
 
 
-def _own_norms(norms: Sequence[float], expected: float) -> str | None:
+def own_norms(norms: Sequence[float], expected: float, close: float = CLOSE) -> str | None:
     """Explain how the ranks' norms differ from each other; None if they are equal."""
     if len(set(norms)) < 2:
         return None
     total = sum(norm**2 for norm in norms) ** 0.5
-    if abs(total - expected) <= CLOSE * expected:
+    if abs(total - expected) <= close * expected:
         return "each rank has the norm of its own gradients: their squares are not summed over the ranks"
     return "the ranks have different norms: they clip by different factors, and their copies drift apart"
 

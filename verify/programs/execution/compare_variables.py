@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 
 import torch
@@ -13,15 +13,16 @@ from torch import Tensor
 
 from nnscaler.ir.layout import gradient_state, parse_state
 from nnscaler.manifest import Manifest
-from nnscaler.runtime.layout import Partial, Sharded, State
-from nnscaler.runtime.role import IN_STEP, MICRO, SLICE, Stage, place_in_time, sizes_in_time
-from nnscaler.runtime.shards import Assembled, Coordinates, assemble, ravel, shard, unravel
+from nnscaler.runtime.layout import Partial, State
+from nnscaler.runtime.role import MICRO, Stage, place_in_time, sizes_in_time
+from nnscaler.runtime.shards import Assembled, assemble, ravel, shard, unravel
 from verify.evidence.oracle.run_random_operators import runtime_state
+from verify.programs.causes.table import cause_of
+from verify.programs.causes.wrong_tensor import WrongTensor, laid_out
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
 
 Pieces = dict[tuple[int, int], Tensor]  # (rank, micro-batch) -> what was seen
 Observed = dict[tuple[int, str, str], Pieces]  # (stage, phase, variable)
-CLOSE = 1e-6
 _ENTRY = re.compile(r"(\w+): (\w+(?:\((?:[^()]|\([^()]*\))*\))?)")
 
 
@@ -38,12 +39,21 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class VariableDifference:
-    """How a variable differs, on which ranks (those of the worst micro-batch), empty where no rank can be blamed."""
+    """How a variable differs, on which ranks (those of the worst micro-batch), empty where no rank can be blamed.
+
+    `known`: why, where that is seen at once; `evidence`: what else tells why.
+    """
 
     text: str
     ranks: tuple[int, ...] = ()
     micro: int | None = None
-    cause: str | None = None
+    known: str | None = None
+    evidence: Callable[[], WrongTensor | None] = lambda: None
+
+    @property
+    def cause(self) -> str | None:
+        """Why it differs, where more is known than where it does."""
+        return self.known or cause_of(self.evidence()).told
 
 
 def facts_of(shown: str, variable: Variable, unequal: VariableDifference) -> dict[str, str]:
@@ -90,28 +100,20 @@ def compare_variable(
     states = {axis: state for axis, state in states.items() if axis in sizes}
     if len(pieces) != prod(sizes.values()):
         return None  # the run ended before every rank had it
-    at = [
-        (_coordinates(variable, rank, micro, prepared), _exact(piece))
-        for (rank, micro), piece in sorted(pieces.items())
-    ]
+    at = {place: (_coordinates(variable, *place, prepared), piece) for place, piece in sorted(pieces.items())}
+    evidence = partial(laid_out, "gradient" if is_gradient else "value", at, expected, states, sizes)
     blamed = _blame(variable, pieces, expected, bound, states, sizes, scale)
     if blamed is not None:
-        cause = _likely_cause(at, expected, states, sizes, is_gradient) or _misplaced(
-            variable, at, expected, states, sizes
-        )
-        return replace(blamed, cause=cause)
+        return replace(blamed, evidence=evidence)
+    exact = [(here, piece.to(torch.complex128 if piece.is_complex() else torch.float64)) for here, piece in at.values()]
     try:
-        assembled = assemble(at, states, sizes, tuple(expected.shape))
+        assembled = assemble(exact, states, sizes, tuple(expected.shape))
     except ValueError as error:
         return VariableDifference(str(error))
     found = difference(assembled.value, expected, scale)
     if found.relative <= bound:
         return _unequal_copies(variable, assembled, expected, bound, scale)
-    return VariableDifference(str(found), cause=_likely_cause(at, expected, states, sizes, is_gradient))
-
-
-def _exact(piece: Tensor) -> Tensor:
-    return piece.to(torch.complex128 if piece.is_complex() else torch.float64)
+    return VariableDifference(str(found), evidence=evidence)
 
 
 def _unequal_copies(
@@ -126,68 +128,8 @@ def _unequal_copies(
     axes = ", ".join(axis for axis, index in unequal[0].coordinates if at[axis] != index)
     rank = variable.stage.ranks[ravel(at, variable.stage.axes)]
     return VariableDifference(
-        str(unequal[0]), (rank,), cause=f"only the first rank of {axes} is right, and its copies differ"
+        str(unequal[0]), (rank,), known=f"only the first rank of {axes} is right, and its copies differ"
     )
-
-
-def _likely_cause(
-    at: Sequence[tuple[Coordinates, Tensor]],
-    expected: Tensor,
-    states: Mapping[str, State],
-    sizes: Mapping[str, int],
-    is_gradient: bool,
-) -> str | None:
-    """Try simple repairs, a sum over an axis or one sum less, and describe the first that gives the right result."""
-    what = "gradient is" if is_gradient else "values are"
-    with contextlib.suppress(ValueError):
-        value = assemble(at, states, sizes, tuple(expected.shape)).value
-        for size in sorted({size for size in sizes.values() if size > 1}):
-            axes = " or ".join(axis for axis, other in sizes.items() if other == size)
-            if difference(value, expected * size).relative < CLOSE:
-                return f"the {what} {size} times the model's, the size of {axes}: summed once too often"
-            if difference(value * size, expected).relative < CLOSE:
-                return f"the {what} 1/{size} of the model's, the size of {axes}: averaged, or not summed"
-    for axis, size in sizes.items():
-        if axis in IN_STEP or size == 1 or isinstance(states.get(axis), Sharded | Partial):
-            continue
-        with contextlib.suppress(ValueError):
-            summed = assemble(at, {**states, axis: Partial()}, sizes, tuple(expected.shape)).value
-            if difference(summed, expected).relative < CLOSE:
-                return f"the {what} right once summed over {axis}: an all_reduce over {axis} is missing"
-    return None
-
-
-def _misplaced(
-    variable: Variable,
-    at: Sequence[tuple[Coordinates, Tensor]],
-    expected: Tensor,
-    states: Mapping[str, State],
-    sizes: Mapping[str, int],
-) -> str | None:
-    """Test: every wrong piece belongs to another rank or micro-batch."""
-    rights = [(coordinates, shard(expected.double(), states, sizes, coordinates)) for coordinates, _ in at]
-    first = None
-    for (coordinates, piece), (_, right) in zip(at, rights, strict=True):
-        if difference(piece, right).relative < CLOSE:
-            continue
-        owner = next((other for other, theirs in rights if difference(piece, theirs).relative < CLOSE), None)
-        if owner is None:
-            return None
-        first = first or (coordinates, owner)
-    if first is None:
-        return None
-    here, there = (_describe(variable, coordinates, sizes) for coordinates in first)
-    return f"the right pieces at wrong places: {here} has the piece of {there}"
-
-
-_TIMES = {MICRO: "micro-batch", SLICE: "slice"}
-
-
-def _describe(variable: Variable, coordinates: Coordinates, sizes: Mapping[str, int]) -> str:
-    stage = variable.stage
-    rank = stage.ranks[ravel(coordinates, stage.axes)]
-    places = (f" in {word} {coordinates[a]}" for a, word in _TIMES.items() if sizes.get(a, 1) > 1)
-    return f"rank {rank}" + "".join(places)
 
 
 def _blame(

@@ -17,6 +17,7 @@ from verify.programs.localise.teacher_forcing import At, Execution, Teacher, res
 from verify.results.tolerance import family_scale, largest
 
 BOUND = 1e-8
+CLOSE = 1e-9  # of a repair: what one statement makes of right operands is rounded a few times only
 ROUNDING = 1e-4  # of the largest operand, times compare.FAMILY_SHARE: what is rounding in a result that is tiny
 
 
@@ -137,7 +138,7 @@ def _cut_off(got: Mapping[At, Tensor | None]) -> VariableDifference:
     missing = sorted(at for at, piece in got.items() if piece is None)
     ranks = tuple(sorted({rank for rank, _ in missing}))
     some = "" if len(missing) == len(got) else f" on rank {', '.join(map(str, ranks))}"
-    return VariableDifference(f"no gradient goes back{some}", ranks, cause="the gradient is cut off here")
+    return VariableDifference(f"no gradient goes back{some}", ranks, known="the gradient is cut off here")
 
 
 def _results(teacher: Teacher, statement: Statement) -> list[str]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.role import MICRO
 from verify.processes.subprocess_isolation import run_apart
+from verify.programs.causes.table import cause_of
 from verify.programs.execution.compare_variables import facts_of
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise.candidate_repairs import Replay, Rewrite, rewrites
@@ -29,9 +30,8 @@ from verify.programs.localise.culprit_record import (
 from verify.programs.localise.first_divergent import first_difference
 from verify.programs.localise.forced_run import TaughtRun, prepare_run
 from verify.programs.localise.instrument_statements import Statement, shown
-from verify.programs.localise.judge import Wrong, judge, operation_of
+from verify.programs.localise.judge import CLOSE, Wrong, judge, operation_of
 from verify.programs.localise.parameters import Finals, changed, frozen, wrongly_accumulated, wrongly_summed
-from verify.programs.localise.shard_repairs import explain
 from verify.programs.localise.stage_boundaries import wrong_ends
 from verify.programs.localise.stored_state_faults import wrongly_held
 from verify.programs.localise.teacher_forcing import Teacher
@@ -46,7 +46,7 @@ def culprit_of(replay: Replay, same: Sequence[Wrong], deadline: float) -> Culpri
     """Describe the fault of one statement. Candidate repairs are tried until `deadline`, of `time.process_time`."""
     teacher, first = replay.run.teacher, same[0]
     statement = first.statement
-    cause = cause_of(replay, first, deadline)
+    cause = repair_of(replay, first, deadline)
     code = "tensor_gradient_differs" if first.is_gradient else "tensor_differs"
     tensor = teacher.logical.name_of(first.variable.tensor)
     message = _message(teacher, first)
@@ -89,7 +89,7 @@ def _facts(teacher: Teacher, same: Sequence[Wrong]) -> dict[str, str]:
     return {**facts, "step": str(teacher.logical.step)}
 
 
-def cause_of(replay: Replay, wrong: Wrong, deadline: float) -> str | None:
+def repair_of(replay: Replay, wrong: Wrong, deadline: float) -> str | None:
     """Return the simple repair of the numbers that fits, and the changed line that was tried and is right."""
     teacher, statement = replay.run.teacher, wrong.statement
     operands = {}
@@ -97,10 +97,14 @@ def cause_of(replay: Replay, wrong: Wrong, deadline: float) -> str | None:
         name = teacher.tensor_of(statement.stage, read)
         if name is not None and name in teacher.logical.values:
             operands[read.removeprefix("self.")] = teacher.logical.values[name]
-    mechanism = explain(wrong, {} if wrong.is_gradient else operands) or wrong.unequal.cause
+    evidence = wrong.unequal.evidence()
+    if evidence is not None:
+        evidence = replace(evidence, operands=None if wrong.is_gradient else operands, close=CLOSE)
+    cause = cause_of(evidence)
+    mechanism = wrong.unequal.known or cause.text or None
     rewrite = _first_repair(replay, statement, deadline)
     if rewrite is None:
-        return mechanism or (_of_ranks(wrong) if wrong.unequal.ranks else None)
+        return mechanism
     changed = f"`{_text(rewrite.statement)}` repairs it"
     if rewrite.missing:
         return f"{mechanism or rewrite.missing + ' is missing'}; {changed}"
@@ -123,15 +127,6 @@ def _text(statement: Statement) -> str:
     return (
         f"{left} = {shown(statement.function.body)}" if left else f'"{statement.key}": {shown(statement.function.body)}'
     )
-
-
-def _of_ranks(wrong: Wrong) -> str | None:
-    """Return where nothing else is known: that some ranks alone are wrong."""
-    stage = wrong.variable.stage
-    if set(wrong.unequal.ranks) == set(stage.ranks):
-        return None
-    over = f" ({MICRO}-batch {wrong.unequal.micro})" if wrong.unequal.micro is not None else ""
-    return f"it is wrong on rank {', '.join(map(str, wrong.unequal.ranks))} alone{over}"
 
 
 RUNS = 5  # so many times the time of one run are given to all of them

@@ -6,22 +6,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-import torch
 from torch import Tensor
 
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import Parameter, Stage, sizes_in_time
 from nnscaler.runtime.shards import cut_further, shard, unravel
-from verify.programs.checks.cause import multiple_of_right
+from verify.programs.causes.table import cause_of
+from verify.programs.causes.wrong_tensor import CLOSE, Part, WrongTensor, exact, on_ranks
 from verify.programs.localise.culprit_record import SHOWN, Culprit, Key, RoleLine
 from verify.programs.localise.instrument_statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.results.tolerance import difference
 
-CLOSE = 1e-6
 Summed = Mapping[tuple[int, str], frozenset[str]]
-Finals = Mapping[tuple[int, str], Mapping[int, Tensor | None]]
-Column = tuple[str, int, int]  # stage (as text, "before" for the last step), rank, micro-batch
+Ranks = Mapping[int, Tensor | None]
+Finals = Mapping[tuple[int, str], Ranks]
 
 
 def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, RoleLine]) -> list[Culprit]:
@@ -40,17 +39,15 @@ def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, RoleLin
         if missing:
             over = " and ".join(missing)
             cause = (
-                f"the ranks of axis {over} hold parts of a sum: summing over {over} repairs it, an all_reduce over "
-                f"{over} is missing, and its reduce={declared.reduce} does not name {over}"
+                f"the gradients of the ranks of {over} add up to the model's: an all_reduce over {over} is missing, "
+                f"and its reduce={declared.reduce} does not name {over}"
             )
         else:
-            times = 1
-            for axis in extra:
-                times *= sizes[axis]
+            times = prod(sizes[axis] for axis in extra)
             over = " and ".join(extra)
             cause = (
-                f"it is {times} times the model's (the size of {over}); 1/{times} repairs it: summed once too often, "
-                f"for its reduce={declared.reduce} names {over}, on which it is whole"
+                f"it is {times} times the model's, the size of {over}: summed once too often, for "
+                f"its reduce={declared.reduce} names {over}, on which it is whole"
             )
         found.append(_culprit("gradient_differs", stage, attribute, declared, lines, cause))
     return _merged(found) if len(found) > SHOWN else found
@@ -95,8 +92,8 @@ def wrongly_accumulated(
         wrong = [rank for rank, piece in pieces.items() if not _is_right(teacher, stage, declared, rank, piece, right)]
         if not wrong:
             continue
-        last = before.get((stage, attribute), {}).get(wrong[0])
-        cause = _cause(teacher, stage, declared, wrong[0], pieces[wrong[0]], right, last)
+        ranks = {"now": pieces, "before": before.get((stage, attribute), {})}
+        cause = _cause(teacher, teacher.stages[stage], declared, wrong[0], right, ranks)
         culprit = _culprit("gradient_differs", stage, attribute, declared, lines, cause)
         facts = {**culprit.facts, "step": str(teacher.logical.step), "ranks": _named(wrong)}
         culprit = replace(culprit, facts=facts)
@@ -175,44 +172,31 @@ def _own(stage: type[Stage], declared: Parameter, rank: int, tensor: Tensor) -> 
     return shard(tensor, declared.at_rest, stage.axes, here)
 
 
-# -- why: the gradient as a combination of the parts that were dealt --------------------------------------------------
-
-
 def _cause(
-    teacher: Teacher,
-    stage: int,
-    declared: Parameter,
-    rank: int,
-    piece: Tensor | None,
-    right: Tensor,
-    last: Tensor | None,
+    teacher: Teacher, stage: type[Stage], declared: Parameter, rank: int, right: Tensor, ranks: Mapping[str, Ranks]
 ) -> str | None:
-    """Explain a wrong gradient. `piece`: the rank's; `right`: the logical one; `last`: that of the step before."""
+    """Explain the wrong gradient of a rank. `right`: the logical one; `ranks`: "now" and "before", what all have."""
+    piece, last = ranks["now"][rank], ranks["before"].get(rank)
     if piece is None:
         return "the gradient is None: nothing was added to it"
-    if not bool((piece != 0).any()):
-        return "the gradient is zero everywhere: nothing was added to it"
-    whole = _own(teacher.stages[stage], declared, rank, right)
-    factor = float((piece * whole).sum() / (whole * whole).sum())
-    if difference(piece, factor * whole).relative < CLOSE:
-        return _factor(factor, teacher.stages[stage])
-    if last is not None and difference(piece, whole + last).relative < CLOSE:
-        return "the gradient of the step before is added: nobody cleared it"
-    columns = _parts(teacher, stage, declared, rank)
-    weights = _solve(columns, piece)
-    return None if weights is None else _words(weights, rank)
+    local = WrongTensor(
+        "gradient",
+        {(rank, 0): exact(piece)},
+        exact(_own(stage, declared, rank, right)),
+        {(rank, 0): {}},
+        sizes={**stage.axes, **sizes_in_time(stage)},
+        judged=((rank, 0),),
+        before=None if last is None else exact(last),
+        parts=lambda: _parts(teacher, stage, declared, rank),
+    )
+    held = {owner: theirs for owner, theirs in ranks["now"].items() if theirs is not None}
+    return cause_of(local, on_ranks("gradient", (stage.ranks, stage.axes), held, right, declared.at_rest)).text or None
 
 
-def _factor(factor: float, stage: type[Stage]) -> str:
-    sizes = {**stage.axes, **sizes_in_time(stage)}
-    more, less = "; 1/{n} repairs it: summed once too often", ": averaged where it should be summed"
-    return multiple_of_right(factor, more, less, sizes) or f"it is {factor:.6g} times the model's"
-
-
-def _parts(teacher: Teacher, stage: int, declared: Parameter, rank: int) -> dict[Column, Tensor]:
+def _parts(teacher: Teacher, stage: type[Stage], declared: Parameter, rank: int) -> dict[Part, Tensor]:
     """Return each rank's contribution in each micro-batch, from every stage that holds the parameter."""
-    found: dict[Column, Tensor] = {}
-    here = unravel(teacher.stages[stage].ranks.index(rank), teacher.stages[stage].axes)
+    found: dict[Part, Tensor] = {}
+    here = unravel(stage.ranks.index(rank), stage.axes)
     for index, other in teacher.stages.items():
         for theirs in other.parameters.values():
             if theirs.fqn != declared.fqn or not theirs.used or dict(theirs.states) != dict(declared.states):
@@ -232,46 +216,3 @@ def _parts(teacher: Teacher, stage: int, declared: Parameter, rank: int) -> dict
 def _at_rest(part: Tensor, declared: Parameter, stage: type[Stage], at: Mapping[str, int]) -> Tensor:
     """Return what the tensor at rest at these coordinates gets of a part of the leaf's gradient."""
     return cut_further(part, declared.shape, declared.states, declared.at_rest, stage.axes, at)
-
-
-def _solve(columns: Mapping[Column, Tensor], piece: Tensor) -> dict[Column, float] | None:
-    """Return the weights with which the parts make the gradient; None where they do not, or too little is known."""
-    if not columns or piece.numel() < len(columns) + 2:
-        return None
-    matrix = torch.stack([c.double().reshape(-1) for c in columns.values()], 1)
-    wanted = piece.double().reshape(-1)
-    weights = torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0]
-    if difference(matrix @ weights, wanted).relative > CLOSE:
-        return None
-    return {key: round(float(w), 6) for key, w in zip(columns, weights, strict=True)}
-
-
-def _words(weights: Mapping[Column, float], rank: int) -> str | None:
-    """Return which parts are missing, or counted otherwise than once."""
-    used = {key for key, weight in weights.items() if weight}
-    missing = [key for key in weights if key not in used]
-    if not missing:
-        odd = {key: weight for key, weight in weights.items() if weight != 1}
-        shown = ", ".join(f"{w:g} times that of rank {k[1]}, micro-batch {k[2]}" for k, w in list(odd.items())[:3])
-        return f"its parts are counted otherwise than once: {shown}"
-    stages, gone = {key[0] for key in weights}, {key[0] for key in missing}
-    if len(stages) > 1 and not any(key[0] in gone for key in used):
-        named = " and ".join(sorted(stages))
-        return f"stages {named} share it, and each has only its own part: the sum over its copies is missing"
-    micros = sorted({key[2] for key in missing})
-    last = max(key[2] for key in weights)
-    if not any(key[2] in micros for key in used):  # of these micro-batches there is nothing
-        if {key[2] for key in used} == {last}:
-            return f"it has micro-batch {last} alone: each replaces what the ones before left"
-        early = ": the sum over ranks does not wait for the last backward" if micros == [last] else ""
-        return f"it misses micro-batch {', '.join(map(str, micros))}{early}"
-    ranks = sorted({key[1] for key in missing} - {key[1] for key in used})
-    if {key[1] for key in used} == {rank} and len(missing) == sum(key[1] != rank for key in weights):
-        everyone = sorted({key[1] for key in weights})
-        return f"rank {rank} has only its own part: the sum over ranks {everyone} is missing, or nobody waits for it"
-    if ranks:
-        return f"the parts of rank {', '.join(map(str, ranks))} are missing"
-    shown = ", ".join(f"micro-batch {key[2]} of rank {key[1]}" for key in missing[:3])
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    early = ": the sum over ranks does not wait for every backward" if last in micros else ""
-    return f"it misses {shown}{more}{early}"

@@ -10,10 +10,10 @@ from torch import Tensor
 from nnscaler.runtime.layout import Sharded, State
 from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.shards import shard
+from verify.programs.causes.table import cuts
 from verify.programs.localise.candidate_repairs import Replay
 from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
-from verify.programs.localise.judge import Wrong
-from verify.programs.localise.shard_repairs import CLOSE, cuts
+from verify.programs.localise.judge import CLOSE, Wrong
 from verify.results.tolerance import difference
 
 _GROUPS = ("parameters", "frozen", "buffers", "constants")
@@ -124,12 +124,11 @@ def _holdings(replay: Replay, stage: type[Stage], attribute: str) -> Iterator[tu
     values = replay.run.teacher.logical.values
     logical = next(v for t, v in values.items() if declared.fqn in replay.run.graph.tensors[t].fqns)
     for axis, state in states.items():
-        if isinstance(state, Sharded):
-            for other in cuts(tuple(declared.shape), states, axis, sizes):
-                if other != state:
-                    kind = "strided, not contiguous" if state.outer == 1 and other.outer > 1 else "cut otherwise"
-                    text = f"held as {other} over {axis} instead of {state} ({kind}), what uses it is right"
-                    yield text, logical, {**states, axis: other}
+        for other in cuts(tuple(declared.shape), states, axis, sizes):
+            strided = isinstance(state, Sharded) and state.outer == 1 and other.outer > 1
+            kind = "strided, not contiguous" if strided else "cut otherwise"
+            text = f"held as {other} over {axis} instead of {state} ({kind}), what uses it is right"
+            yield text, logical, {**states, axis: other}
     if not isinstance(declared, Parameter) and not states:
         return
     for tensor in replay.run.graph.with_role("parameter", "buffer", "constant"):

@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from verify.programs.causes.table import NARROW
 from verify.programs.training.join_shards import indices_of
 from verify.programs.training.training_recipe import Batch, rate_at
-from verify.programs.training.training_run_pair import NARROW, Alternatives, ComparedValue, Trained
+from verify.programs.training.training_run_pair import Alternatives, ComparedValue, Trained
 
 SINGLE = 64  # parameters that are tried one by one
 

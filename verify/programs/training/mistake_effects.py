@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from verify.programs.causes.table import NARROW
 from verify.programs.training.eager import updated
 from verify.programs.training.ranks import StepRecord
-from verify.programs.training.training_recipe import Batch, options_of, rate_at
-from verify.programs.training.training_run_pair import NARROW, Alternatives, ComparedValue, Trained
+from verify.programs.training.training_recipe import Batch, Course, options_of, rate_at
+from verify.programs.training.training_run_pair import Alternatives, ComparedValue, Trained
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
@@ -20,16 +23,11 @@ def of_gradient(trained: Trained, found: ComparedValue) -> Alternatives:
     eager, step, name = trained.eager, found.step, found.name
     right = found.expected.double()
     before = None if step == 0 else eager.steps[step - 1].gradients.get(name)
-    yield "it is zero: nothing was added to it", torch.zeros_like(right)
     if before is not None:
         clipped = before * _clipping(trained, eager.steps[step - 1])
-        kept = "the gradient of the step before is added to it: gradients were not cleared"
-        yield kept, right + before
-        yield kept, right + clipped
-        yield "it is the gradient of the step before: a stale reduction", before
+        yield "the clipped gradient of the step before is added to it: it was not cleared", right + clipped
     yield from _of_batches(trained, found)
     for dtype, narrow in NARROW:
-        yield f"it is rounded to {dtype}: a gradient cast down", right.to(narrow).double()
         parts = [g.to(narrow) for g in _each_batch(trained, found.step, name) if g is not None]
         if len(parts) > 1:
             yield f"it is added up in {dtype}", torch.stack(parts).to(narrow).sum(0).double()
@@ -39,16 +37,8 @@ def of_gradient(trained: Trained, found: ComparedValue) -> Alternatives:
             _sum(_each_batch(trained, step, name, eager.before(step - 1)), right),
         )
     yield "it is clipped already", right * _clipping(trained, eager.steps[step])
-    for n in (2, 3, 4):
-        yield f"it is {n} times the model's on that rank: summed once too often", right * n
-        yield f"it is 1/{n} of the model's on that rank: averaged where it should be summed", right / n
     yield "dropout is off in backward", _sum(_each_batch(trained, step, name, dropout=False), right)
-    yield "its sign is turned", -right
     yield from _of_rows(trained, found)
-    yield from _shifted(right)
-    for other, gradient in eager.steps[step].gradients.items():
-        if other != name and gradient is not None and gradient.shape == right.shape:
-            yield f"it is the gradient of `{other}`: read from the place of another parameter", gradient
 
 
 def _of_batches(trained: Trained, found: ComparedValue) -> Alternatives:
@@ -130,12 +120,6 @@ def _sum(parts: list[Tensor | None], like: Tensor) -> Tensor:
     return total
 
 
-def _shifted(right: Tensor) -> Alternatives:
-    for dim in range(right.dim()):
-        for by in (1, -1):
-            yield f"it is shifted by one along dim {dim}: shards begin one element off", right.roll(by, dim)
-
-
 def _clipping(trained: Trained, step: StepRecord) -> float:
     limit = trained.course.max_norm
     return 1.0 if limit is None or step.norm is None else min(1.0, limit / (float(step.norm) + 1e-6))
@@ -173,10 +157,7 @@ def of_state(trained: Trained, found: ComparedValue) -> Alternatives:
     for sentence, _, states in _updates(trained, found.step):
         if key in states.get(name, {}):
             yield sentence, states[name][key]
-    for dtype, narrow in NARROW:
-        yield f"it is kept in {dtype}", right.to(narrow).double()
     yield "it is empty: the state was lost", torch.zeros_like(right)
-    yield from _shifted(right)
 
 
 def _counts(trained: Trained, found: ComparedValue) -> Alternatives:
@@ -200,127 +181,118 @@ def of_parameter(trained: Trained, found: ComparedValue) -> Alternatives:
         yield f"it is kept in {dtype}: there is no master copy", found.expected.to(narrow).double()
     for sentence, parameters, _ in _narrow_updates(trained, found.step):
         yield sentence, parameters[name]
-    yield from _shifted(found.expected.double())
 
 
-Update = tuple[str, Mapping[str, Tensor], Mapping[str, Mapping[str, Tensor]]]
+States = Mapping[str, Mapping[str, Tensor]]
+Gradients = Mapping[str, Tensor | None]
+Update = tuple[str, Mapping[str, Tensor], States]
+
+
+@dataclass(frozen=True)
+class _OptimizerStep:
+    """A step of the real optimizer.
+
+    own        parameters before it
+    states     of the optimizer, before it
+    gradients  as they are clipped
+    undecayed  parameters without decay, where they are not the course's
+    """
+
+    course: Course
+    own: Mapping[str, Tensor]
+    states: States
+    gradients: Gradients
+    rate: float
+    undecayed: frozenset[str] | None = None
+
+    def made(self, text: str, **other: Any) -> Update:
+        """Return parameters and states after it, with something else in the place of what is right."""
+        step = replace(self, **other)
+        return text, *updated(step.course, step.own, step.states, step.gradients, step.rate, step.undecayed)
+
+
+def _right(trained: Trained, step: int) -> _OptimizerStep:
+    old, now = trained.eager.before(step), trained.eager.steps[step]
+    own = {name: old[name] for name in now.gradients}
+    clipped = _scaled(now.gradients, _clipping(trained, now))
+    return _OptimizerStep(trained.course, own, trained.eager.states_before(step), clipped, now.rate)
 
 
 def _updates(trained: Trained, step: int) -> Iterator[Update]:
     """Steps of the real optimizer as mistakes would make them: parameters and states after it."""
-    course, eager = trained.course, trained.eager
-    old, states, now = eager.before(step), eager.states_before(step), eager.steps[step]
-    own = {n: old[n] for n in now.gradients}
-    factor = _clipping(trained, now)
-    clipped = _scaled(now.gradients, factor)
-
-    def after(sentence: str, gradients: Mapping[str, Tensor | None], **other: object) -> Update:
-        rate = other.get("rate", now.rate)
-        undecayed = other.get("undecayed")
-        return (sentence, *updated(course, own, states, gradients, rate, undecayed))  # type: ignore[arg-type]
-
-    yield "no update was made of it", own, states
-    yield "the gradients are not clipped before the update", *after("", now.gradients)[1:]
-    yield after("the gradients are clipped twice", _scaled(now.gradients, factor * factor))
+    course, eager, right = trained.course, trained.eager, _right(trained, step)
+    clipped, factor = right.gradients, _clipping(trained, eager.steps[step])
+    yield "no update was made of it", right.own, right.states
+    yield right.made("the gradients are not clipped before the update", gradients=eager.steps[step].gradients)
+    yield right.made("the gradients are clipped twice", gradients=_scaled(clipped, factor))
     if step:
         before = eager.steps[step - 1]
         stale = _scaled(before.gradients, _clipping(trained, before))
-        yield after("the update has the gradient of the step before: a stale gather or reduction", stale)
-        yield after("the gradient of the step before is added", _added(clipped, stale))
-    yield "the update is made twice", *_twice(trained, step, own, states, clipped)
-    every = frozenset(now.gradients)
-    inverse = every - course.undecayed
+        yield right.made("the update has the gradient of the step before: a stale gather or reduction", gradients=stale)
+        yield right.made("the gradient of the step before is added", gradients=_added(clipped, stale))
+    _, once, states = right.made("")
+    yield right.made("the update is made twice", own=once, states=states)
     if "weight_decay" in options_of(course.optimizer):
-        decay = "weight decay on the wrong group"
-        yield after(f"{decay}: all parameters are decayed", clipped, undecayed=frozenset())
-        yield after(f"{decay}: none is decayed", clipped, undecayed=every)
-        yield after(f"{decay}: the groups are exchanged", clipped, undecayed=inverse)
-        yield from _coupled(trained, step, own, states, clipped)
-    base = course.learning_rate
+        yield from _decayed(right)
     for text, at in (("after", step + 1), ("before", max(0, step - 1))):
-        yield after(
-            f"the learning rate is that of the step {text}: the scheduler is off by one",
-            clipped,
-            rate=base * rate_at(at),
-        )
-    rate = base * rate_at(course.first_batch(step))
-    yield after("the scheduler steps once per batch, and not once per optimizer step", clipped, rate=rate)
-    yield "the optimizer's state was lost before this step", *updated(course, own, {}, clipped, now.rate)
+        told = f"the learning rate is that of the step {text}: the scheduler is off by one"
+        yield right.made(told, rate=course.learning_rate * rate_at(at))
+    rate = course.learning_rate * rate_at(course.first_batch(step))
+    yield right.made("the scheduler steps once per batch, and not once per optimizer step", rate=rate)
+    yield right.made("the optimizer's state was lost before this step", states={})
     for count in (2, 3, 4):
-        yield after(f"the gradients are {count} times too large", _scaled(clipped, count))
-        yield after(f"the gradients are 1/{count} of what they should be: averaged twice", _scaled(clipped, 1 / count))
-    yield after("the update goes the wrong way: its sign is turned", _scaled(clipped, -1.0))
-    yield from _miscounted(trained, step, own, states, clipped)
+        yield right.made(f"the gradients are {count} times too large", gradients=_scaled(clipped, count))
+        told = f"the gradients are 1/{count} of what they should be: averaged twice"
+        yield right.made(told, gradients=_scaled(clipped, 1 / count))
+    yield right.made("the update goes the wrong way: its sign is turned", gradients=_scaled(clipped, -1.0))
+    yield from _miscounted(right, step)
 
 
-def _scaled(gradients: Mapping[str, Tensor | None], factor: float) -> dict[str, Tensor | None]:
+def _scaled(gradients: Gradients, factor: float) -> Gradients:
     return {n: None if g is None else g * factor for n, g in gradients.items()}
 
 
-def _added(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def _added(one: Gradients, other: Gradients) -> Gradients:
     pairs = {n: (g, other.get(n)) for n, g in one.items()}
     return {n: a if a is None or b is None else a + b for n, (a, b) in pairs.items()}
 
 
-def _twice(
-    trained: Trained,
-    step: int,
-    old: Mapping[str, Tensor],
-    states: Mapping[str, Mapping[str, Tensor]],
-    gradients: Mapping[str, Tensor | None],
-) -> tuple[Mapping[str, Tensor], Mapping[str, Mapping[str, Tensor]]]:
-    rate = trained.eager.steps[step].rate
-    return updated(trained.course, *updated(trained.course, old, states, gradients, rate), gradients, rate)
-
-
-def _coupled(
-    trained: Trained,
-    step: int,
-    old: Mapping[str, Tensor],
-    states: Mapping[str, Mapping[str, Tensor]],
-    gradients: Mapping[str, Tensor | None],
-) -> Iterator[Update]:
-    """The decay as part of the gradient, where the optimizer takes it apart (AdamW), and the other way round."""
-    course, rate = trained.course, trained.eager.steps[step].rate
+def _decayed(right: _OptimizerStep) -> Iterator[Update]:
+    """Updates with decay on other parameters; as part of the gradient, where the optimizer takes it apart (AdamW), and
+    the other way round."""
+    course, own, every = right.course, right.own, frozenset(right.gradients)
+    wrong = "weight decay on the wrong group"
+    yield right.made(f"{wrong}: all parameters are decayed", undecayed=frozenset())
+    yield right.made(f"{wrong}: none is decayed", undecayed=every)
+    yield right.made(f"{wrong}: the groups are exchanged", undecayed=every - course.undecayed)
     decay = float(options_of(course.optimizer)["weight_decay"])
-    every = frozenset(gradients)
-    inside = {n: g if g is None or n in course.undecayed else g + decay * old[n].double() for n, g in gradients.items()}
+    pairs = right.gradients.items()
+    inside = {n: g if g is None or n in course.undecayed else g + decay * own[n].double() for n, g in pairs}
     text = "weight decay goes into the gradient, and the optimizer keeps them apart"
-    yield text, *updated(course, old, states, inside, rate, every)
-    apart = {n: p if n in course.undecayed else p * (1 - rate * decay) for n, p in old.items()}
+    yield right.made(text, gradients=inside, undecayed=every)
+    apart = {n: p if n in course.undecayed else p * (1 - right.rate * decay) for n, p in own.items()}
     text = "weight decay is taken off the parameter, and the optimizer puts it into the gradient"
-    yield text, *updated(course, apart, states, gradients, rate, every)
+    yield right.made(text, own=apart, undecayed=every)
 
 
-def _miscounted(
-    trained: Trained,
-    step: int,
-    old: Mapping[str, Tensor],
-    states: Mapping[str, Mapping[str, Tensor]],
-    gradients: Mapping[str, Tensor | None],
-) -> Iterator[Update]:
+def _miscounted(right: _OptimizerStep, step: int) -> Iterator[Update]:
     """Updates whose bias correction has another count."""
-    course, rate = trained.course, trained.eager.steps[step].rate
-    counts = {step + more for more in (-1, 1, 2)} | {course.first_batch(step), 2 * step, 0}
+    counts = {step + more for more in (-1, 1, 2)} | {right.course.first_batch(step), 2 * step, 0}
     for count in sorted(n for n in counts if n >= 0 and n != step):
-        other = {
-            n: {k: torch.full_like(v, count) if k == "step" else v for k, v in s.items()} for n, s in states.items()
+        states = {
+            n: {k: torch.full_like(v, count) if k == "step" else v for k, v in s.items()}
+            for n, s in right.states.items()
         }
-        if other:
+        if states:
             text = f"bias correction counts {count + 1} steps, and this is step {step + 1}"
-            yield text, *updated(course, old, other, gradients, rate)
+            yield right.made(text, states=states)
 
 
 def _narrow_updates(trained: Trained, step: int) -> Iterator[Update]:
     """Updates from states, or by gradients, that were rounded."""
-    course, eager = trained.course, trained.eager
-    old, now = eager.before(step), eager.steps[step]
-    clipped = _scaled(now.gradients, _clipping(trained, now))
-    own = {n: old[n] for n in now.gradients}
+    right = _right(trained, step)
     for dtype, narrow in NARROW:
-        rounded = {n: None if g is None else g.to(narrow).double() for n, g in clipped.items()}
-        states = eager.states_before(step)
-        text = f"the update has gradients that are rounded to {dtype}"
-        yield text, *updated(course, own, states, rounded, now.rate)
-        kept = {n: {k: v.to(narrow).double() if v.dim() else v for k, v in s.items()} for n, s in states.items()}
-        yield f"the update has states that are kept in {dtype}", *updated(course, own, kept, clipped, now.rate)
+        rounded = {n: None if g is None else g.to(narrow).double() for n, g in right.gradients.items()}
+        yield right.made(f"the update has gradients that are rounded to {dtype}", gradients=rounded)
+        kept = {n: {k: v.to(narrow).double() if v.dim() else v for k, v in s.items()} for n, s in right.states.items()}
+        yield right.made(f"the update has states that are kept in {dtype}", states=kept)

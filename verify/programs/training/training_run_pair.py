@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from verify.programs.training.eager import EagerModel, EagerRun
@@ -16,7 +15,6 @@ from verify.results.tolerance import Key
 
 Candidate = Tensor | Mapping[int, Tensor]  # what a mistake would have made: logical, or of each rank another
 Alternatives = Iterator[tuple[str, Candidate]]
-NARROW = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32))
 
 
 @dataclass(frozen=True)

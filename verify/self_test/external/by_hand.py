@@ -70,56 +70,29 @@ class Reduced(torch.autograd.Function):
         return gradients[0], None
 
 
-class GatheredForSplit(torch.autograd.Function):
-    """Gather the pieces of a sequence before a split layer; backward, each rank gets its piece of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gathered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return scattered(gradients[0], ctx.group, ctx.dim), None, None
+Move = Callable[[Tensor, Group, int], Tensor]
 
 
-class Scattered(torch.autograd.Function):
-    """Sum what the ranks return and keep one piece; backward, gather the pieces."""
+def with_backward(forward: Move, backward: Move) -> Move:
+    """Return a function of a tensor, a group and a dim; another one of the same makes the gradient."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return scattered(x, group, dim)
+    class Moved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+            ctx.group, ctx.dim = group, dim
+            return forward(x, group, dim)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gathered(gradients[0], ctx.group, ctx.dim), None, None
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(gradients[0], ctx.group, ctx.dim), None, None
 
-
-class GatheredWhole(torch.autograd.Function):
-    """Gather the pieces of a tensor that every rank goes on with in the same way; backward, keep one piece."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gathered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return own_piece(gradients[0], ctx.group, ctx.dim), None, None
+    return Moved.apply
 
 
-class Divided(torch.autograd.Function):
-    """Keep one piece of a whole tensor; backward, gather the pieces."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own_piece(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gathered(gradients[0], ctx.group, ctx.dim), None, None
+gathered_for_split = with_backward(gathered, scattered)  # of a sequence, before a split layer
+scattered_sum = with_backward(scattered, gathered)  # of what the ranks return
+gathered_whole = with_backward(gathered, own_piece)  # where every rank goes on with it in the same way
+divided = with_backward(own_piece, gathered)
 
 
 @dataclass(frozen=True)
@@ -132,14 +105,14 @@ class Functions:
     join     where it is put together at the end
     """
 
-    enter: Callable[[Tensor, Group, int], Tensor]
-    leave: Callable[[Tensor, Group, int], Tensor]
-    divide: Callable[[Tensor, Group, int], Tensor] = lambda x, group, dim: x
-    join: Callable[[Tensor, Group, int], Tensor] = lambda x, group, dim: x
+    enter: Move
+    leave: Move
+    divide: Move = lambda x, group, dim: x
+    join: Move = lambda x, group, dim: x
 
 
 PLAIN = Functions(lambda x, group, dim: Copied.apply(x, group), lambda x, group, dim: Reduced.apply(x, group))  # type: ignore[no-untyped-call]
-SEQUENCE = Functions(GatheredForSplit.apply, Scattered.apply, Divided.apply, GatheredWhole.apply)
+SEQUENCE = Functions(gathered_for_split, scattered_sum, divided, gathered_whole)
 
 
 def keep_rows(weight: Tensor, group: Group, sections: int = 1) -> nn.Parameter:

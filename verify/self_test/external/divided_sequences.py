@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from verify.self_test.external.by_hand import Copied, GatheredForSplit, Group, Reduced, all_reduced, own_piece
+from verify.self_test.external.by_hand import Copied, Group, Reduced, all_reduced, gathered_for_split, own_piece
 from verify.self_test.external.models import Attention, Gpt, Moe, cross_entropy
 
 
@@ -134,7 +134,7 @@ def averaged(parameter: Tensor, group: Group) -> None:
 
 def gathered_keys(attention: Attention, group: Group) -> nn.Module:
     """Gather keys and values; the gradients of all ranks come back summed."""
-    return GatheredKeys(attention, group, GatheredForSplit.apply)
+    return GatheredKeys(attention, group, gathered_for_split)
 
 
 def exchanged_heads(attention: Attention, group: Group) -> nn.Module:

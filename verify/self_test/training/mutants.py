@@ -76,7 +76,7 @@ SUMS = (
          faults.summed(lambda h, own, total, c: own if c.rank == 1 else total)),
     _row("gradient sum", "mesh", "sum over the wrong axis", "gradient; sum over ranks is missing",
          faults.summed(lambda h, own, total, c: own)),
-    _row("gradient sum", "staged", "sum over the copies of a tied parameter skipped", "gradient; sum that nobody took",
+    _row("gradient sum", "staged", "sum over the copies of a tied parameter skipped", "gradient; sum over its copies",
          faults.summed(lambda h, own, total, c: own if h.fqn == TIED else total)),
     _row("gradient sum", "dp", "gradient cast down to bfloat16", "rounded to bfloat16; cast down",
          faults.finished(_half)),
@@ -118,7 +118,7 @@ ZERO = (
          loops.loop("update", loops.on(0, loops.at(1, loops.skip)))),
     _row("ZeRO", "zero2", "owner lacks a parameter", f"{DOWN}; has none",
          loops.without_one(1, DOWN)),
-    _row("ZeRO", "zero1", "neighbour's state", "neighbour", loops.loop(
+    _row("ZeRO", "zero1", "neighbour's state", "has the piece of rank", loops.loop(
         "update", loops.at(2, loops.state(loops.exchanged_state)))),
     _row("ZeRO", "zero1", "states kept whole on every rank", "its shard is",
          faults.changed(ranks, "states_of", _whole_states)),
@@ -150,7 +150,7 @@ OVERLAP = (
 CLIPPING = (
     _row("clipping", "dp", "clip before unscale", "clip before unscale",
          faults.norm(lambda stages, c, right: right * 65536.0)),
-    _row("clipping", "zero1", "norm of own shards", "not summed over ranks", faults.norm(faults.local_norm)),
+    _row("clipping", "zero1", "norm of own shards", "not summed over the ranks", faults.norm(faults.local_norm)),
     _row("clipping", "dp", "copies counted in the norm", "counted 2 times", faults.norm(faults.copies_counted)),
     _row("clipping", "staged", "tied parameter counted twice in the norm", f"{TIED}; counted twice",
          faults.norm(faults.tied_twice)),

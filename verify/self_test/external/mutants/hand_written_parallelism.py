@@ -206,7 +206,7 @@ DIVIDED = (
     row("context", "cp=4 gpt gathered", "gathered keys carry no gradient", f"{ANY} zero",
         _keys(lambda x, g, d: hand.gathered(x.detach(), g, d))),
     row("context", "cp=2 gpt gathered", "the mask does not know the rank's place", ANY,
-        _keys(hand.GatheredForSplit.apply, shifted=False)),
+        _keys(hand.gathered_for_split, shifted=False)),
     row("context", "cp=3 gpt gathered", "keys in another order", ANY, _keys(pair(_turned, hand.scattered))),
     row("context", "cp=3 gpt gathered", "positions do not know the rank's place", ANY, e.choice(shifted=False)),
     row("context", "cp=2 gpt gathered", "gradients are not averaged", f"{LOST} {ANY}", e.choice(average=False)),
