@@ -118,10 +118,11 @@ def judge(
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
         chosen = _explained(runner, chosen, made, material, double)
+    unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
-        judged = _judged(chosen, tuple(reasons), None)
+        judged = _judged(chosen, tuple(reasons), None, unseen)
         return judged if runner.parts else _with_assumption(judged, made)
-    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons))
+    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen)
 
 
 def _attempt(
@@ -139,7 +140,7 @@ def _attempt(
     if not all(bool(torch.isfinite(loss)) for loss in seen):
         raise NotMatched("on one rank the loss is not finite, so that nothing can be compared")
     reference = reference_of(made, steps)
-    ranks = rank_records(records, layout, reference)
+    ranks = rank_records(records, layout, reference, made)
     strange = unmatched(ranks)
     if strange:
         few = ", ".join(strange[:4]) + (f" and {len(strange) - 4} more" if len(strange) > 4 else "")
@@ -233,6 +234,7 @@ def _judged(
     chosen: Attempt,
     reasons: tuple[tuple[Way, str], ...],
     doubt: str | None,
+    unseen: frozenset[str],
 ) -> Judged:
     double = chosen.run.reference.dtype == torch.float64
     level = Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED
@@ -246,6 +248,16 @@ def _judged(
     if doubt is not None:
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
+    lost = unseen | {
+        p.local for r in chosen.run.records for p in r.pieces if p.kind == "buffer" and p.addresses is None
+    }
+    if lost:
+        checks.append(
+            Check("other buffers after steps", Verdict.INCONCLUSIVE, len(lost), detail="not found on one rank")
+        )
+        message = f"steps change {', '.join(sorted(lost)[:4])}, which cannot be found on one rank: not compared"
+        help = "start it alike on all ranks; hold several that look alike in one module, where each has a name"
+        found.append(Finding("not_compared", message, help=help))
     return Judged(chosen, reasons, tuple(checks), tuple(found))
 
 
@@ -268,7 +280,7 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
     return replace(
         judged,
         checks=(*judged.checks, check),
-        findings=(*judged.findings, Finding("claim_not_tested", message, cause=cause, help=_PARTS)),
+        findings=(*judged.findings, Finding("not_compared", message, cause=cause, help=_PARTS)),
     )
 
 
@@ -278,8 +290,9 @@ def are_copies(judged: Judged, layout: Layout) -> bool:
     if judged.attempt is None or layout.count > 1 or len(layout.parts) == 1:
         return False
     run = judged.attempt.run
-    pieces = [piece for record in run.records for piece in record.pieces]
-    shapes, names = run.reference.space.shapes, run.reference.space.names
+    pieces = [piece for record in run.records for piece in record.pieces if piece.kind == "parameter"]
+    space = run.reference.space
+    shapes, names = space.shapes, [name for name in space.names if space.kinds[name] == "parameter"]
     whole = all(p.names and torch.Size(p.shape).numel() == shapes[p.names[0]].numel() for p in pieces)
     return whole and len(pieces) == len(names) * len(run.records)
 
@@ -305,7 +318,7 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
         for record, step in zip(records, steps, strict=True):
             for piece in record.pieces:
                 value = step.state.get(piece.local)
-                if value is None or piece.addresses is None or not value.numel():
+                if value is None or piece.addresses is None or not value.numel() or piece.kind == "buffer":
                     continue
                 key = (piece.name, _first_and_last(piece))
                 other = first.setdefault(key, (piece, value))

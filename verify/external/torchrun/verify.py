@@ -121,7 +121,7 @@ def _varied(runner: ScriptRunner, name: str, double: bool, notes: list[str], use
     message = "every rank takes in the same data and holds the whole model: nothing is divided among the ranks"
     other = _on_other_data(runner, name, double)
     if isinstance(other, str):
-        return *_undecided(f"{message}{other}", None, "claim_not_tested"), tuple(notes), used
+        return *_undecided(f"{message}{other}", None, "not_compared"), tuple(notes), used
     judged = other.judged
     if judged.passes:
         notes.append("with other data on every rank, made from its own, all of the following agrees")
@@ -129,7 +129,7 @@ def _varied(runner: ScriptRunner, name: str, double: bool, notes: list[str], use
     why = [f"{finding.message}: {finding.cause}" for finding in judged.findings[:1]]
     why += [reason for _, reason in judged.reasons[:1]] if not why else []
     message = f"{message}. With other data on every rank they do not work together: {'; '.join(why)}"
-    return *_undecided(message, None, "claim_not_tested"), tuple(notes), used
+    return *_undecided(message, None, "not_compared"), tuple(notes), used
 
 
 @dataclass(frozen=True)

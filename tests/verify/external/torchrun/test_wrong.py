@@ -28,6 +28,8 @@ from verify.results.verdict import Verdict
             "megatron_style.py --broken copy", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
         ("megatron_style.py --broken bias", 2, "loss_differs", "differs"),
+        ("kept_state.py --broken temperature", 2, "gradient_differs", "missing_reduction"),
+        pytest.param("kept_state.py --broken weights", 2, "buffer_differs", "scaled", marks=pytest.mark.long),
     ],
 )
 def test_wrong(command: str, ranks: int, code: str, cause: str) -> None:
@@ -49,3 +51,19 @@ def test_replicas_that_nobody_made_equal() -> None:
     (finding,) = report.findings
     assert finding.code == "replicas_differ"
     assert "0.weight" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("--broken mean", "not with the script on one rank, given the rows of all: mean differs"),
+        pytest.param("--twice", "steps change several Model aside, which cannot be found", marks=pytest.mark.long),
+        pytest.param("--broken start", "steps change Model aside: linear.bias", marks=pytest.mark.long),
+    ],
+)
+def test_state_that_cannot_be_compared_is_named(how: str, words: str) -> None:
+    report = verified(f"kept_state.py {how}", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    finding = report.findings[-1]
+    assert finding.code == "not_compared" and words in finding.message, told(report)
+    assert finding.help is not None
