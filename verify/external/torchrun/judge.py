@@ -16,6 +16,7 @@ from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
 from verify.external.observe import RankRecord
 from verify.external.parameter_mapping import RankPiece
 from verify.external.reference import PlainReference, ReferenceStep
+from verify.external.torchrun.data_tensors import close
 from verify.external.torchrun.feed import Material, Way
 from verify.external.torchrun.match_one_rank import (
     Layout,
@@ -284,17 +285,27 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
     )
 
 
-def are_copies(judged: Judged, layout: Layout) -> bool:
-    """Return whether every rank takes in the same data and holds all parameters whole: nothing is divided, and a
-    reduction that is missing does not show."""
+def replicas(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> tuple[int, ...] | None:
+    """Return a number for each rank, equal for those that work together, where all take in the same data and compute
+    the same loss, and others average their gradients or should: a reduction that is missing does not show.
+
+    These are the ranks of DDP or FSDP, and those that hold the same elements of everything. None where there are none.
+    """
     if judged.attempt is None or layout.count > 1 or len(layout.parts) == 1:
-        return False
+        return None
     run = judged.attempt.run
-    pieces = [piece for record in run.records for piece in record.pieces if piece.kind == "parameter"]
-    space = run.reference.space
-    shapes, names = space.shapes, [name for name in space.names if space.kinds[name] == "parameter"]
-    whole = all(p.names and torch.Size(p.shape).numel() == shapes[p.names[0]].numel() for p in pieces)
-    return whole and len(pieces) == len(names) * len(run.records)
+    losses = [loss for record in run.records if (loss := record.steps[0].loss) is not None]
+    if any(not close(loss, losses[0]) for loss in losses):
+        return None  # each rank does a part of the work
+    wrapped = [record.replica for record in records if record.replica is not None]
+    holding = [
+        sorted((p.name, _first_and_last(p)) for p in r.pieces if p.kind == "parameter" and p.addresses is not None)
+        for r in run.records
+    ]
+    numbers = [holding[:rank].count(own) for rank, own in enumerate(holding)]
+    if len(wrapped) == len(records):
+        numbers = [number for number, _ in wrapped]
+    return tuple(numbers) if max(numbers) else None
 
 
 def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
@@ -338,5 +349,7 @@ def _first_and_last(piece: RankPiece) -> str:
     if isinstance(addresses, range):
         return f"{addresses.start}:{addresses.stop}"
     assert addresses is not None
+    if not len(addresses):
+        return ""
     runs = [len(list(group)) for _, group in groupby(torch.diff(addresses).tolist())]
     return f"{addresses[0]}:{addresses[-1]}:{runs[:8]}"

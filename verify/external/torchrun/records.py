@@ -73,6 +73,7 @@ class ScriptRecord:
     drew     a forward pass drew random numbers
     dtype    that its parameters have
     unseen   what was changed and cannot be compared
+    replica  its number among the ranks whose gradients DDP or FSDP averages, and how many these are; None without them
     """
 
     rank: int
@@ -85,6 +86,7 @@ class ScriptRecord:
     drew: bool
     dtype: torch.dtype
     unseen: tuple[str, ...] = ()
+    replica: tuple[int, int] | None = None
 
 
 class Stopped(BaseException):

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from verify.external.observe import local_gradient
@@ -140,6 +142,12 @@ class ScriptState:
             if name in self.start and value.shape == self.start[name].shape
         }
 
+    def replica(self) -> tuple[int, int] | None:
+        """Return this rank's number among those whose gradients are averaged by DDP or FSDP, and how many these are;
+        None where no model is wrapped."""
+        modules = [part for model in self._models for part in model.modules()]
+        return max((at for part in modules if (at := _replica(part)) is not None), key=lambda at: at[1], default=None)
+
     def unknown(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of optimizers that nobody holds."""
         known = {id(one.tensor) for one in self.tensors()}
@@ -162,6 +170,22 @@ class ScriptState:
             return self.new() if touched else []
 
         return after
+
+
+def _replica(module: nn.Module) -> tuple[int, int] | None:
+    if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+        return dist.get_rank(module.process_group), dist.get_world_size(module.process_group)
+    parameter = next(module.parameters(), None) if isinstance(module, FSDPModule) else None
+    if not isinstance(parameter, DTensor):
+        return None
+    index, size = 0, 1
+    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate() or []
+    # FSDP2's axes are the outer ones: of copies, and the first one that shards
+    for axis, (coordinate, placement) in enumerate(zip(at, parameter.placements, strict=True)):
+        index, size = index * mesh.size(axis) + coordinate, size * mesh.size(axis)
+        if not placement.is_replicate():
+            break
+    return index, size
 
 
 def _sums(modules: Sequence[nn.Module]) -> list[float]:

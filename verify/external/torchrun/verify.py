@@ -14,7 +14,7 @@ from op_registry.spec import SourceLocation
 
 from verify.external.ranks.fsdp_in_float64 import register_policies
 from verify.external.ranks.run_result import RanksFailed
-from verify.external.torchrun.judge import SAID, Judged, are_copies, counts_for_each_rank, judge
+from verify.external.torchrun.judge import SAID, Judged, counts_for_each_rank, judge, replicas
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
@@ -97,12 +97,13 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
         return *unequal, tuple(notes), used
     progress(f"{name} on one rank")
     judged = judge(runner, name, records, layout, material_of(records, layout.parts), double)
-    if judged.passes and are_copies(judged, layout):
+    apart = replicas(judged, layout, records)
+    if judged.passes and apart is not None:
         progress(f"{name}, with other data on every rank")
-        return _varied(runner, name, double, notes, used)
+        return _varied(runner, name, double, notes, used, apart)
     if counts_for_each_rank(judged, layout):
         progress(f"{name}, with other data on every rank")
-        other = _on_other_data(runner, name, double)
+        other = _on_other_data(runner, name, double, range(runner.ranks))
         if not isinstance(other, str) and other.judged.passes:
             # equal seeds make equal data: what looks like one batch, counted twice, may be rows of two ranks
             notes.append(_EQUAL_BY_SEED)
@@ -111,15 +112,17 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
     return *_outcome(judged), tuple(notes), used
 
 
-def _varied(runner: ScriptRunner, name: str, double: bool, notes: list[str], used: str) -> Outcome:
-    """Verify a script whose ranks are copies of each other once more, with other data on every rank.
+def _varied(
+    runner: ScriptRunner, name: str, double: bool, notes: list[str], used: str, apart: Sequence[int]
+) -> Outcome:
+    """Verify a script whose ranks do the same once more, with other data on ranks of other numbers.
 
     As they are, they agree with one rank: that would hide a missing reduction. Where they disagree with other data,
     nothing is decided, for the script may rely on equal ones.
     """
     notes = [*notes, _SAME_ROWS]
-    message = "every rank takes in the same data and holds the whole model: nothing is divided among the ranks"
-    other = _on_other_data(runner, name, double)
+    message = "every rank takes in the same data and computes the same loss: an average over ranks changes nothing"
+    other = _on_other_data(runner, name, double, apart)
     if isinstance(other, str):
         return *_undecided(f"{message}{other}", None, "not_compared"), tuple(notes), used
     judged = other.judged
@@ -141,15 +144,15 @@ class _Other:
     judged: Judged
 
 
-def _on_other_data(runner: ScriptRunner, name: str, double: bool) -> _Other | str:
-    """Run the script with other data on every rank, and judge it; return why not, as the end of a sentence, where it
-    cannot be."""
+def _on_other_data(runner: ScriptRunner, name: str, double: bool, apart: Sequence[int]) -> _Other | str:
+    """Run the script with other data on ranks of other numbers, and judge it; return why not, as the end of a sentence,
+    where it cannot be."""
     try:
-        records = runner.on_ranks(double, vary=True)
+        records = runner.on_ranks(double, vary=apart)
         layout = Layout(parts_of(records))
     except (RanksFailed, NoParts) as problem:
         return f", and with other data on every rank the script does not run: {first_line(str(problem))}"
-    if layout.count < len(records) or len({len(record.steps) for record in records}) > 1:
+    if layout.count < len(set(apart)) or len({len(record.steps) for record in records}) > 1:
         return ""
     return _Other(records, layout, judge(runner, name, records, layout, material_of(records, layout.parts), double))
 

@@ -39,7 +39,7 @@ class Start:
     store   a file through which they find each other; None: torch is told elsewhere how
     steps   of each optimizer that are watched
     double  every floating-point tensor is float64
-    vary    data are made others on every rank
+    vary    the data are made others on every rank of another number; None: they stay
     devices that torch.accelerator counts; 0: one for each rank
     """
 
@@ -49,7 +49,7 @@ class Start:
     store: Path | None
     steps: int
     double: bool
-    vary: bool = False
+    vary: int | None = None
     devices: int = 0
 
 
@@ -137,6 +137,7 @@ class ScriptWatch:
             self._drew,
             dtype,
             state.unseen(),
+            state.replica(),
         )
 
     # Data.
@@ -150,8 +151,8 @@ class ScriptWatch:
         events = self._events.setdefault(kind, [])
         if self._feed is not None:
             used = self._feed.data(kind, len(events), used)
-        elif self._vary:
-            used = tuple(varied(t, self._rank, len(events)) for t in used)
+        elif self._vary is not None:
+            used = tuple(varied(t, self._vary, len(events)) for t in used)
         events.append(tuple(t.detach().clone() for t in used))
         return used
 

@@ -67,3 +67,19 @@ def test_state_that_cannot_be_compared_is_named(how: str, words: str) -> None:
     finding = report.findings[-1]
     assert finding.code == "not_compared" and words in finding.message, told(report)
     assert finding.help is not None
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("fsdp_transformer.py --same-rows --broken norm", 2),
+        pytest.param("two_dimensions.py --same-rows --broken fsdp", 4, marks=pytest.mark.long),
+        pytest.param("two_dimensions.py --same-rows --broken root", 4, marks=pytest.mark.long),
+    ],
+)
+def test_a_reduction_that_equal_rows_hide_is_tried_on_others(command: str, ranks: int) -> None:
+    report = verified(command, ranks)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    (finding,) = report.findings
+    assert finding.code == "not_compared"
+    assert "an averaging all_reduce over data is missing" in finding.message, told(report)
