@@ -205,11 +205,20 @@ def run_reference(
                 optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
             norm = None
             if program.max_norm is not None:
-                norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), program.max_norm).detach().clone()
+                norm = _clip(list(model.parameters()), program.max_norm, program.added_to_norm)
             optimizer.step()
             state = {name: tensor for name, tensor, _ in state_of(model)}
             rows.append(ReferenceStep(loss, tuple(losses), gradients, space.flat(state), norm))
     return PlainReference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch)
+
+
+def _clip(parameters: Sequence[nn.Parameter], max_norm: float, added: float) -> Tensor:
+    """Clip gradients as `torch.nn.utils.clip_grad_norm_` does, and return their norm."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    for gradient in gradients:
+        gradient.mul_((max_norm / (norm + added)).clamp(max=1.0))
+    return norm.detach().clone()
 
 
 def _part_loss(step_of: Any, model: nn.Module, part: Batch, dtype: torch.dtype) -> Tensor:

@@ -216,13 +216,18 @@ def verify_in(
     checks = tuple(result.check(case.level) for result in compared if result.name != "gradient norm" or result.count)
     found = findings(run, compared)
     right = all(check.verdict is not Verdict.REFUTED for check in checks)
-    if not right and not known:
+    drawn = None if right else case.undecided(checks, found)
+    if drawn is not None:
+        checks, found = drawn
+    elif not right and not known:
         found = case.explained(run, compared, found)
     if right and dtype == torch.float64 and (copies := case.copies()) is not None:
         checks, found = (*checks, copies[0]), (*found, *copies[1])
     if right and not known:
-        check, others, said = case.with_labels(ran.results, narrow)
-        checks, found, notes = (*checks, *([check] if check else [])), (*found, *others), [*notes, *said]
+        for check, others, said in (case.with_labels(ran.results, narrow), case.with_clipping(ran.results, narrow)):
+            checks, found, notes = (*checks, *([check] if check else [])), (*found, *others), [*notes, *said]
+        if (alike := case.of_equal_parts()) is not None:
+            checks, found = (*checks, alike[0]), (*found, alike[1])
     if how.checkpoint and not known:
         saving = check_saving(case)
         checks, found, notes = (*checks, *saving.checks), (*found, *saving.findings), [*notes, *saving.notes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -63,7 +63,7 @@ class Attempt:
     @property
     def agrees(self) -> bool:
         """Return whether nothing differs."""
-        return not any(result.differences for result in self.compared)
+        return all(d.code == "not_compared" for result in self.compared for d in result.differences)
 
     @property
     def firm(self) -> bool:
@@ -249,17 +249,32 @@ def _judged(
     if doubt is not None:
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
-    lost = unseen | {
-        p.local for r in chosen.run.records for p in r.pieces if p.kind == "buffer" and p.addresses is None
-    }
-    if lost:
-        checks.append(
-            Check("other buffers after steps", Verdict.INCONCLUSIVE, len(lost), detail="not found on one rank")
-        )
-        message = f"steps change {', '.join(sorted(lost)[:4])}, which cannot be found on one rank: not compared"
-        help = "start it alike on all ranks; hold several that look alike in one module, where each has a name"
-        found.append(Finding("not_compared", message, help=help))
+    for check, finding in _not_compared(chosen.run, unseen):
+        checks.append(check)
+        found.append(finding)
     return Judged(chosen, reasons, tuple(checks), tuple(found))
+
+
+def _not_compared(run: ProgramRun, unseen: frozenset[str]) -> Iterator[tuple[Check, Finding]]:
+    """Yield what the comparison does not show: `unseen`, buffers that one rank lacks, gradients of zeros alone."""
+    pieces = [piece for record in run.records for piece in record.pieces if piece.kind == "buffer"]
+    if lost := sorted(unseen | {piece.local for piece in pieces if piece.addresses is None}):
+        message = f"steps change {', '.join(lost[:4])}, which cannot be found on one rank: not compared"
+        help = "start it alike on all ranks; hold several that look alike in one module, where each has a name"
+        check = Check("other buffers after steps", Verdict.INCONCLUSIVE, 0, detail="not found on one rank")
+        yield check, Finding("not_compared", message, help=help)
+    space = run.reference.space
+    gradients = [
+        {n: step.gradients[space.whole(n).start : space.whole(n).stop] for n in space.names}
+        for step in run.reference.steps
+    ]
+    zeros = [n for n in space.names if gradients and all(len(g[n]) and bool((g[n] == 0).all()) for g in gradients)]
+    if zeros:
+        few = ", ".join(sorted(zeros)[:4]) + (f" and {len(zeros) - 4} more" if len(zeros) > 4 else "")
+        message = f"the gradient of {few} is zero in every step: whether ranks add it up was not compared"
+        help = "watch more steps (`--steps`), or start from other values than zeros and a learning rate above 0"
+        check = Check("gradients that are not zero", Verdict.INCONCLUSIVE, 0, detail="zero in every step")
+        yield check, Finding("not_compared", message, help=help)
 
 
 _PARTS = "where that mean is meant: --reference parts"

@@ -184,7 +184,7 @@ def reference_of(records: Sequence[ScriptRecord], steps: int) -> PlainReference:
         losses = [torch.stack(s.losses).sum() if s.losses else torch.tensor(torch.nan).double() for s in seen]
         mean = torch.stack(losses).mean()
         parts = tuple(losses) if len(losses) > 1 else ()
-        rows.append(ReferenceStep(mean, parts, space.flat(seen[0].gradients), space.flat(seen[0].state)))
+        rows.append(ReferenceStep(mean, parts, space.flat(seen[0].gradients), space.flat(seen[0].state), seen[0].norm))
     return PlainReference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
 
 
@@ -241,7 +241,13 @@ def rank_records(
     found = []
     for record in records:
         steps = tuple(
-            ObservedStep(torch.stack(seen.losses).sum() if seen.losses else None, seen.gradients, seen.state)
+            ObservedStep(
+                torch.stack(seen.losses).sum() if seen.losses else None,
+                seen.gradients,
+                seen.state,
+                seen.norm,
+                seen.late,
+            )
             for seen in record.steps[: len(reference.steps)]
         )
         cuts = _Cuts(record.rank, lookup)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class SeenStep:
     state      parameters and buffers after the step
     settings   numbers of each group of parameters: learning rate, momentum and so on
     taken      data event -> how many of it had come in before the step
+    norm       of the gradients that torch's functions clipped before the step; None where they clipped none
+    late       gradients after the step, as far as it made them others
     """
 
     losses: Tensors
@@ -57,6 +59,8 @@ class SeenStep:
     state: Mapping[str, Tensor]
     settings: tuple[Settings, ...]
     taken: Mapping[str, int]
+    norm: Tensor | None = None
+    late: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

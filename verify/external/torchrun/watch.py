@@ -17,12 +17,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
+from verify.external.observe import changed
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied
@@ -92,6 +94,7 @@ class ScriptWatch:
         self._events: dict[str, list[Tensors]] = {}
         self._loaders: dict[int, int] = {}
         self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
         self._own: dict[str, Tensor | None] = {}
         self._gradients: dict[str, Tensor | None] = {}
         self._steps: list[SeenStep] = []
@@ -204,8 +207,36 @@ class ScriptWatch:
             (Tensor, "backward", tensor_backward),
             (schedules.PipelineScheduleSingle, "step", self._schedule(single)),
             (schedules.PipelineScheduleMulti, "step", self._schedule(several)),
+            *self._clipping(),
             (torch, "from_numpy", lambda array: exact_tensor(from_numpy(array)) if self._double else from_numpy(array)),
         ]
+
+    def _clipping(self) -> list[tuple[Any, str, Any]]:
+        """Note the norms that gradients are clipped by: where they lie below the limit, nothing else shows them."""
+        clip, by_norm = nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_
+        sharded = FullyShardedDataParallel.clip_grad_norm_
+
+        def clipped(*args: Any, **named: Any) -> Any:
+            return self._noted(clip(*args, **named))
+
+        def clipped_by(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **named: Any) -> None:
+            self._noted(total_norm)
+            by_norm(parameters, max_norm, total_norm, *args, **named)
+
+        def clipped_sharded(*args: Any, **named: Any) -> Any:
+            return self._noted(sharded(*args, **named))
+
+        owners = (nn.utils, nn.utils.clip_grad)
+        return [
+            *((owner, "clip_grad_norm_", clipped) for owner in owners),
+            *((owner, "clip_grads_with_norm_", clipped_by) for owner in owners),
+            (FullyShardedDataParallel, "clip_grad_norm_", clipped_sharded),
+        ]
+
+    def _noted(self, norm: Any) -> Any:
+        if isinstance(norm, Tensor) and norm.numel() == 1:
+            self._norms.append(_scalar(norm))
+        return norm
 
     def _schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(this: Any, *args: Any, target: Any = None, losses: Any = None, **named: Any) -> Any:
@@ -306,7 +337,10 @@ class ScriptWatch:
         taken = {kind: len(events) for kind, events in self._events.items()}
         losses, self._losses = tuple(self._losses), []
         own, self._own = self._own, {}
-        self._steps.append(SeenStep(losses, self._gradients, own, state, settings, taken))
+        norm = torch.stack(self._norms).norm() if self._norms else None
+        self._norms = []
+        late = changed(self._gradients, self._state.gradients())
+        self._steps.append(SeenStep(losses, self._gradients, own, state, settings, taken, norm, late))
         self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         enough = (
             min(self._made.values()) >= self._wanted if self._feed is None else len(self._steps) >= self._feed.steps

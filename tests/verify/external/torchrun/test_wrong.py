@@ -12,6 +12,7 @@ from verify.results.verdict import Verdict
     ("command", "ranks", "code", "cause"),
     [
         pytest.param("by_hand.py --broken reduce", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
+        pytest.param("by_hand.py --inside --broken late", 2, "gradient_differs", "missing_reduction"),
         pytest.param("by_hand.py --broken late", 3, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
         pytest.param("by_hand.py --broken group", 4, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
         pytest.param("by_hand.py --broken average", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
@@ -29,6 +30,7 @@ from verify.results.verdict import Verdict
         ),
         ("megatron_style.py --broken bias", 2, "loss_differs", "differs"),
         ("kept_state.py --broken temperature", 2, "gradient_differs", "missing_reduction"),
+        ("by_hand.py --broken norm", 2, "gradient_norm_differs", "differs"),
         pytest.param("kept_state.py --broken weights", 2, "buffer_differs", "scaled", marks=pytest.mark.long),
     ],
 )
@@ -54,15 +56,18 @@ def test_replicas_that_nobody_made_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("command", "words"),
     [
-        ("--broken mean", "not with the script on one rank, given the rows of all: mean differs"),
-        pytest.param("--twice", "steps change several Model aside, which cannot be found", marks=pytest.mark.long),
-        pytest.param("--broken start", "steps change Model aside: linear.bias", marks=pytest.mark.long),
+        ("by_hand.py --idle", "the gradient of 0.bias, 0.weight is zero in every step"),
+        ("kept_state.py --broken mean", "not with the script on one rank, given the rows of all: mean differs"),
+        pytest.param(
+            "kept_state.py --twice", "steps change several Model aside, which cannot be found", marks=pytest.mark.long
+        ),
+        pytest.param("kept_state.py --broken start", "steps change Model aside: linear.bias", marks=pytest.mark.long),
     ],
 )
-def test_state_that_cannot_be_compared_is_named(how: str, words: str) -> None:
-    report = verified(f"kept_state.py {how}", 2)
+def test_what_cannot_be_compared_is_named(command: str, words: str) -> None:
+    report = verified(command, 2)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
     finding = report.findings[-1]
     assert finding.code == "not_compared" and words in finding.message, told(report)
