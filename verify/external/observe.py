@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from verify.external.reference import (
     part_of,
     tensors_of,
 )
+from verify.external.torchrun.cuda_on_cpu import OnCpu
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def parallelised(
         pass  # the copy is converted for good
     axes = tuple(axis for axis, _ in program.mesh)
     # what is drawn here stays as it is: values that ranks make, and differ in, are to be seen
-    with computing_in(None, dtype, True) if dtype == torch.float64 else nullcontext():
+    with computing_in(None, dtype, True) if dtype == torch.float64 else OnCpu():
         mesh = init_device_mesh("cpu", tuple(size for _, size in program.mesh), mesh_dim_names=axes)
         with in_phase("parallelize"):
             made = program.parallelize(mine, mesh)

@@ -18,10 +18,12 @@ from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
 from verify.external.parameter_mapping import Lookup, StateMap, as_real, state_of
 from verify.external.program import Batch, ExternalProgram
+from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
 
 Part = tuple[int, ...]  # a rank's index on each data axis
 _told = partial(model_errors, "the plain model itself raises on `batch()`")
+_told_of_part = partial(model_errors, "the plain model runs on `batch()`, and raises on the rows of one data part")
 
 
 def initial_model(program: ExternalProgram, seed: int) -> nn.Module:
@@ -45,6 +47,7 @@ def computing_in(model: nn.Module | None, dtype: torch.dtype, dropout: bool = Fa
             if model is not None:
                 convert_floats(model, dtype)
             stack.enter_context(without_dropout(model, generators=True))
+        stack.enter_context(OnCpu())
         yield
 
 
@@ -72,9 +75,9 @@ def map_batch(batch: Batch, function: Callable[[Tensor], Any]) -> Batch:
 
 
 def row_count(batch: Batch) -> int:
-    """Return the rows of a batch: the size of dim 0 that most of its tensors have."""
-    sizes = [len(t) for t in tensors_of(batch) if t.dim()]
-    return max(set(sizes), key=lambda size: (sizes.count(size), size)) if sizes else 0
+    """Return the rows of a batch: the size of dim 0 that most of its tensors have; of several, that of the first."""
+    sizes = [len(t) for t in tensors_of(batch) if t.dim() and len(t) != 1]
+    return max(dict.fromkeys(sizes), key=sizes.count) if sizes else int(any(t.dim() for t in tensors_of(batch)))
 
 
 def batch_of_step(batch: Batch, step: int, parts: int) -> Batch:
@@ -194,7 +197,7 @@ def run_reference(
         optimizer = None if program.optimizer is None else program.optimizer(model)
         for number in range(steps):
             whole = batch_of_step(batch, number, parts)
-            losses = [_part_loss(step_of, model, part_of(whole, i, parts), dtype) for i in range(parts)]
+            losses = [_part_loss(step_of, model, whole, (i, parts), dtype) for i in range(parts)]
             model.zero_grad(set_to_none=True)
             loss = _backward(program, step_of, model, whole, dtype, parts)
             gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
@@ -221,10 +224,28 @@ def _clip(parameters: Sequence[nn.Parameter], max_norm: float, added: float) -> 
     return norm.detach().clone()
 
 
-def _part_loss(step_of: Any, model: nn.Module, part: Batch, dtype: torch.dtype) -> Tensor:
-    """Return the loss of one data part, of a copy: what the model keeps between its steps stays as it is."""
-    with _told():  # gradients are on, for a step may run the backward pass by itself
-        return _scalar(step_of(_copy_of(model), copied(part, dtype)))
+def _part_loss(step_of: Any, model: nn.Module, whole: Batch, part: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return the loss of one data part, of a copy: what the model keeps between its steps stays as it is.
+
+    Gradients are on, for a step may run the backward pass by itself. Raises NnscalerError `model_raised`.
+    """
+    rows = part_of(whole, *part)
+    try:
+        with _told_of_part():
+            return _scalar(step_of(_copy_of(model), copied(rows, dtype)))
+    except NnscalerError as error:
+        if error.code != "model_raised":
+            raise
+        with _told():  # it may be that the model does not run at all
+            step_of(_copy_of(model), copied(whole, dtype))
+        cut = [tuple(a.shape) for a, b in zip(tensors_of(whole), tensors_of(rows), strict=True) if a.shape != b.shape]
+        shapes = ", ".join(map(str, cut))
+        help = (
+            f"tensors of the shapes {shapes} were cut along dim 0 into {part[1]} parts, for there are {cut[0][0]} "
+            "rows: one that has no rows (class weights, positions, tables of angles) belongs into the "
+            "model as a buffer, or outside of `batch()`, where `step` reads it"
+        )
+        raise NnscalerError(error.code, error.message, error.where, help) from error
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

@@ -28,6 +28,7 @@ from verify.external.reference import (
 )
 from verify.external.saving.check import check_saving
 from verify.external.step_profile import communication_profile, memory, notes_of
+from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu, cuda_is_the_cpu
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.typed_attachments import Attachments
@@ -53,6 +54,7 @@ class Outcome:
     ran: RankRun[RankRecord] | None = None
 
 
+@cuda_is_the_cpu()
 def verify_program(
     program: ExternalProgram,
     settings: ExternalSettings | None = None,
@@ -252,7 +254,11 @@ def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
     example = {"dtype": name} | ({} if failure.rank is None else {"rank": str(failure.rank)})
     example |= {f"rank {rank}": text for rank, text in failure.by_rank.items()}
-    finding = Finding(failure.code, failure.message, _place(failure) or program.where, example)
+    code, message, help = failure.code, failure.message, None
+    if code == "rank_raises" and asks_for_gpu(message):
+        verdict, code, help = Verdict.INCONCLUSIVE, "nothing_checked", WITHOUT_GPU
+        message = f"the program asks for a GPU, and there is none here: {message}"
+    finding = Finding(code, message, _place(failure) or program.where, example, help=help)
     refuted = int(verdict is Verdict.REFUTED)
     check = Check("ranks run to their end", verdict, refuted, refuted)
     return Outcome(dtype, (check,), (finding,), ())

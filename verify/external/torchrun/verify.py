@@ -14,6 +14,7 @@ from op_registry.spec import SourceLocation
 
 from verify.external.ranks.fsdp_in_float64 import register_policies
 from verify.external.ranks.run_result import RanksFailed
+from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.judge import SAID, Judged, counts_for_each_rank, judge, replicas
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
@@ -29,7 +30,10 @@ _EQUAL_BY_SEED = (
     "every rank takes in the same data, by its seed alone: each gradient is that of the rows of all ranks, so that "
     "each rank was given other data, made from its own"
 )
-_CHECK_FILE = "in a check file, `model()` says what the plain model is: docs/verify-external.md"
+_CHECK_FILE = (
+    "let it run as `torchrun --nproc-per-node 1` would start it, with WORLD_SIZE=1, which a test of the number of "
+    "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
+)
 _SAME_ROWS = "every rank takes in the same data: data-parallel ranks then do the work of one (is a sampler missing?)"
 Progress = Callable[[str], None]
 
@@ -191,8 +195,11 @@ def _undecided(
 def _failed(runner: ScriptRunner, failure: RanksFailed, double: bool) -> Outcome:
     """Judge a run of the ranks that did not end: it refutes the script where one rank ends well."""
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
-    code, message = failure.code, failure.message
-    if failure.code in ("rank_raises", "rank_died"):
+    code, message, help = failure.code, failure.message, None
+    if failure.code == "rank_raises" and asks_for_gpu(message):
+        verdict, code, help = Verdict.INCONCLUSIVE, "nothing_checked", WITHOUT_GPU
+        message = f"the script asks for a GPU, and there is none here: {message}"
+    elif failure.code in ("rank_raises", "rank_died"):
         try:
             runner.alone(False)
         except Failed as alone:
@@ -205,7 +212,7 @@ def _failed(runner: ScriptRunner, failure: RanksFailed, double: bool) -> Outcome
     file, _, line = (failure.place or "").rpartition(":")
     where = SourceLocation(file, int(line), "") if file and line.isdigit() else None
     check = Check("ranks run to their end", verdict, 1, int(verdict is Verdict.REFUTED))
-    finding = Finding(code, message, where, example)
+    finding = Finding(code, message, where, example, help=help)
     return (check,), (finding,), (), "float64" if double else "its own dtypes"
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parametrize
 
 from verify.external.program import ExternalProgram
@@ -296,6 +297,18 @@ def other_model(faults: Faults, inner: Any) -> Callable[..., Any]:
     return parallelize
 
 
+def replicated(*, ignored: str = "", called: bool = True) -> Any:
+    """Wrap the model in DDP; `ignored`: a parameter; without `called`, its module is called."""
+
+    def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+        if ignored:
+            DDP._set_params_and_buffers_to_ignore_for_model(model, [ignored])
+        made = DDP(model, process_group=mesh["dp"].get_group())
+        return made if called else made.module  # type: ignore[no-any-return]
+
+    return parallelize
+
+
 TP, DP, BOTH = (("tp", 2),), (("dp", 2),), (("dp", 2), ("tp", 2))
 
 
@@ -309,6 +322,7 @@ def right_programs(layers: int = 1) -> dict[str, ExternalProgram]:
         "sequence by data parallel": program(averaged(sequence_parallel), BOTH, layers),
         "sharded data parallel": program(data_parallel, DP, layers),
         "data parallel by hooks": program(averaged(lambda model, mesh: model), DP, layers),
+        "DDP": program(replicated(), DP, layers),
         "by hand": program(by_hand(), TP, layers),
         "by hand on two axes": program(averaged(by_hand()), BOTH, layers),
     }
@@ -363,6 +377,8 @@ def mutants() -> dict[str, ExternalProgram]:
         "gradients are summed twice": program(averaged(tensor_parallel, "sum", times=2), BOTH),
         "gradients are averaged over tp": program(averaged(tensor_parallel, axis="tp"), BOTH),
         "one gradient is not averaged": program(averaged(lambda m, mesh: m, without="norm.bias"), DP),
+        "DDP ignores a parameter": program(replicated(ignored="norm.bias"), DP),
+        "the module of DDP is called": program(replicated(called=False), DP),
         "the largest gradient is taken": program(averaged(lambda model, mesh: model, "max"), DP),
         "sharded gradients are summed": program(_changed(data_parallel, gradient=Partial("sum")), DP),
         "sharded gradients are one rank's": program(_changed(data_parallel, gradient=Replicate()), DP),
