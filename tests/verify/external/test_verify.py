@@ -219,7 +219,7 @@ def test_what_has_no_rows_goes_to_all_ranks() -> None:
 
 def test_a_table_that_is_cut_for_rows_is_told() -> None:
     cut = replace(program(programs.replicated, model=Weighted, dp=5), batch=lambda: rows_and_weights(5))
-    with pytest.raises(NnscalerError, match="runs on `batch.*, and raises on the rows of one data part") as caught:
+    with pytest.raises(NnscalerError, match=r"runs on `batch.*, and raises on the rows of one data part") as caught:
         verify_program(cut, QUICK)
     assert "tensors of the shapes (5, 6), (5,), (5,) were cut along dim 0 into 5 parts" in str(caught.value.help)
     broken = replace(cut, step=lambda model, batch: model(batch[0]))

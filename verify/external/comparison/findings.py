@@ -70,7 +70,8 @@ def _finding(run: ProgramRun, group: Sequence[Difference]) -> Finding:
 
 _HELP: Mapping[str, str] = {
     "parameter_unmatched": "name it in `names`: {its name in the program: its name in the plain model}",
-    "not_compared": "a learning rate above 0 (`optimizer(model)` of a check file), or more steps (`--steps`)",
+    "not_compared": "a learning rate above 0, or more steps (`--steps`); does the optimizer hold the parameters that "
+    "the module has now, and do they get gradients?",
     "loss_missing": "return the loss from `step` on the ranks that have it",
 }
 

@@ -190,7 +190,7 @@ def _ddp_by_hooks() -> list[tuple[Any, str, Any]]:
         given = signature.bind(self, *args, **named).arguments
         given.pop("self")
         if not _OF_DDP.issuperset(given):
-            refuse(self)
+            refuse()
         nn.Module.__init__(self)
         self.module, self.called = given["module"], False
         group: Any = given.get("process_group") or dist.group.WORLD
@@ -208,7 +208,7 @@ def _ddp_by_hooks() -> list[tuple[Any, str, Any]]:
         self.called = self.called or torch.is_grad_enabled()
         return self.module(*args, **named)
 
-    def refuse(self: Any, *_: Any, **__: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise NotTraced(
             "DistributedDataParallel's reducer is no operator that a trace sees, and is told to do more than average: "
             "run the program instead"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -18,6 +18,7 @@ from verify.external.parameter_mapping import RankPiece
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.data_tensors import close
 from verify.external.torchrun.feed import Material, Way
+from verify.external.torchrun.left_open import idle_at_start, left_open
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,
@@ -121,9 +122,10 @@ def judge(
         chosen = _explained(runner, chosen, made, material, double)
     unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
-        judged = _judged(chosen, tuple(reasons), None, unseen)
+        idle = idle_at_start(runner, chosen.run.reference, material, double, chosen.way)
+        judged = _judged(chosen, tuple(reasons), None, unseen, idle)
         return judged if runner.parts else _with_assumption(judged, made)
-    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen)
+    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen, ())
 
 
 def _attempt(
@@ -236,6 +238,7 @@ def _judged(
     reasons: tuple[tuple[Way, str], ...],
     doubt: str | None,
     unseen: frozenset[str],
+    idle: Sequence[str],
 ) -> Judged:
     double = chosen.run.reference.dtype == torch.float64
     level = Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED
@@ -249,32 +252,10 @@ def _judged(
     if doubt is not None:
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
-    for check, finding in _not_compared(chosen.run, unseen):
+    for check, finding in left_open(chosen.run, unseen, idle):
         checks.append(check)
         found.append(finding)
     return Judged(chosen, reasons, tuple(checks), tuple(found))
-
-
-def _not_compared(run: ProgramRun, unseen: frozenset[str]) -> Iterator[tuple[Check, Finding]]:
-    """Yield what the comparison does not show: `unseen`, buffers that one rank lacks, gradients of zeros alone."""
-    pieces = [piece for record in run.records for piece in record.pieces if piece.kind == "buffer"]
-    if lost := sorted(unseen | {piece.local for piece in pieces if piece.addresses is None}):
-        message = f"steps change {', '.join(lost[:4])}, which cannot be found on one rank: not compared"
-        help = "start it alike on all ranks; hold several that look alike in one module, where each has a name"
-        check = Check("other buffers after steps", Verdict.INCONCLUSIVE, 0, detail="not found on one rank")
-        yield check, Finding("not_compared", message, help=help)
-    space = run.reference.space
-    gradients = [
-        {n: step.gradients[space.whole(n).start : space.whole(n).stop] for n in space.names}
-        for step in run.reference.steps
-    ]
-    zeros = [n for n in space.names if gradients and all(len(g[n]) and bool((g[n] == 0).all()) for g in gradients)]
-    if zeros:
-        few = ", ".join(sorted(zeros)[:4]) + (f" and {len(zeros) - 4} more" if len(zeros) > 4 else "")
-        message = f"the gradient of {few} is zero in every step: whether ranks add it up was not compared"
-        help = "watch more steps (`--steps`), or start from other values than zeros and a learning rate above 0"
-        check = Check("gradients that are not zero", Verdict.INCONCLUSIVE, 0, detail="zero in every step")
-        yield check, Finding("not_compared", message, help=help)
 
 
 _PARTS = "where that mean is meant: --reference parts"

@@ -172,6 +172,11 @@ class ScriptState:
         return after
 
 
+def is_outside(name: str) -> bool:
+    """Return whether a name is that of a tensor outside of modules, which keeps the start that its script gives it."""
+    return name.startswith("parameter ") and " of optimizer " in name
+
+
 def _replica(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
         return dist.get_rank(module.process_group), dist.get_world_size(module.process_group)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from verify.external.program import ExternalProgram
@@ -302,8 +302,8 @@ def replicated(*, ignored: str = "", called: bool = True) -> Any:
 
     def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
         if ignored:
-            DDP._set_params_and_buffers_to_ignore_for_model(model, [ignored])
-        made = DDP(model, process_group=mesh["dp"].get_group())
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [ignored])
+        made = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
         return made if called else made.module  # type: ignore[no-any-return]
 
     return parallelize
