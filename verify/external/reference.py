@@ -163,6 +163,7 @@ class PlainReference:
     learning_rate  of SGD, where the program brings no optimizer
     dtype          that it computed in
     batch          of the first step, whole
+    apart          buffers that each data part has for itself, as statistics of its rows: those here are the first one's
     """
 
     space: StateMap
@@ -171,6 +172,7 @@ class PlainReference:
     learning_rate: float
     dtype: torch.dtype
     batch: Batch
+    apart: frozenset[str] = frozenset()
 
     def lookup(self) -> Lookup:
         """Return the lookup from values to addresses."""
@@ -192,6 +194,7 @@ def run_reference(
     step_of = program.reference_step or program.step
     parts = data_parts(program)
     rows: list[ReferenceStep] = []
+    apart: set[str] = set()
     with torch.random.fork_rng(devices=[]), computing_in(model, dtype):
         space, start = StateMap.of(model), logical_state(model)
         optimizer = None if program.optimizer is None else program.optimizer(model)
@@ -199,7 +202,7 @@ def run_reference(
             whole = batch_of_step(batch, number, parts)
             losses = [_part_loss(step_of, model, whole, (i, parts), dtype) for i in range(parts)]
             model.zero_grad(set_to_none=True)
-            loss = _backward(program, step_of, model, whole, dtype, parts)
+            loss = _backward(program, step_of, model, whole, dtype, apart)
             gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
                 _check_finite(program, number, loss, model)
@@ -212,7 +215,44 @@ def run_reference(
             optimizer.step()
             state = {name: tensor for name, tensor, _ in state_of(model)}
             rows.append(ReferenceStep(loss, tuple(losses), gradients, space.flat(state), norm))
-    return PlainReference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch)
+    return PlainReference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch, frozenset(apart))
+
+
+class _Buffers:
+    """The buffers of a model before a step, and after it on each data part by itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before, self._after = self._values(), list[dict[str, Tensor]]()
+
+    def put_back(self) -> None:
+        """Give the model the buffers that it had."""
+        self._put(self._before)
+
+    def take(self) -> None:
+        """Note the buffers that a part leaves."""
+        self._after.append(self._values())
+
+    def of_first_part(self) -> set[str]:
+        """Give the model the buffers that the first part left, and return those that are others on other parts."""
+        first, *others = self._after
+        self._put(first)
+        return {
+            name
+            for after in others
+            for name, value in after.items()
+            if name in first and not torch.equal(value, first[name])
+        }
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self._model.named_buffers():
+                value = values.get(name)
+                if value is not None and value.shape == buffer.shape and not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def _clip(parameters: Sequence[nn.Parameter], max_norm: float, added: float) -> Tensor:
@@ -260,17 +300,25 @@ def _copy_of(model: nn.Module) -> nn.Module:
 
 
 def _backward(
-    program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype, parts: int
+    program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype, apart: set[str]
 ) -> Tensor:
-    """Run forward and backward on the whole batch, or on its parts one after the other; return the loss."""
+    """Run forward and backward on the whole batch, or on its parts one after the other; return the loss.
+
+    Each part begins with the same buffers, and those that the first one leaves stay; others go to `apart`.
+    """
+    parts = data_parts(program)
     pieces = [part_of(batch, i, parts) for i in range(parts)] if program.reference == "parts" else [batch]
     losses: list[Tensor] = []
+    kept = _Buffers(model)
     for piece in pieces:
+        kept.put_back()
         with _told():
             loss = step_of(model, copied(piece, dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(model, len(losses)):
                 run_backward(loss, torch.full_like(loss, 1.0 / len(pieces)))
         losses.append(_scalar(loss))
+        kept.take()
+    apart |= kept.of_first_part()
     if all(p.grad is None for p in model.parameters()):
         message = f"the loss of {program.name} depends on no parameter of the plain model that is trained"
         raise NnscalerError("no_gradient", message, program.where)

@@ -377,8 +377,6 @@ def mutants() -> dict[str, ExternalProgram]:
         "gradients are summed twice": program(averaged(tensor_parallel, "sum", times=2), BOTH),
         "gradients are averaged over tp": program(averaged(tensor_parallel, axis="tp"), BOTH),
         "one gradient is not averaged": program(averaged(lambda m, mesh: m, without="norm.bias"), DP),
-        "DDP ignores a parameter": program(replicated(ignored="norm.bias"), DP),
-        "the module of DDP is called": program(replicated(called=False), DP),
         "the largest gradient is taken": program(averaged(lambda model, mesh: model, "max"), DP),
         "sharded gradients are summed": program(_changed(data_parallel, gradient=Partial("sum")), DP),
         "sharded gradients are one rank's": program(_changed(data_parallel, gradient=Replicate()), DP),
@@ -388,7 +386,14 @@ def mutants() -> dict[str, ExternalProgram]:
         ),
         "the batch is not divided": replace(program(averaged(lambda model, mesh: model, "sum"), DP), data_axes=()),
     }
-    return found
+    return found | _of_ddp()
+
+
+def _of_ddp() -> dict[str, ExternalProgram]:
+    return {
+        "DDP ignores a parameter": program(replicated(ignored="norm.bias"), DP),
+        "the module of DDP is called": program(replicated(called=False), DP),
+    }
 
 
 def _changed(inner: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
