@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from verify.external.comparison.micro_batch_reference import micro_means
 from verify.external.comparison.noise import Noise, measure
 from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas import NAME as COPIES
-from verify.external.comparison.replicas import draws, unequal
+from verify.external.comparison.replicas import draws, draws_beside_dropout, unequal
 from verify.external.observe import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
@@ -31,9 +30,11 @@ from verify.external.unequal_label_counts import NAME as LABELS
 from verify.external.unequal_label_counts import UnequalLabels, unequal_labels
 from verify.results.finding import Finding
 from verify.results.report import Check
+from verify.results.tolerance import FLOAT64_BOUND, difference
 from verify.results.verdict import Verdict
 
 T = TypeVar("T")
+CLIPPED = "gradients that are clipped"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,27 @@ class ExternalCase:
     def judge(
         self, records: tuple[RankRecord, ...], narrow: torch.dtype
     ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
-        """Compare the records with the oracle, up to the rounding of `narrow`, the narrowest dtype on the way."""
+        """Compare the records with the oracle, up to the rounding of `narrow`, the narrowest dtype on the way.
+
+        Who clips in their own way may divide by the norm itself, to which torch adds a little.
+        """
+        found = self._judged(records, narrow)
+        if self.program.clip is not None and self.program.added_to_norm and any(r.differences for r in found[1]):
+            other = self._of(replace(self.program, added_to_norm=0.0))._judged(records, narrow)
+            return found if any(result.differences for result in other[1]) else other
+        return found
+
+    def _of(self, program: ExternalProgram) -> ExternalCase:
+        """Return the case of a program that differs in how gradients are clipped."""
+        rate, steps = self.truth.learning_rate or None, len(self.truth.steps)
+        truth = run_reference(
+            program, self.model, self.truth.batch, steps=steps, dtype=torch.float64, learning_rate=rate
+        )
+        return replace(self, program=program, truth=truth, reference=replace(truth, dtype=self.reference.dtype))
+
+    def _judged(
+        self, records: tuple[RankRecord, ...], narrow: torch.dtype
+    ) -> tuple[ProgramRun, tuple[ComparisonResult, ...]]:
         exact = self.reference.dtype == torch.float64
         run, compared = self.compare(records, Noise() if exact else self._noise(narrow))
         if exact and any(result.differences for result in compared):
@@ -162,7 +183,7 @@ class ExternalCase:
 
     def copies(self) -> tuple[Check, tuple[Finding, ...]] | None:
         """Compare copies with dropout on, in float64; None where the plain model drops nothing."""
-        if not draws(self.program, copy.deepcopy(self.model), self.truth.batch):
+        if not draws(self.program, self.model, self.truth.batch):
             return None
         one = replace(self.truth, steps=self.truth.steps[:1])
         lookup = self.truth.lookup()
@@ -204,17 +225,60 @@ class ExternalCase:
         if truth is None:
             return None, (), () if found.why is None else (f"unequal numbers of labels were not tried: {found.why}",)
         case = replace(self, truth=truth, reference=replace(truth, dtype=self.reference.dtype))
-        ran = case.tried(known)
+        check, refuted = case._once_more(known, narrow, LABELS, "with unequal numbers of labels")
+        return check, refuted, ()
+
+    def with_clipping(
+        self, known: Sequence[RankRecord], narrow: torch.dtype
+    ) -> tuple[Check | None, tuple[Finding, ...], tuple[str, ...]]:
+        """Run the steps with half the norm of the first gradients for `max_norm`, where what is given clips nothing."""
+        given, norms = self.program.max_norm, [step.norm for step in self.truth.steps if step.norm is not None]
+        if given is None or any(float(norm) > given for norm in norms):
+            return None, (), ()
+        case = self._of(replace(self.program, max_norm=float(norms[0]) / 2))
+        words = f"with max_norm={case.program.max_norm:.3g}, for no gradient reaches {given:g}"
+        check, refuted = case._once_more(known, narrow, CLIPPED, words)
+        return check, refuted, ()
+
+    def _once_more(
+        self, known: Sequence[RankRecord], narrow: torch.dtype, name: str, words: str
+    ) -> tuple[Check, tuple[Finding, ...]]:
+        """Run and compare all in one check."""
+        ran = self.tried(known)
         if isinstance(ran, RanksFailed):
-            finding = Finding(ran.code, f"{ran.message}, with unequal numbers of labels", self.program.where)
-            return Check(LABELS, Verdict.INCONCLUSIVE, 0), (finding,), ()
-        run, compared = case.judge(ran.results, narrow)
+            return Check(name, Verdict.INCONCLUSIVE, 0), (
+                Finding(ran.code, f"{ran.message}, {words}", self.program.where),
+            )
+        run, compared = self.judge(ran.results, narrow)
         differences = tuple(one for result in compared for one in result.differences)
-        whole = ComparisonResult(LABELS, sum(r.count for r in compared), differences, max(r.worst for r in compared))
-        refuted = tuple(
-            replace(f, message=f"with unequal numbers of labels: {f.message}") for f in findings(run, compared)
-        )
-        return whole.check(self.level), refuted, ()
+        whole = ComparisonResult(name, sum(r.count for r in compared), differences, max(r.worst for r in compared))
+        refuted = tuple(replace(f, message=f"{words}: {f.message}") for f in findings(run, compared))
+        return whole.check(self.level), refuted
+
+    def undecided(
+        self, checks: tuple[Check, ...], found: tuple[Finding, ...]
+    ) -> tuple[tuple[Check, ...], tuple[Finding, ...]] | None:
+        """Return what is refuted as undecided where a step draws random numbers: ranks draw for their own rows."""
+        of_values = all(finding.code in _OF_VALUES for finding in found)
+        if not of_values or not draws_beside_dropout(self.program, self.model, self.truth.batch):
+            return None
+        cause = "a step draws random numbers, which are others on ranks that see other rows"
+        help = "draw them in `batch()`, whose rows are divided, or take them out: only then a difference says something"
+        checks = tuple(replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks)
+        return checks, tuple(replace(finding, code="not_compared", cause=cause, help=help) for finding in found)
+
+    def of_equal_parts(self) -> tuple[Check, Finding] | None:
+        """Return what is open where every data part has the gradients of the whole batch, so that an average over the
+        parts changes nothing; None where it does."""
+        piece, parts = piece_of_step(self.program, self.model, self.truth), data_parts(self.program)
+        whole = self.truth.steps[0].gradients.nan_to_num(0.0)
+        each = (piece(0, part, parts)[1].nan_to_num(0.0) for part in range(parts))
+        if parts == 1 or any(difference(one, whole).relative > FLOAT64_BOUND for one in each):
+            return None
+        message = "each data part by itself has the gradients of the whole batch: an average over ranks changes nothing"
+        help = "let `batch()` return other rows for each data part, by torch.randn and torch.randint say"
+        finding = Finding("not_compared", message, self.program.batch_where or self.program.where, help=help)
+        return Check("data parts differ", Verdict.INCONCLUSIVE, 0), finding
 
     def _first_difference(self) -> FirstDifference | None:
         """Return the first module whose result differs; None where none is found, or where the run fails with hooks."""
@@ -235,6 +299,16 @@ class ExternalCase:
         return all(not result.differences for result in compared)
 
 
+_OF_VALUES = frozenset(
+    (
+        "loss_differs",
+        "gradient_differs",
+        "gradient_norm_differs",
+        "parameter_differs",
+        "buffer_differs",
+        "near_threshold",
+    )
+)
 _LOCALISED = frozenset(("loss_differs", "gradient_differs", "not_finite"))
 _REPAIRED = frozenset(("gradient_differs", "replicas_differ"))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from verify.external.reference import (
     part_of,
     tensors_of,
 )
+from verify.external.torchrun.cuda_on_cpu import OnCpu
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ class ObservedStep:
     gradients   before clipping, laid out as their parameters are; None where there is none
     state       parameters and buffers after the optimizer's update
     norm        of the gradients, where they were clipped
+    late        gradients after the optimizer's update, as far as it made them others: it may average them itself
     """
 
     loss: Tensor | None
     gradients: Mapping[str, Tensor | None]
     state: Mapping[str, Tensor]
     norm: Tensor | None = None
+    late: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def parallelised(
         pass  # the copy is converted for good
     axes = tuple(axis for axis, _ in program.mesh)
     # what is drawn here stays as it is: values that ranks make, and differ in, are to be seen
-    with computing_in(None, dtype, True) if dtype == torch.float64 else nullcontext():
+    with computing_in(None, dtype, True) if dtype == torch.float64 else OnCpu():
         mesh = init_device_mesh("cpu", tuple(size for _, size in program.mesh), mesh_dim_names=axes)
         with in_phase("parallelize"):
             made = program.parallelize(mine, mesh)
@@ -169,7 +172,14 @@ def _step(
     with in_phase(phase_of_step("optimizer", number)):
         optimizer.step()
     state = {name: local_value(tensor).clone() for name, tensor, _ in tensors_of_program(made, program)}
-    return ObservedStep(_whole(loss), gradients, state, norm)
+    after = {name: local_gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
+    return ObservedStep(_whole(loss), gradients, state, norm, changed(gradients, after))
+
+
+def changed(before: Mapping[str, Tensor | None], after: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
+    """Return the gradients that became others."""
+    pairs = {name: (before.get(name), late) for name, late in after.items() if late is not None}
+    return {name: late for name, (one, late) in pairs.items() if one is None or not torch.equal(one, late)}
 
 
 def _has_gradients(made: Any) -> bool:

@@ -72,6 +72,7 @@ class ExternalProgram:
     optimizer       make the optimizer of what `parallelize` returned, and of the plain model; None: SGD
     max_norm        clip gradients to this norm by `torch.nn.utils.clip_grad_norm_` before each step; None: do not
     clip            clip the gradients of (model, max_norm) in the program's own way, and return the norm; None: torch's
+    added_to_norm   by which gradients are divided that are clipped: torch adds 1e-6
     names           name of a parameter or buffer in the program -> its name in the plain model, where they differ
     reference       "whole": the loss of the whole batch; "parts": the mean over the data parts, each by itself
     where           place of `parallelize`
@@ -93,6 +94,7 @@ class ExternalProgram:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     max_norm: float | None = None
     clip: Callable[[Any, float], Any] | None = None
+    added_to_norm: float = 1e-6
     names: Mapping[str, str] = field(default_factory=dict)
     reference: str = "whole"
     where: SourceLocation | None = None

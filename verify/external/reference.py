@@ -18,10 +18,12 @@ from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
 from verify.external.parameter_mapping import Lookup, StateMap, as_real, state_of
 from verify.external.program import Batch, ExternalProgram
+from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
 
 Part = tuple[int, ...]  # a rank's index on each data axis
 _told = partial(model_errors, "the plain model itself raises on `batch()`")
+_told_of_part = partial(model_errors, "the plain model runs on `batch()`, and raises on the rows of one data part")
 
 
 def initial_model(program: ExternalProgram, seed: int) -> nn.Module:
@@ -45,6 +47,7 @@ def computing_in(model: nn.Module | None, dtype: torch.dtype, dropout: bool = Fa
             if model is not None:
                 convert_floats(model, dtype)
             stack.enter_context(without_dropout(model, generators=True))
+        stack.enter_context(OnCpu())
         yield
 
 
@@ -72,9 +75,9 @@ def map_batch(batch: Batch, function: Callable[[Tensor], Any]) -> Batch:
 
 
 def row_count(batch: Batch) -> int:
-    """Return the rows of a batch: the size of dim 0 that most of its tensors have."""
-    sizes = [len(t) for t in tensors_of(batch) if t.dim()]
-    return max(set(sizes), key=lambda size: (sizes.count(size), size)) if sizes else 0
+    """Return the rows of a batch: the size of dim 0 that most of its tensors have; of several, that of the first."""
+    sizes = [len(t) for t in tensors_of(batch) if t.dim() and len(t) != 1]
+    return max(dict.fromkeys(sizes), key=sizes.count) if sizes else int(any(t.dim() for t in tensors_of(batch)))
 
 
 def batch_of_step(batch: Batch, step: int, parts: int) -> Batch:
@@ -160,6 +163,7 @@ class PlainReference:
     learning_rate  of SGD, where the program brings no optimizer
     dtype          that it computed in
     batch          of the first step, whole
+    apart          buffers that each data part has for itself, as statistics of its rows: those here are the first one's
     """
 
     space: StateMap
@@ -168,6 +172,7 @@ class PlainReference:
     learning_rate: float
     dtype: torch.dtype
     batch: Batch
+    apart: frozenset[str] = frozenset()
 
     def lookup(self) -> Lookup:
         """Return the lookup from values to addresses."""
@@ -189,14 +194,15 @@ def run_reference(
     step_of = program.reference_step or program.step
     parts = data_parts(program)
     rows: list[ReferenceStep] = []
+    apart: set[str] = set()
     with torch.random.fork_rng(devices=[]), computing_in(model, dtype):
         space, start = StateMap.of(model), logical_state(model)
         optimizer = None if program.optimizer is None else program.optimizer(model)
         for number in range(steps):
             whole = batch_of_step(batch, number, parts)
-            losses = [_part_loss(step_of, model, part_of(whole, i, parts), dtype) for i in range(parts)]
+            losses = [_part_loss(step_of, model, whole, (i, parts), dtype) for i in range(parts)]
             model.zero_grad(set_to_none=True)
-            loss = _backward(program, step_of, model, whole, dtype, parts)
+            loss = _backward(program, step_of, model, whole, dtype, apart)
             gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
                 _check_finite(program, number, loss, model)
@@ -205,17 +211,81 @@ def run_reference(
                 optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
             norm = None
             if program.max_norm is not None:
-                norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), program.max_norm).detach().clone()
+                norm = _clip(list(model.parameters()), program.max_norm, program.added_to_norm)
             optimizer.step()
             state = {name: tensor for name, tensor, _ in state_of(model)}
             rows.append(ReferenceStep(loss, tuple(losses), gradients, space.flat(state), norm))
-    return PlainReference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch)
+    return PlainReference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch, frozenset(apart))
 
 
-def _part_loss(step_of: Any, model: nn.Module, part: Batch, dtype: torch.dtype) -> Tensor:
-    """Return the loss of one data part, of a copy: what the model keeps between its steps stays as it is."""
-    with _told():  # gradients are on, for a step may run the backward pass by itself
-        return _scalar(step_of(_copy_of(model), copied(part, dtype)))
+class _Buffers:
+    """The buffers of a model before a step, and after it on each data part by itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before, self._after = self._values(), list[dict[str, Tensor]]()
+
+    def put_back(self) -> None:
+        """Give the model the buffers that it had."""
+        self._put(self._before)
+
+    def take(self) -> None:
+        """Note the buffers that a part leaves."""
+        self._after.append(self._values())
+
+    def of_first_part(self) -> set[str]:
+        """Give the model the buffers that the first part left, and return those that are others on other parts."""
+        first, *others = self._after
+        self._put(first)
+        return {
+            name
+            for after in others
+            for name, value in after.items()
+            if name in first and not torch.equal(value, first[name])
+        }
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self._model.named_buffers():
+                value = values.get(name)
+                if value is not None and value.shape == buffer.shape and not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def _clip(parameters: Sequence[nn.Parameter], max_norm: float, added: float) -> Tensor:
+    """Clip gradients as `torch.nn.utils.clip_grad_norm_` does, and return their norm."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    for gradient in gradients:
+        gradient.mul_((max_norm / (norm + added)).clamp(max=1.0))
+    return norm.detach().clone()
+
+
+def _part_loss(step_of: Any, model: nn.Module, whole: Batch, part: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return the loss of one data part, of a copy: what the model keeps between its steps stays as it is.
+
+    Gradients are on, for a step may run the backward pass by itself. Raises NnscalerError `model_raised`.
+    """
+    rows = part_of(whole, *part)
+    try:
+        with _told_of_part():
+            return _scalar(step_of(_copy_of(model), copied(rows, dtype)))
+    except NnscalerError as error:
+        if error.code != "model_raised":
+            raise
+        with _told():  # it may be that the model does not run at all
+            step_of(_copy_of(model), copied(whole, dtype))
+        cut = [tuple(a.shape) for a, b in zip(tensors_of(whole), tensors_of(rows), strict=True) if a.shape != b.shape]
+        shapes = ", ".join(map(str, cut))
+        help = (
+            f"tensors of the shapes {shapes} were cut along dim 0 into {part[1]} parts, for there are {cut[0][0]} "
+            "rows: one that has no rows (class weights, positions, tables of angles) belongs into the "
+            "model as a buffer, or outside of `batch()`, where `step` reads it"
+        )
+        raise NnscalerError(error.code, error.message, error.where, help) from error
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
@@ -230,17 +300,25 @@ def _copy_of(model: nn.Module) -> nn.Module:
 
 
 def _backward(
-    program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype, parts: int
+    program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype, apart: set[str]
 ) -> Tensor:
-    """Run forward and backward on the whole batch, or on its parts one after the other; return the loss."""
+    """Run forward and backward on the whole batch, or on its parts one after the other; return the loss.
+
+    Each part begins with the same buffers, and those that the first one leaves stay; others go to `apart`.
+    """
+    parts = data_parts(program)
     pieces = [part_of(batch, i, parts) for i in range(parts)] if program.reference == "parts" else [batch]
     losses: list[Tensor] = []
+    kept = _Buffers(model)
     for piece in pieces:
+        kept.put_back()
         with _told():
             loss = step_of(model, copied(piece, dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(model, len(losses)):
                 run_backward(loss, torch.full_like(loss, 1.0 / len(pieces)))
         losses.append(_scalar(loss))
+        kept.take()
+    apart |= kept.of_first_part()
     if all(p.grad is None for p in model.parameters()):
         message = f"the loss of {program.name} depends on no parameter of the plain model that is trained"
         raise NnscalerError("no_gradient", message, program.where)

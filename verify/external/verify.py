@@ -29,6 +29,7 @@ from verify.external.reference import (
 )
 from verify.external.saving.check import check_saving
 from verify.external.step_profile import communication_profile, memory, notes_of
+from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu, cuda_is_the_cpu
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.typed_attachments import Attachments
@@ -54,6 +55,7 @@ class Outcome:
     ran: RankRun[RankRecord] | None = None
 
 
+@cuda_is_the_cpu()
 def verify_program(
     program: ExternalProgram,
     settings: ExternalSettings | None = None,
@@ -207,13 +209,18 @@ def verify_in(
     checks = tuple(result.check(case.level) for result in compared if result.name != "gradient norm" or result.count)
     found = findings(run, compared)
     right = all(check.verdict is not Verdict.REFUTED for check in checks)
-    if not right and not known:
+    drawn = None if right else case.undecided(checks, found)
+    if drawn is not None:
+        checks, found = drawn
+    elif not right and not known:
         found = case.explained(run, compared, found)
     if right and dtype == torch.float64 and (copies := case.copies()) is not None:
         checks, found = (*checks, copies[0]), (*found, *copies[1])
     if right and not known:
-        check, others, said = case.with_labels(ran.results, narrow)
-        checks, found, notes = (*checks, *([check] if check else [])), (*found, *others), [*notes, *said]
+        for check, others, said in (case.with_labels(ran.results, narrow), case.with_clipping(ran.results, narrow)):
+            checks, found, notes = (*checks, *([check] if check else [])), (*found, *others), [*notes, *said]
+        if (alike := case.of_equal_parts()) is not None:
+            checks, found = (*checks, alike[0]), (*found, alike[1])
     if how.checkpoint and not known:
         saving = check_saving(case)
         checks, found, notes = (*checks, *saving.checks), (*found, *saving.findings), [*notes, *saving.notes]
@@ -238,7 +245,11 @@ def failed(program: ExternalProgram, dtype: torch.dtype, failure: RanksFailed) -
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
     example = {"dtype": name} | ({} if failure.rank is None else {"rank": str(failure.rank)})
     example |= {f"rank {rank}": text for rank, text in failure.by_rank.items()}
-    finding = Finding(failure.code, failure.message, _place(failure) or program.where, example)
+    code, message, help = failure.code, failure.message, None
+    if code == "rank_raises" and asks_for_gpu(message):
+        verdict, code, help = Verdict.INCONCLUSIVE, "nothing_checked", WITHOUT_GPU
+        message = f"the program asks for a GPU, and there is none here: {message}"
+    finding = Finding(code, message, _place(failure) or program.where, example, help=help)
     refuted = int(verdict is Verdict.REFUTED)
     check = Check("ranks run to their end", verdict, refuted, refuted)
     return Outcome(dtype, (check,), (finding,), ())

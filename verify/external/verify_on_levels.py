@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from verify.external.comparison.compare import LATE
 from verify.external.differential_run import ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.proof.prove import ExternalProof, prove_external
@@ -32,6 +33,9 @@ def verify_levels(program: ExternalProgram, request: ExternalRequest, progress: 
     report = reports[0] if len(reports) == 1 else _of_both(*reports)
     if request.level == "run" or not report.verdict.passes:
         return report
+    if any(check.name.startswith(LATE) for check in report.checks):
+        why = "not proved: the optimizer's step adds gradients up, and a proof is about forward and backward"
+        return replace(report, notes=(*report.notes, why))
     progress(f"{program.name}: proof")
     return _beside(report, _prove(program, request.timeout))
 

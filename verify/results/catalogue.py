@@ -111,6 +111,10 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
             "A parameter of the program cannot be matched with the plain model: nothing is decided about it.",
             undecided=True,
         ),
+        "not_compared": Code(
+            "Something of the program was not compared with the model, or only where it changes nothing.",
+            undecided=True,
+        ),
         "checkpoint_not_tried": Code(
             "The program could not be saved or loaded, so that no checkpoint was compared.",
             undecided=True,

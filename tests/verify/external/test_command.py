@@ -132,7 +132,7 @@ def test_what_is_communicated(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert main([*words, "--comm-profile"]) == 0
     assert any(line.startswith("all_reduce") for line in capsys.readouterr().out.splitlines())
-    assert main(["verify-external", str(EXAMPLES / "ddp.py"), "--level", "static", "-q", "--comm-profile"]) == 3
+    assert main(["verify-external", str(EXAMPLES / "fsdp2.py"), "--level", "static", "-q", "--comm-profile"]) == 3
     assert "1 of 1 reports have no communication profile" in capsys.readouterr().err
 
 

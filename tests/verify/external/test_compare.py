@@ -57,6 +57,25 @@ class Normed(programs.Net):
         self.norm = nn.BatchNorm1d(6)  # type: ignore[assignment]
 
 
+@pytest.mark.parametrize("kind", ["replicated", "fully_sharded"])
+def test_statistics_of_the_parts_are_those_of_each_part(kind: str) -> None:
+    one = replace(program(getattr(programs, kind), model=Normed, dp=2), reference="parts")
+    report = verify_program(one, QUICK)
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings
+    assert [check.count for check in report.checks if check.name.startswith("buffers")] == [2 * (2 + 1 + 1)]
+
+
+def _stuck(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Wrong: the statistics stay as they are."""
+    model.norm.momentum = 0.0  # type: ignore[union-attr, assignment]
+    return programs.replicated(model, mesh)
+
+
+def test_statistics_that_stay_are_refuted() -> None:
+    report = verify_program(replace(program(_stuck, model=Normed, dp=2), reference="parts"), QUICK)
+    assert {finding.code for finding in report.findings} == {"buffer_differs"}
+
+
 def _accumulated(model: Any, batch: Any) -> Tensor:
     """As a pipeline does: the mean over three micro-batches."""
     total = torch.zeros(())

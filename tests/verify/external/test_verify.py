@@ -8,12 +8,15 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
 
 from nnscaler.errors import NnscalerError
 from tests.sampling import every
 from tests.verify.external import programs
 from tests.verify.external.programs import Net, program
 from verify.external.differential_run import ExternalSettings
+from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 
@@ -191,3 +194,68 @@ def test_a_norm_over_parameters_of_two_kinds_is_told() -> None:
     assert "norm.weight, norm.bias, down.weight, down.bias and 2 more stayed plain" in finding.message
     assert "`fully_shard(model)` after its layers" in finding.message
     assert "File" not in "".join(finding.counter_example.values())
+
+
+class Weighted(Net):
+    """Its loss takes a weight for each class."""
+
+    def forward(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.head(x + self.down(self.up(self.norm(x)))), y, weight=weights)
+
+
+def rows_and_weights(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, y = programs.batch()
+    return x[:rows].clone(), y[:rows].clone(), torch.linspace(0.5, 1.5, 5)
+
+
+def test_what_has_no_rows_goes_to_all_ranks() -> None:
+    def tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return *programs.batch(), torch.ones(14, 1), torch.ones(14, 2)
+
+    one = replace(RIGHT["ddp"], batch=tables, step=lambda model, batch: model(*batch[:2]) * batch[2].sum())
+    report = verify_program(replace(one, reference="parts"), QUICK)  # as many tensors of 14 as of 12 rows
+    assert report.verdict is Verdict.TESTED_EXACT, report.findings
+
+
+def test_a_table_that_is_cut_for_rows_is_told() -> None:
+    cut = replace(program(programs.replicated, model=Weighted, dp=5), batch=lambda: rows_and_weights(5))
+    with pytest.raises(NnscalerError, match=r"runs on `batch.*, and raises on the rows of one data part") as caught:
+        verify_program(cut, QUICK)
+    assert "tensors of the shapes (5, 6), (5,), (5,) were cut along dim 0 into 5 parts" in str(caught.value.help)
+    broken = replace(cut, step=lambda model, batch: model(batch[0]))
+    with pytest.raises(NnscalerError, match="the plain model itself raises on `batch"):
+        verify_program(broken, QUICK)
+
+
+# Programs for GPUs.
+
+
+def on_gpus(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    torch.cuda.set_device(mesh.get_rank())
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.zeros(1, device=device).cuda().to("cuda:0")
+    return torch.nn.parallel.DistributedDataParallel(model.cuda().to(device), device_ids=[device])
+
+
+def compressed(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    made = torch.nn.parallel.DistributedDataParallel(model)
+    made.register_comm_hook(None, bf16_compress_hook)
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_is_moved_to_gpus_stays_on_the_cpu(dtype: str) -> None:
+    def gpu_batch() -> list[Tensor]:
+        return [tensor.cuda() for tensor in programs.batch()]
+
+    one = replace(program(on_gpus, model=lambda: Net().to("cuda"), dp=2), batch=gpu_batch)
+    assert verify_program(one, QUICK, dtypes=[dtype]).verdict.passes
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):  # as before
+        torch.zeros(1).cuda()
+
+
+def test_what_only_gpus_have_decides_nothing() -> None:
+    report = verify_program(program(compressed, dp=2), QUICK)
+    assert (report.verdict, [f.code for f in report.findings]) == (Verdict.INCONCLUSIVE, ["nothing_checked"])
+    assert "the program asks for a GPU, and there is none here: " in report.findings[0].message
+    assert report.findings[0].help == WITHOUT_GPU

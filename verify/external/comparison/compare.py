@@ -34,6 +34,7 @@ def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
     return (_held(run), losses, gradients, norms, *others)
 
 
+LATE = "gradients, added up by the optimizer's step"
 _NEVER = 1 << 30  # a step that no run reaches
 
 
@@ -86,7 +87,7 @@ def _held(run: ProgramRun) -> ComparisonResult:
             verdict = Verdict.INCONCLUSIVE if unmatched else Verdict.REFUTED
             text = f"{missing} of {len(whole)} elements"
             found.append(Difference("parameter_not_held", name, -1, 0, verdict, actual=text))
-    for name in _changed_buffers(run.reference):
+    for name in _changed(run.reference, "buffer"):
         whole = space.whole(name)
         if missing := int((~held[whole.start : whole.stop]).sum()):
             cause = Cause("differs", "the model changes this buffer in a step, and it may be held by another name")
@@ -95,11 +96,11 @@ def _held(run: ProgramRun) -> ComparisonResult:
     return ComparisonResult("parameters are held", len(parameters), tuple(found))
 
 
-def _changed_buffers(reference: PlainReference) -> Iterator[str]:
-    """Yield the buffers that the plain model's steps change, such as running statistics."""
+def _changed(reference: PlainReference, kind: str) -> Iterator[str]:
+    """Yield the parameters or buffers that the plain model's steps change, such as running statistics."""
     space = reference.space
     for name in space.names if reference.steps else ():
-        if space.kinds[name] == "buffer" and name in reference.start:
+        if space.kinds[name] == kind and name in reference.start:
             after = taken(reference.steps[-1].parameters, space.whole(name))
             before = reference.start[name].detach().flatten().to(after.dtype)
             if not torch.equal(before, after):
@@ -112,7 +113,7 @@ def _changed_buffers(reference: PlainReference) -> Iterator[str]:
 def _gradients(run: ProgramRun) -> ComparisonResult:
     """Compare every gradient on every rank, in every step until one is wrong."""
     found: list[Difference] = []
-    count, worst = 0, 0.0
+    count, worst, name = 0, 0.0, "gradients"
     for number, step in enumerate(run.reference.steps):
         scale = _largest_finite(step.gradients)
         for record in run.records:
@@ -120,12 +121,17 @@ def _gradients(run: ProgramRun) -> ComparisonResult:
                 count += 1
                 value = record.steps[number].gradients.get(piece.local)
                 one, gap = _gradient(run, number, record, piece, value, scale)
+                after = record.steps[number].late.get(piece.local)
+                if one is not None and one.cause.kind == "missing_reduction" and after is not None:
+                    reduced, gap_after = _gradient(run, number, record, piece, after, scale)
+                    if reduced is None:
+                        one, gap, name = None, gap_after, LATE
                 worst = max(worst, gap)
                 if one is not None:
                     found.append(one)
         if found:
             break
-    return ComparisonResult("gradients", count, tuple(found), worst)
+    return ComparisonResult(name, count, tuple(found), worst)
 
 
 def _compared(record: RankRecord, kind: str) -> Iterator[RankPiece]:
@@ -247,7 +253,8 @@ def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
             for piece in _compared(record, kind):
                 value = record.steps[number].state.get(piece.local)
                 expected = piece.take(step.parameters)
-                if value is None or not expected.numel():
+                own = kind == "buffer" and run.reference.apart.issuperset(piece.names)
+                if value is None or not expected.numel() or (own and data_part(run.program, record.coordinate)[0]):
                     continue
                 count += 1
                 gap = difference(value.double(), expected, _scale(run, piece, step.parameters, scale))
@@ -260,7 +267,12 @@ def _states(run: ProgramRun, kind: str, last: int) -> ComparisonResult:
                     found.append(Difference(code, *key, verdict, gap.relative, *numbers, cause, piece.layout))
         if found:
             break
+    if kind == "parameter" and count and not any(True for _ in _changed(run.reference, kind)):
+        found.append(Difference("not_compared", "", -1, 0, Verdict.INCONCLUSIVE, actual=_IDLE))
     return ComparisonResult(f"{kind}s after steps", count, tuple(found), worst)
+
+
+_IDLE = "the optimizer changes no parameter in the steps that are run: what it does was not compared"
 
 
 def _explain_state(

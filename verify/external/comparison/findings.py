@@ -35,6 +35,7 @@ _SENTENCES: Mapping[str, str] = {
     "buffer_differs": "the buffer {name} is not the model's after step {step}",
     "parameter_not_held": "no rank holds {actual} of {name}",
     "parameter_unmatched": "{name} of the program cannot be matched with a parameter of the model",
+    "not_compared": "{actual}",
     "replicas_differ": "ranks start from different values of {name}",
 }
 
@@ -69,6 +70,8 @@ def _finding(run: ProgramRun, group: Sequence[Difference]) -> Finding:
 
 _HELP: Mapping[str, str] = {
     "parameter_unmatched": "name it in `names`: {its name in the program: its name in the plain model}",
+    "not_compared": "a learning rate above 0, or more steps (`--steps`); does the optimizer hold the parameters that "
+    "the module has now, and do they get gradients?",
     "loss_missing": "return the loss from `step` on the ranks that have it",
 }
 

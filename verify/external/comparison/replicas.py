@@ -7,6 +7,8 @@ depend on the rank drop other elements on each of them: the losses differ, and s
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,15 +37,29 @@ class UnequalGradients:
 
 def draws(program: ExternalProgram, model: nn.Module, batch: Batch) -> bool:
     """Return whether the plain model drops anything: whether its loss depends on the seed."""
-    step = program.reference_step or program.step
     losses = []
     for seed in (1, 2):
-        with torch.random.fork_rng(devices=[]), exact(dropout=True):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            loss = step(model.double(), copied(batch, torch.float64))
-            model.zero_grad(set_to_none=True)
-            losses.append(None if loss is None else loss.detach().clone())
+            losses.append(_loss(program, model, batch, dropout=True))
     return any(loss is None or not torch.equal(loss, losses[0]) for loss in losses if losses[0] is not None)
+
+
+def draws_beside_dropout(program: ExternalProgram, model: nn.Module, batch: Batch) -> bool:
+    """Return whether a step draws random numbers with dropout off, from generators of torch, Python or its own."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state(), random.getstate()
+        one = _loss(program, model, batch, dropout=False)
+        drew = not torch.equal(torch.get_rng_state(), before[0]) or random.getstate() != before[1]
+        other = _loss(program, model, batch, dropout=False)
+    return drew or (one is not None and other is not None and not torch.equal(one, other))
+
+
+def _loss(program: ExternalProgram, model: nn.Module, batch: Batch, dropout: bool) -> Tensor | None:
+    step, mine = program.reference_step or program.step, copy.deepcopy(model)
+    with exact(mine, dropout=dropout, generators=True):
+        loss = step(mine, copied(batch, torch.float64))
+    return None if loss is None else loss.detach().clone()
 
 
 def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[UnequalGradients, ...]]:

@@ -8,6 +8,7 @@ under the recorder.
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,6 +16,8 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,10 +32,13 @@ from nnscaler.ir.layout import DeviceMesh as Ranks
 from nnscaler.runtime.start_autograd import start_autograd
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of
+from verify.external.parameter_mapping import clean_name
 from verify.external.program import ExternalProgram
 from verify.external.proof.graph import HeldInGraph, RankGraph, pruned
 from verify.external.proof.record import GraphRecorder
 from verify.external.ranks.torch_private_trace import fake_world, group_ranks, meshes_for_real
+from verify.external.reference import row_count
+from verify.external.torchrun.cuda_on_cpu import replaced
 
 Spans = Callable[[str], tuple[str, ...] | None]  # name of a group -> the mesh axes that it spans
 WHOLE = -1  # "rank" of the plain model's graph
@@ -53,12 +59,13 @@ def trace_rank(program: ExternalProgram, rank: int) -> RankGraph:
         model = _model(program, mode)
         with mode:
             watch = _OperatorWatch(list(state_of(model)))
-            with watch, meshes_for_real():
-                returned = _attempt("`parallelize`", lambda: program.parallelize(model, mesh))
-            runs = model if returned is None else returned
-            _refuse_hooks(runs)
-            batch = _part(_attempt("`batch()`", program.batch), mode, program, places)
-            graph = _traced(runs, batch, program.step, rank, places, _spans(axes, rank))
+            with replaced(_ddp_by_hooks()):
+                with watch, meshes_for_real():
+                    returned = _attempt("`parallelize`", lambda: program.parallelize(model, mesh))
+                runs = model if returned is None else returned
+                _refuse_hooks(runs)
+                batch = _part(_attempt("`batch()`", program.batch), mode, program, places)
+                graph = _traced(runs, batch, program.step, rank, places, _spans(axes, rank))
             doubts = {name: watch.doubt(name, tensor, program.names) for name, tensor in state_of(runs)}
             stored = {name: replace(held, doubt=doubts.get(name, "")) for name, held in graph.stored.items()}
             return replace(graph, stored=stored)
@@ -140,7 +147,7 @@ class _OperatorWatch(TorchDispatchMode):
 
     def doubt(self, name: str, tensor: Tensor, names: Mapping[str, str]) -> str:
         """Return why a tensor of the program may not hold the model's values; empty where it is the model's own."""
-        own = names.get(name, name)
+        own = names.get(name, clean_name(name))
         if own in self.wrote:
             return f"`parallelize` writes to `{own}` ({self.wrote[own]})"
         if isinstance(tensor, DTensor):
@@ -161,9 +168,55 @@ def _attempt(what: str, call: Callable[[], Any]) -> Any:
     """Return what the author's function returns. Raises NotTraced for whatever it raises."""
     try:
         return call()
+    except NotTraced:
+        raise
     except Exception as error:
         message = str(error).strip().partition("\n")[0]
         raise NotTraced(f"{what} raises {type(error).__name__} on fake tensors: {message}") from error
+
+
+_OF_DDP = frozenset(  # arguments that do not change what its reducer computes
+    "module device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb check_reduction "
+    "find_unused_parameters gradient_as_bucket_view static_graph".split()
+)
+
+
+def _ddp_by_hooks() -> list[tuple[Any, str, Any]]:
+    """Return what stands for DistributedDataParallel in a trace, whose reducer is no operator: a hook on each parameter
+    that averages its gradient over the group, as the reducer is documented to do once the wrapper was called."""
+    signature = inspect.signature(DistributedDataParallel.__init__)
+
+    def wrap(self: Any, *args: Any, **named: Any) -> None:
+        given = signature.bind(self, *args, **named).arguments
+        given.pop("self")
+        if not _OF_DDP.issuperset(given):
+            refuse()
+        nn.Module.__init__(self)
+        self.module, self.called = given["module"], False
+        group: Any = given.get("process_group") or dist.group.WORLD
+        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+
+        def average(parameter: Tensor) -> None:
+            if self.called and parameter.grad is not None:
+                parameter.grad.copy_(collectives.all_reduce(parameter.grad, "avg", group))
+
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and name not in ignored:
+                parameter.register_post_accumulate_grad_hook(average)
+
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        self.called = self.called or torch.is_grad_enabled()
+        return self.module(*args, **named)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotTraced(
+            "DistributedDataParallel's reducer is no operator that a trace sees, and is told to do more than average: "
+            "run the program instead"
+        )
+
+    others = ("register_comm_hook", "_register_builtin_comm_hook", "_register_fused_optim", "no_sync", "join")
+    own = {"__init__": wrap, "forward": forward} | dict.fromkeys(others, refuse)
+    return [(DistributedDataParallel, name, value) for name, value in own.items()]
 
 
 def _refuse_hooks(runs: Any) -> None:
@@ -171,7 +224,7 @@ def _refuse_hooks(runs: Any) -> None:
     if not isinstance(runs, nn.Module):
         raise NotTraced(f"`parallelize` returns a {type(runs).__name__}, which is no module: it cannot be traced")
     for name, module in runs.named_modules():
-        if isinstance(module, FSDPModule | FullyShardedDataParallel | DistributedDataParallel):
+        if isinstance(module, FSDPModule | FullyShardedDataParallel):
             kind = "FSDP2's" if isinstance(module, FSDPModule) else f"{type(module).__name__}'s"
             raise NotTraced(
                 f"{kind} hooks move parameters outside of the operators that a trace sees"
@@ -188,16 +241,17 @@ def _part(batch: Any, mode: FakeTensorMode, program: ExternalProgram, places: Ma
     for axis in axes:
         index = index * sizes[axis] + places[axis]
 
+    rows = row_count(batch)
+
     def part(path: Any, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         fake = value if _is_fake(value, mode) else mode.from_tensor(value)
-        if parts == 1 or fake.ndim == 0:
+        if parts == 1 or fake.ndim == 0 or fake.shape[0] != rows:
             return fake
-        if fake.shape[0] % parts:
-            raise NotTraced(f"the {fake.shape[0]} rows of {keystr(path)} do not divide into {parts} parts")
-        rows = fake.shape[0] // parts
-        return fake[index * rows : (index + 1) * rows].clone()
+        if rows % parts:
+            raise NotTraced(f"the {rows} rows of {keystr(path)} do not divide into {parts} parts")
+        return fake[index * (rows // parts) : (index + 1) * (rows // parts)].clone()
 
     return tree_map_with_path(part, batch)
 

@@ -6,6 +6,7 @@ A script without one is served: devices named "cuda" are the CPU, `.cuda()` retu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,9 +16,11 @@ import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from verify.external.parameter_mapping import local_value
+from verify.external.ranks.torch_private import preload
 
 Tell = Callable[[str], None]
 Change = tuple[Any, str, Any]  # owner, attribute, value
@@ -25,6 +28,18 @@ Groups = list[tuple[int, ...]]  # ranks of each
 CPU = torch.device("cpu")
 _FILLED, _STRIDE = 0.0371, 7919  # the largest number that memory is filled with; a prime: neighbours differ
 _CUDA_NOTE = "the script asks for cuda devices: they were the CPU"
+
+
+_OF_GPUS = re.compile(r"\b(cuda|nccl|nvidia|gpus?|xpu|triton)\b", re.IGNORECASE)
+WITHOUT_GPU = (
+    "everything runs on the CPU here: take devices from `mesh.device_type` or `torch.accelerator`, and leave out what "
+    "GPUs or NCCL alone have"
+)
+
+
+def asks_for_gpu(message: str) -> bool:
+    """Return whether an error is about a GPU, or about what is for GPUs alone: no run on a CPU says more."""
+    return _OF_GPUS.search(message) is not None
 
 
 def on_cpu(value: Any, tell: Tell) -> Any:
@@ -58,6 +73,35 @@ def without_gpu(func: Any, args: list[Any], kwargs: dict[str, Any], tell: Tell) 
     elif func is Tensor.to and len(args) > 1:
         args[1] = on_cpu(args[1], tell)
     return None
+
+
+class OnCpu(TorchFunctionMode):
+    """While open, functions of torch that ask for a GPU compute on the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given, named = list(args), dict(kwargs or {})
+        there = without_gpu(func, given, named, lambda note: None)
+        return func(*given, **named) if there is None else there
+
+
+@contextmanager
+def cuda_is_the_cpu() -> Iterator[None]:
+    """While open, what a check file asks of torch.cuda, and moves there, stays on the CPU, in all threads but for
+    functions of torch: each of them opens `OnCpu` itself."""
+
+    def untold(note: str) -> None:
+        del note
+
+    preload()  # dynamo takes down torch's functions where it is imported
+    changes = [*_modules(untold), *_ddp(untold), *_calls_of_cuda(lambda: 0)]
+    with replaced(changes), OnCpu():
+        yield
 
 
 @contextmanager
@@ -202,14 +246,21 @@ def _groups(tell: Tell, seen: Groups) -> list[Change]:
     return [(owner, "new_group", group) for owner in (dist, dist.distributed_c10d, device_mesh)]
 
 
-def _wrappers(tell: Tell) -> list[Change]:
-    """Keep DDP from asking for a GPU, the loader from starting processes, and the compiler from compiling."""
-    wrap, load = DistributedDataParallel.__init__, DataLoader.__init__
+def _ddp(tell: Tell) -> list[Change]:
+    """Keep DDP from asking for a GPU."""
+    wrap = DistributedDataParallel.__init__
 
     def ddp(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *a: Any, **n: Any) -> None:
         if device_ids or output_device is not None:
             tell(_CUDA_NOTE)
         wrap(self, module, None, None, *a, **n)
+
+    return [(DistributedDataParallel, "__init__", ddp)]
+
+
+def _wrappers(tell: Tell) -> list[Change]:
+    """Keep DDP from asking for a GPU, the loader from starting processes, and the compiler from compiling."""
+    load = DataLoader.__init__
 
     def loader(self: Any, *args: Any, **named: Any) -> None:
         if named.get("num_workers"):
@@ -226,29 +277,32 @@ def _wrappers(tell: Tell) -> list[Change]:
         compiled(self)
 
     return [
-        (DistributedDataParallel, "__init__", ddp),
+        *_ddp(tell),
         (DataLoader, "__init__", loader),
         (torch, "compile", compiled),
         (nn.Module, "compile", compile_here),
     ]
 
 
+def _calls_of_cuda(here: Callable[[], int]) -> list[Change]:
+    """Return calls of torch.cuda that are made without asking whether there is a GPU; `here`: the number of ours."""
+    cuda = torch.cuda
+    idle = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+    numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    return [
+        *((cuda, name, lambda *a, **n: None) for name in idle),
+        *((cuda, name, lambda *a, **n: 0) for name in numbers),
+        (cuda, "current_device", here),
+        (cuda, "device", lambda *a, **n: nullcontext()),
+    ]
+
+
 def _calls(devices: int, here: int) -> list[Change]:
     """Return calls of torch.cuda and torch.accelerator that scripts make without asking whether there is a GPU."""
-
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    cuda, accelerator = torch.cuda, torch.accelerator
-    idle = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
-    numbers: Mapping[str, int] = {"memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0}
+    accelerator = torch.accelerator
     return [
-        *((cuda, name, nothing) for name in idle),
-        *((cuda, name, lambda *a, v=value, **n: v) for name, value in numbers.items()),
-        (cuda, "max_memory_reserved", lambda *a, **n: 0),
-        (cuda, "current_device", lambda: here),
-        (cuda, "device", lambda *a, **n: nullcontext()),
-        *((accelerator, name, nothing) for name in ("set_device_index", "set_device_idx", "synchronize")),
+        *_calls_of_cuda(lambda: here),
+        *((accelerator, name, lambda *a, **n: None) for name in ("set_device_index", "set_device_idx", "synchronize")),
         (accelerator, "device_index", lambda *a, **n: nullcontext()),
         (accelerator, "is_available", lambda: True),
         (accelerator, "current_accelerator", lambda *a, **n: CPU),

@@ -117,17 +117,17 @@ def close(one: Tensor, other: Tensor) -> bool:
     return bool(((wide - other).abs() <= tolerance * (scale + 1e-300)).all()) or torch.equal(one, other)
 
 
-def varied(tensor: Tensor, rank: int, number: int) -> Tensor:
-    """Return data that are others on every rank, and as good: the same numbers in other places, floating ones scaled.
+def varied(tensor: Tensor, part: int, number: int) -> Tensor:
+    """Return data that are others in every part, and as good: the same numbers in other places, floating ones scaled.
 
-    Rank 0 keeps its own. Ids stay ids of the same vocabulary, and zeros stay zeros.
+    Part 0 keeps its own. Ids stay ids of the same vocabulary, and zeros stay zeros.
     """
-    if rank == 0:
+    if part == 0:
         return tensor
-    generator = torch.Generator().manual_seed(1000 * rank + number)
+    generator = torch.Generator().manual_seed(1000 * part + number)
     places = torch.randperm(tensor.numel(), generator=generator)
     moved = tensor.reshape(-1)[places].view(tensor.shape)
-    return moved * (1 + rank / 8) if tensor.is_floating_point() else moved
+    return moved * (1 + part / 8) if tensor.is_floating_point() else moved
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:

@@ -17,10 +17,11 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.data_tensors import close, settings_of
 from verify.external.torchrun.records import Events, Settings, Tensors, Unmatched
 
@@ -126,7 +127,7 @@ class RanksFeed:
                         found.add(len(tensor))
         return found
 
-    def start(self, state: Mapping[str, nn.Parameter]) -> None:
+    def start(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters the values that they have on the ranks, as far as those are whole."""
         for name, parameter in state.items():
             values = self.material.start.get(name)
@@ -136,6 +137,15 @@ class RanksFeed:
             if not torch.equal(local.detach(), values.to(local.dtype)):
                 self.tell("on one rank, parameters start from other values: they were given those of the ranks")
                 put(parameter, values)
+
+    def started(self, state: Mapping[str, Tensor]) -> None:
+        """Check that tensors which the script has used by now started from the values of the ranks."""
+        for name, tensor in state.items():
+            values = self.material.start.get(name)
+            if values is not None and values.shape == tensor.shape and not torch.equal(local_value(tensor), values):
+                raise Unmatched(
+                    f"on one rank, {name} starts from other values than on the ranks, outside of any module"
+                )
 
     def before_step(self, number: int, optimizer: Optimizer, taken: Mapping[str, int]) -> None:
         """Give the optimizer the settings of the ranks, and check that as much data came in as there."""

@@ -16,7 +16,9 @@ from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
 from verify.external.observe import RankRecord
 from verify.external.parameter_mapping import RankPiece
 from verify.external.reference import PlainReference, ReferenceStep
+from verify.external.torchrun.data_tensors import close
 from verify.external.torchrun.feed import Material, Way
+from verify.external.torchrun.left_open import idle_at_start, left_open
 from verify.external.torchrun.match_one_rank import (
     Layout,
     own_gradients,
@@ -62,7 +64,7 @@ class Attempt:
     @property
     def agrees(self) -> bool:
         """Return whether nothing differs."""
-        return not any(result.differences for result in self.compared)
+        return all(d.code == "not_compared" for result in self.compared for d in result.differences)
 
     @property
     def firm(self) -> bool:
@@ -118,10 +120,12 @@ def judge(
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
         chosen = _explained(runner, chosen, made, material, double)
+    unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
-        judged = _judged(chosen, tuple(reasons), None)
+        idle = idle_at_start(runner, chosen.run.reference, material, double, chosen.way)
+        judged = _judged(chosen, tuple(reasons), None, unseen, idle)
         return judged if runner.parts else _with_assumption(judged, made)
-    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons))
+    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen, ())
 
 
 def _attempt(
@@ -139,7 +143,7 @@ def _attempt(
     if not all(bool(torch.isfinite(loss)) for loss in seen):
         raise NotMatched("on one rank the loss is not finite, so that nothing can be compared")
     reference = reference_of(made, steps)
-    ranks = rank_records(records, layout, reference)
+    ranks = rank_records(records, layout, reference, made)
     strange = unmatched(ranks)
     if strange:
         few = ", ".join(strange[:4]) + (f" and {len(strange) - 4} more" if len(strange) > 4 else "")
@@ -233,6 +237,8 @@ def _judged(
     chosen: Attempt,
     reasons: tuple[tuple[Way, str], ...],
     doubt: str | None,
+    unseen: frozenset[str],
+    idle: Sequence[str],
 ) -> Judged:
     double = chosen.run.reference.dtype == torch.float64
     level = Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED
@@ -246,6 +252,9 @@ def _judged(
     if doubt is not None:
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
+    for check, finding in left_open(chosen.run, unseen, idle):
+        checks.append(check)
+        found.append(finding)
     return Judged(chosen, reasons, tuple(checks), tuple(found))
 
 
@@ -268,20 +277,31 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
     return replace(
         judged,
         checks=(*judged.checks, check),
-        findings=(*judged.findings, Finding("claim_not_tested", message, cause=cause, help=_PARTS)),
+        findings=(*judged.findings, Finding("not_compared", message, cause=cause, help=_PARTS)),
     )
 
 
-def are_copies(judged: Judged, layout: Layout) -> bool:
-    """Return whether every rank takes in the same data and holds all parameters whole: nothing is divided, and a
-    reduction that is missing does not show."""
+def replicas(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> tuple[int, ...] | None:
+    """Return a number for each rank, equal for those that work together, where all take in the same data and compute
+    the same loss, and others average their gradients or should: a reduction that is missing does not show.
+
+    These are the ranks of DDP or FSDP, and those that hold the same elements of everything. None where there are none.
+    """
     if judged.attempt is None or layout.count > 1 or len(layout.parts) == 1:
-        return False
+        return None
     run = judged.attempt.run
-    pieces = [piece for record in run.records for piece in record.pieces]
-    shapes, names = run.reference.space.shapes, run.reference.space.names
-    whole = all(p.names and torch.Size(p.shape).numel() == shapes[p.names[0]].numel() for p in pieces)
-    return whole and len(pieces) == len(names) * len(run.records)
+    losses = [loss for record in run.records if (loss := record.steps[0].loss) is not None]
+    if any(not close(loss, losses[0]) for loss in losses):
+        return None  # each rank does a part of the work
+    wrapped = [record.replica for record in records if record.replica is not None]
+    holding = [
+        sorted((p.name, _first_and_last(p)) for p in r.pieces if p.kind == "parameter" and p.addresses is not None)
+        for r in run.records
+    ]
+    numbers = [holding[:rank].count(own) for rank, own in enumerate(holding)]
+    if len(wrapped) == len(records):
+        numbers = [number for number, _ in wrapped]
+    return tuple(numbers) if max(numbers) else None
 
 
 def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
@@ -305,7 +325,7 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
         for record, step in zip(records, steps, strict=True):
             for piece in record.pieces:
                 value = step.state.get(piece.local)
-                if value is None or piece.addresses is None or not value.numel():
+                if value is None or piece.addresses is None or not value.numel() or piece.kind == "buffer":
                     continue
                 key = (piece.name, _first_and_last(piece))
                 other = first.setdefault(key, (piece, value))
@@ -325,5 +345,7 @@ def _first_and_last(piece: RankPiece) -> str:
     if isinstance(addresses, range):
         return f"{addresses.start}:{addresses.stop}"
     assert addresses is not None
+    if not len(addresses):
+        return ""
     runs = [len(list(group)) for _, group in groupby(torch.diff(addresses).tolist())]
     return f"{addresses[0]}:{addresses[-1]}:{runs[:8]}"

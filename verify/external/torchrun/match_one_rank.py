@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,7 +162,7 @@ def program_of(name: str, layout: Layout) -> ExternalProgram:
 
 
 def space_of(record: ScriptRecord) -> StateMap:
-    """Lay out the parameters of a run on one rank."""
+    """Lay out the parameters and buffers of a run on one rank."""
     starts: dict[str, int] = {}
     shapes: dict[str, torch.Size] = {}
     size = 0
@@ -171,7 +171,8 @@ def space_of(record: ScriptRecord) -> StateMap:
             starts[name], shapes[name] = size, torch.Size(held.whole)
         size += torch.Size(held.whole).numel()
     names = tuple(held.name for held in record.held)
-    return StateMap(starts, shapes, dict.fromkeys(starts, "parameter"), size, names)
+    kinds = {name: held.kind for held in record.held for name in (held.name, *held.tied)}
+    return StateMap(starts, shapes, kinds, size, names)
 
 
 def reference_of(records: Sequence[ScriptRecord], steps: int) -> PlainReference:
@@ -183,7 +184,7 @@ def reference_of(records: Sequence[ScriptRecord], steps: int) -> PlainReference:
         losses = [torch.stack(s.losses).sum() if s.losses else torch.tensor(torch.nan).double() for s in seen]
         mean = torch.stack(losses).mean()
         parts = tuple(losses) if len(losses) > 1 else ()
-        rows.append(ReferenceStep(mean, parts, space.flat(seen[0].gradients), space.flat(seen[0].state)))
+        rows.append(ReferenceStep(mean, parts, space.flat(seen[0].gradients), space.flat(seen[0].state), seen[0].norm))
     return PlainReference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
 
 
@@ -206,17 +207,56 @@ def unequal_starts(records: Sequence[ScriptRecord]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def rank_records(records: Sequence[ScriptRecord], layout: Layout, reference: PlainReference) -> tuple[RankRecord, ...]:
-    """Return what each rank did, by the addresses of the run on one rank."""
+def statistics(records: Sequence[ScriptRecord]) -> frozenset[str]:
+    """Return the buffers that are other ones after a step on each data part by itself: statistics of its rows."""
+    first, *others = records
+    pairs = [(one.state, there.state) for r in others for one, there in zip(first.steps, r.steps, strict=False)]
+    names = [held.name for held in first.held if held.kind == "buffer"]
+    return frozenset(n for n in names for a, b in pairs if n in a and n in b and not close(a[n], b[n]))
+
+
+def _changing(records: Iterable[ScriptRecord]) -> frozenset[str]:
+    """Return the buffers that a step changes in some run. Others are seen in what is computed of them."""
+    return frozenset(
+        held.name
+        for record in records
+        for held in record.held
+        if held.kind == "buffer"
+        and any(
+            not torch.equal(step.state.get(held.name, record.start[held.name]), record.start[held.name])
+            for step in record.steps
+        )
+    )
+
+
+def rank_records(
+    records: Sequence[ScriptRecord], layout: Layout, reference: PlainReference, made: Sequence[ScriptRecord] = ()
+) -> tuple[RankRecord, ...]:
+    """Return what each rank did, by the addresses of the run on one rank, or of those `made` on each data part.
+
+    Where the data parts have statistics of their own, only those of the first one are compared: DDP hands out its own.
+    """
     lookup, unequal = reference.lookup(), frozenset(unequal_starts(records))
+    changing, apart = _changing((*records, *made)), statistics(made) if made else frozenset()
     found = []
     for record in records:
         steps = tuple(
-            ObservedStep(torch.stack(seen.losses).sum() if seen.losses else None, seen.gradients, seen.state)
+            ObservedStep(
+                torch.stack(seen.losses).sum() if seen.losses else None,
+                seen.gradients,
+                seen.state,
+                seen.norm,
+                seen.late,
+            )
             for seen in record.steps[: len(reference.steps)]
         )
         cuts = _Cuts(record.rank, lookup)
-        pieces = [_piece(held, record.start[held.name], cuts, held.name in unequal) for held in record.held]
+        pieces = [
+            _piece(held, record.start[held.name], cuts, held.name in unequal)
+            for held in record.held
+            if held.kind == "parameter"
+            or (held.name in changing and (held.name not in apart or layout.parts[record.rank] == 0))
+        ]
         found.append(RankRecord(record.rank, layout.coordinate(record.rank), tuple(pieces), steps))
     return tuple(found)
 
@@ -242,10 +282,11 @@ def _piece(held: HeldInScript, start: Tensor, cuts: _Cuts, unequal: bool) -> Ran
     elif same and not unequal:
         addresses = space.whole(held.name)
     elif start.numel():
-        addresses, found = cuts.addresses(held.name, start), "value"
+        looked_up = cuts.addresses if held.kind == "parameter" else cuts.slice_of  # a copy has a parameter's values
+        addresses, found = looked_up(held.name, start), "value"
     names = () if addresses is None else space.names_at(addresses)
     began = float(start.double().sum())
-    return RankPiece(held.name, "parameter", held.shape, names, addresses, found, held.layout, held.trained, began)
+    return RankPiece(held.name, held.kind, held.shape, names, addresses, found, held.layout, held.trained, began)
 
 
 class _Cuts:
@@ -262,13 +303,14 @@ class _Cuts:
 
     def addresses(self, name: str, start: Tensor) -> Addresses | None:
         """Return the addresses of a tensor; None where they are not known."""
-        found = self._slice(name, start)
+        found = self.slice_of(name, start)
         if found is not None:
             return found
         looked_up, share = self.lookup.by_value(start)
         return looked_up if share == 1.0 and len(torch.unique(looked_up)) == start.numel() else None
 
-    def _slice(self, name: str, start: Tensor) -> Tensor | None:
+    def slice_of(self, name: str, start: Tensor) -> Tensor | None:
+        """Return the addresses of a slice of the tensor of this name; None where it is none."""
         space = self.lookup.space
         if name not in space.starts or len(space.shapes[name]) != start.dim():
             return None

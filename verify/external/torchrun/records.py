@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from verify.external.parameter_mapping import Addresses
+from verify.external.parameter_mapping import Addresses, Kind
 
 Tensors = tuple[Tensor, ...]
 Settings = Mapping[str, float | tuple[float, ...]]  # of a group of parameters
@@ -17,7 +17,7 @@ Events = Mapping[str, tuple[Tensors, ...]]  # "batch 0", "input" or "target" -> 
 
 @dataclass(frozen=True)
 class HeldInScript:
-    """A parameter on one rank.
+    """A parameter or buffer on one rank.
 
     name    of its attributes, without those of wrappers; after "model 2: " for a second model
     whole   shape of the whole tensor, as far as the rank knows: that of the local one for a plain tensor
@@ -26,6 +26,7 @@ class HeldInScript:
     layout  DTensor's placements in words, or "plain"
     trained it requires a gradient
     tied    its other names
+    kind    a "buffer" is also what a module holds that takes no part in training
     """
 
     name: str
@@ -35,6 +36,7 @@ class HeldInScript:
     layout: str
     trained: bool
     tied: tuple[str, ...] = ()
+    kind: Kind = "parameter"
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,11 @@ class SeenStep:
     losses     scalars whose backward pass was run since the step before
     gradients  when the optimizer was called: clipped, if the script clips; None where there is none
     own        gradients of this process' own data, before any average with others; empty where nothing was averaged
-    state      parameters after the step
+    state      parameters and buffers after the step
     settings   numbers of each group of parameters: learning rate, momentum and so on
     taken      data event -> how many of it had come in before the step
+    norm       of the gradients that torch's functions clipped before the step; None where they clipped none
+    late       gradients after the step, as far as it made them others
     """
 
     losses: Tensors
@@ -55,6 +59,8 @@ class SeenStep:
     state: Mapping[str, Tensor]
     settings: tuple[Settings, ...]
     taken: Mapping[str, int]
+    norm: Tensor | None = None
+    late: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,16 @@ class ScriptRecord:
     """A run of the script in one process, until it had made enough steps or ended.
 
     rank     in torchrun's numbers
-    held     its parameters
-    start    parameters before the first step, local, by name
+    held     its parameters and buffers
+    start    these before the first step, local, by name
     steps    of its optimizers
     events   the data
     groups   ranks of each process group that it made
     notes    what was done for it: a device mapped, a draw left out
     drew     a forward pass drew random numbers
     dtype    that its parameters have
+    unseen   what was changed and cannot be compared
+    replica  its number among the ranks whose gradients DDP or FSDP averages, and how many these are; None without them
     """
 
     rank: int
@@ -81,6 +89,8 @@ class ScriptRecord:
     notes: tuple[str, ...]
     drew: bool
     dtype: torch.dtype
+    unseen: tuple[str, ...] = ()
+    replica: tuple[int, int] | None = None
 
 
 class Stopped(BaseException):

@@ -14,7 +14,8 @@ from op_registry.spec import SourceLocation
 
 from verify.external.ranks.fsdp_in_float64 import register_policies
 from verify.external.ranks.run_result import RanksFailed
-from verify.external.torchrun.judge import SAID, Judged, are_copies, counts_for_each_rank, judge
+from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
+from verify.external.torchrun.judge import SAID, Judged, counts_for_each_rank, judge, replicas
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
@@ -29,7 +30,10 @@ _EQUAL_BY_SEED = (
     "every rank takes in the same data, by its seed alone: each gradient is that of the rows of all ranks, so that "
     "each rank was given other data, made from its own"
 )
-_CHECK_FILE = "in a check file, `model()` says what the plain model is: docs/verify-external.md"
+_CHECK_FILE = (
+    "let it run as `torchrun --nproc-per-node 1` would start it, with WORLD_SIZE=1, which a test of the number of "
+    "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
+)
 _SAME_ROWS = "every rank takes in the same data: data-parallel ranks then do the work of one (is a sampler missing?)"
 Progress = Callable[[str], None]
 
@@ -97,12 +101,13 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
         return *unequal, tuple(notes), used
     progress(f"{name} on one rank")
     judged = judge(runner, name, records, layout, material_of(records, layout.parts), double)
-    if judged.passes and are_copies(judged, layout):
+    apart = replicas(judged, layout, records)
+    if judged.passes and apart is not None:
         progress(f"{name}, with other data on every rank")
-        return _varied(runner, name, double, notes, used)
+        return _varied(runner, name, double, notes, used, apart)
     if counts_for_each_rank(judged, layout):
         progress(f"{name}, with other data on every rank")
-        other = _on_other_data(runner, name, double)
+        other = _on_other_data(runner, name, double, range(runner.ranks))
         if not isinstance(other, str) and other.judged.passes:
             # equal seeds make equal data: what looks like one batch, counted twice, may be rows of two ranks
             notes.append(_EQUAL_BY_SEED)
@@ -111,17 +116,19 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
     return *_outcome(judged), tuple(notes), used
 
 
-def _varied(runner: ScriptRunner, name: str, double: bool, notes: list[str], used: str) -> Outcome:
-    """Verify a script whose ranks are copies of each other once more, with other data on every rank.
+def _varied(
+    runner: ScriptRunner, name: str, double: bool, notes: list[str], used: str, apart: Sequence[int]
+) -> Outcome:
+    """Verify a script whose ranks do the same once more, with other data on ranks of other numbers.
 
     As they are, they agree with one rank: that would hide a missing reduction. Where they disagree with other data,
     nothing is decided, for the script may rely on equal ones.
     """
     notes = [*notes, _SAME_ROWS]
-    message = "every rank takes in the same data and holds the whole model: nothing is divided among the ranks"
-    other = _on_other_data(runner, name, double)
+    message = "every rank takes in the same data and computes the same loss: an average over ranks changes nothing"
+    other = _on_other_data(runner, name, double, apart)
     if isinstance(other, str):
-        return *_undecided(f"{message}{other}", None, "claim_not_tested"), tuple(notes), used
+        return *_undecided(f"{message}{other}", None, "not_compared"), tuple(notes), used
     judged = other.judged
     if judged.passes:
         notes.append("with other data on every rank, made from its own, all of the following agrees")
@@ -129,7 +136,7 @@ def _varied(runner: ScriptRunner, name: str, double: bool, notes: list[str], use
     why = [f"{finding.message}: {finding.cause}" for finding in judged.findings[:1]]
     why += [reason for _, reason in judged.reasons[:1]] if not why else []
     message = f"{message}. With other data on every rank they do not work together: {'; '.join(why)}"
-    return *_undecided(message, None, "claim_not_tested"), tuple(notes), used
+    return *_undecided(message, None, "not_compared"), tuple(notes), used
 
 
 @dataclass(frozen=True)
@@ -141,15 +148,15 @@ class _Other:
     judged: Judged
 
 
-def _on_other_data(runner: ScriptRunner, name: str, double: bool) -> _Other | str:
-    """Run the script with other data on every rank, and judge it; return why not, as the end of a sentence, where it
-    cannot be."""
+def _on_other_data(runner: ScriptRunner, name: str, double: bool, apart: Sequence[int]) -> _Other | str:
+    """Run the script with other data on ranks of other numbers, and judge it; return why not, as the end of a sentence,
+    where it cannot be."""
     try:
-        records = runner.on_ranks(double, vary=True)
+        records = runner.on_ranks(double, vary=apart)
         layout = Layout(parts_of(records))
     except (RanksFailed, NoParts) as problem:
         return f", and with other data on every rank the script does not run: {first_line(str(problem))}"
-    if layout.count < len(records) or len({len(record.steps) for record in records}) > 1:
+    if layout.count < len(set(apart)) or len({len(record.steps) for record in records}) > 1:
         return ""
     return _Other(records, layout, judge(runner, name, records, layout, material_of(records, layout.parts), double))
 
@@ -188,8 +195,11 @@ def _undecided(
 def _failed(runner: ScriptRunner, failure: RanksFailed, double: bool) -> Outcome:
     """Judge a run of the ranks that did not end: it refutes the script where one rank ends well."""
     verdict = Verdict.INCONCLUSIVE if failure.code == "timed_out" else Verdict.REFUTED
-    code, message = failure.code, failure.message
-    if failure.code in ("rank_raises", "rank_died"):
+    code, message, help = failure.code, failure.message, None
+    if failure.code == "rank_raises" and asks_for_gpu(message):
+        verdict, code, help = Verdict.INCONCLUSIVE, "nothing_checked", WITHOUT_GPU
+        message = f"the script asks for a GPU, and there is none here: {message}"
+    elif failure.code in ("rank_raises", "rank_died"):
         try:
             runner.alone(False)
         except Failed as alone:
@@ -202,7 +212,7 @@ def _failed(runner: ScriptRunner, failure: RanksFailed, double: bool) -> Outcome
     file, _, line = (failure.place or "").rpartition(":")
     where = SourceLocation(file, int(line), "") if file and line.isdigit() else None
     check = Check("ranks run to their end", verdict, 1, int(verdict is Verdict.REFUTED))
-    finding = Finding(code, message, where, example)
+    finding = Finding(code, message, where, example, help=help)
     return (check,), (finding,), (), "float64" if double else "its own dtypes"
 
 

@@ -8,30 +8,28 @@ in its place.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
-from verify.external.observe import local_gradient
-from verify.external.parameter_mapping import Addresses, StateMap, claimed, clean_name, layout_words, local_value
+from verify.external.observe import changed
+from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied
-from verify.external.torchrun.records import HeldInScript, ScriptRecord, SeenStep, Stopped, Tensors
-
-State = dict[str, tuple[nn.Parameter, tuple[str, ...]]]  # name -> parameter, its other names
+from verify.external.torchrun.records import ScriptRecord, SeenStep, Stopped, Tensors
+from verify.external.torchrun.script_state import ScriptState
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Start:
     store   a file through which they find each other; None: torch is told elsewhere how
     steps   of each optimizer that are watched
     double  every floating-point tensor is float64
-    vary    data are made others on every rank
+    vary    the data are made others on every rank of another number; None: they stay
     devices that torch.accelerator counts; 0: one for each rank
     """
 
@@ -53,7 +51,7 @@ class Start:
     store: Path | None
     steps: int
     double: bool
-    vary: bool = False
+    vary: int | None = None
     devices: int = 0
 
 
@@ -69,8 +67,11 @@ class Feed(Protocol):
     def data(self, kind: str, number: int, natural: Tensors) -> Tensors:
         """Return what is used in place of the script's own. Raises Unmatched."""
 
-    def start(self, state: Mapping[str, nn.Parameter]) -> None:
+    def start(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters the values that they have on the ranks. Raises Unmatched."""
+
+    def started(self, state: Mapping[str, Tensor]) -> None:
+        """Check that tensors which were used started from the values of the ranks. Raises Unmatched."""
 
     def before_step(self, number: int, optimizer: Optimizer, taken: Mapping[str, int]) -> None:
         """Give the optimizer the settings of the ranks. Raises Unmatched where other data came in than there."""
@@ -89,13 +90,11 @@ class ScriptWatch:
         self._save, self._feed = save, feed
         self._inside = 0  # models, backward passes and schedules that run
         self._stepping = 0
-        self._models: list[nn.Module] = []
-        self._known: set[int] = set()  # modules of models
-        self._held: dict[str, HeldInScript] = {}
-        self._start: dict[str, Tensor] = {}
+        self._state = ScriptState()
         self._events: dict[str, list[Tensors]] = {}
         self._loaders: dict[int, int] = {}
         self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
         self._own: dict[str, Tensor | None] = {}
         self._gradients: dict[str, Tensor | None] = {}
         self._steps: list[SeenStep] = []
@@ -127,18 +126,21 @@ class ScriptWatch:
 
     def record(self) -> ScriptRecord:
         """Return what was seen."""
-        dtypes = [start.dtype for start in self._start.values()]
+        state = self._state
+        dtypes = [state.start[name].dtype for name, held in state.held.items() if held.kind == "parameter"]
         dtype = max(set(dtypes), key=lambda d: (dtypes.count(d), str(d))) if dtypes else torch.get_default_dtype()
         return ScriptRecord(
             self._rank,
-            tuple(self._held.values()),
-            dict(self._start),
+            tuple(state.held.values()),
+            dict(state.start),
             tuple(self._steps),
             {kind: tuple(events) for kind, events in self._events.items()},
             tuple(dict.fromkeys(self.groups)),
             tuple(self.notes),
             self._drew,
             dtype,
+            state.unseen(),
+            state.replica(),
         )
 
     # Data.
@@ -152,12 +154,13 @@ class ScriptWatch:
         events = self._events.setdefault(kind, [])
         if self._feed is not None:
             used = self._feed.data(kind, len(events), used)
-        elif self._vary:
-            used = tuple(varied(t, self._rank, len(events)) for t in used)
+        elif self._vary is not None:
+            used = tuple(varied(t, self._vary, len(events)) for t in used)
         events.append(tuple(t.detach().clone() for t in used))
         return used
 
     def _changes(self) -> list[tuple[Any, str, Any]]:
+        add_group = Optimizer.add_param_group
         call, loader, autograd = nn.Module.__call__, DataLoader.__iter__, torch.autograd.backward
         single, several = schedules.PipelineScheduleSingle.step, schedules.PipelineScheduleMulti.step
         from_numpy = torch.from_numpy
@@ -177,6 +180,10 @@ class ScriptWatch:
             for batch in loader(this):
                 yield exchanged(batch, f"batch {number}", self._take)
 
+        def added(this: Optimizer, group: dict[str, Any]) -> None:
+            self._state.meet_optimizer(this)
+            add_group(this, group)
+
         def backward(tensors: Any, grad_tensors: Any = None, *rest: Any, **named: Any) -> None:
             if self._inside:
                 return autograd(tensors, grad_tensors, *rest, **named)
@@ -195,12 +202,41 @@ class ScriptWatch:
         return [
             (nn.Module, "__call__", called),
             (DataLoader, "__iter__", loaded),
+            (Optimizer, "add_param_group", added),
             (torch.autograd, "backward", backward),
             (Tensor, "backward", tensor_backward),
             (schedules.PipelineScheduleSingle, "step", self._schedule(single)),
             (schedules.PipelineScheduleMulti, "step", self._schedule(several)),
+            *self._clipping(),
             (torch, "from_numpy", lambda array: exact_tensor(from_numpy(array)) if self._double else from_numpy(array)),
         ]
+
+    def _clipping(self) -> list[tuple[Any, str, Any]]:
+        """Note the norms that gradients are clipped by: where they lie below the limit, nothing else shows them."""
+        clip, by_norm = nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_
+        sharded = FullyShardedDataParallel.clip_grad_norm_
+
+        def clipped(*args: Any, **named: Any) -> Any:
+            return self._noted(clip(*args, **named))
+
+        def clipped_by(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **named: Any) -> None:
+            self._noted(total_norm)
+            by_norm(parameters, max_norm, total_norm, *args, **named)
+
+        def clipped_sharded(*args: Any, **named: Any) -> Any:
+            return self._noted(sharded(*args, **named))
+
+        owners = (nn.utils, nn.utils.clip_grad)
+        return [
+            *((owner, "clip_grad_norm_", clipped) for owner in owners),
+            *((owner, "clip_grads_with_norm_", clipped_by) for owner in owners),
+            (FullyShardedDataParallel, "clip_grad_norm_", clipped_sharded),
+        ]
+
+    def _noted(self, norm: Any) -> Any:
+        if isinstance(norm, Tensor) and norm.numel() == 1:
+            self._norms.append(_scalar(norm))
+        return norm
 
     def _schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(this: Any, *args: Any, target: Any = None, losses: Any = None, **named: Any) -> Any:
@@ -246,54 +282,38 @@ class ScriptWatch:
         """Get to know the model of a module that is called, and give it its values at the start."""
         if self._stopped:
             raise Stopped
-        if id(module) in self._known:
+        if self._state.knows(module):
             return
-        model = outermost(module)
-        self._known |= {id(part) for part in (module, *model.modules())}
-        if any(model is known for known in self._models):
-            return
-        self._models.append(model)
-        new = {name: entry for name, entry in self._state().items() if name not in self._held}
-        forgotten = [name for name, (parameter, _) in new.items() if left_as_filled(parameter)]
+        self._state.meet_model(module)
+        self._state.meet_aside()
+        new = self._state.new()
+        forgotten = [one.names[0] for one in new if one.kind == "parameter" and left_as_filled(one.tensor)]
         if forgotten:
             few = ", ".join(forgotten[:2]) + (f" and {len(forgotten) - 2} more" if len(forgotten) > 2 else "")
             self.tell(f"after `to_empty` nothing initialises {few}: they were given small numbers")
         if self._feed is not None:
-            self._feed.start({name: parameter for name, (parameter, _) in new.items()})
-        for name, (parameter, tied) in new.items():
-            self._held[name] = held(name, parameter, tied)
-            self._start[name] = local_value(parameter).clone()
-
-    def _state(self) -> State:
-        found: State = {}
-        seen: set[int] = set()
-        for number, model in enumerate(self._models):
-            for name, parameter, tied in parameters_of(model, number):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found[name] = parameter, tied
-        return found
+            self._feed.start({one.names[0]: one.tensor for one in new if one.given})
+            self._state.hold(new)
 
     # Backward passes and steps.
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:
         """Run a backward pass. On one rank, note what it adds to each gradient, then average over the data parts."""
-        if self._feed is None:
-            with self._entered():
-                yield
-            return
-        before = {name: local_gradient(parameter) for name, (parameter, _) in self._state().items()}
+        outside = self._state.watch_outside()
+        before = {} if self._feed is None else self._state.gradients()
         with self._entered():
             yield
-        state = self._state()
-        for name, (parameter, _) in state.items():
-            added, earlier = local_gradient(parameter), before.get(name)
+        new = outside()
+        if self._feed is None:
+            return
+        self._feed.started({one.names[0]: one.tensor for one in new})
+        for name, added in self._state.gradients().items():
             if added is not None:
+                earlier, own = before.get(name), self._own.get(name)
                 added = added if earlier is None else added - earlier
-                own = self._own.get(name)
                 self._own[name] = added if own is None else own + added
-        self._feed.after_backward([parameter for parameter, _ in state.values()])
+        self._feed.after_backward(list(self._state.parameters().values()))
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._stopped:
@@ -304,22 +324,23 @@ class ScriptWatch:
         if self._feed is not None:
             taken = {kind: len(events) for kind, events in self._events.items()}
             self._feed.before_step(len(self._steps), optimizer, taken)
-        state = self._state()
-        self._gradients = {name: local_gradient(parameter) for name, (parameter, _) in state.items()}
-        known = {id(parameter) for parameter, _ in state.values()}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-            self.tell("an optimizer has parameters of no model that was called: they are not compared")
+        self._gradients = self._state.gradients()
+        if any(True for _ in self._state.unknown()):
+            self.tell("an optimizer has tensors that no module holds and no backward pass reaches: not compared")
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
-        state = {name: local_value(parameter).clone() for name, (parameter, _) in self._state().items()}
+        state = self._state.values()
         settings = tuple(settings_of(group) for group in optimizer.param_groups)
         taken = {kind: len(events) for kind, events in self._events.items()}
         losses, self._losses = tuple(self._losses), []
         own, self._own = self._own, {}
-        self._steps.append(SeenStep(losses, self._gradients, own, state, settings, taken))
+        norm = torch.stack(self._norms).norm() if self._norms else None
+        self._norms = []
+        late = changed(self._gradients, self._state.gradients())
+        self._steps.append(SeenStep(losses, self._gradients, own, state, settings, taken, norm, late))
         self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         enough = (
             min(self._made.values()) >= self._wanted if self._feed is None else len(self._steps) >= self._feed.steps
@@ -337,48 +358,3 @@ def _scalar(loss: Tensor) -> Tensor:
     value = loss.detach()
     value = value.full_tensor() if isinstance(value, DTensor) else value
     return local_value(value).reshape(()).clone().double()
-
-
-def outermost(module: nn.Module) -> nn.Module:
-    """Return the module that holds this one and that no other module holds: the smallest, where there are several."""
-    objects = gc.get_objects()  # hundreds of thousands: nothing in Python looks at each of them
-    kinds = list(map(type, objects))
-    of_modules = {kind for kind in set(kinds) if issubclass(kind, nn.Module)}
-    holders: dict[int, list[nn.Module]] = {}
-    for found in compress(objects, map(of_modules.__contains__, kinds)):
-        for part in found.children():
-            holders.setdefault(id(part), []).append(found)
-    above, tops, seen = [module], [], {id(module)}
-    while above:
-        one = above.pop()
-        more = holders.get(id(one), [])
-        if not more:
-            tops.append(one)
-        above += [m for m in more if id(m) not in seen]
-        seen |= {id(m) for m in more}
-    return min(tops, key=lambda m: sum(1 for _ in m.modules()), default=module)
-
-
-def parameters_of(root: nn.Module, number: int) -> Iterator[tuple[str, nn.Parameter, tuple[str, ...]]]:
-    """Yield each parameter of a model once: its name, and the other names that it has."""
-    names: dict[int, list[str]] = {}
-    found: dict[int, nn.Parameter] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        found[id(parameter)] = parameter
-        names.setdefault(id(parameter), []).append(clean_name(name) or name)
-    before = f"model {number + 1}: " if number else ""
-    for key, parameter in found.items():
-        first, *rest = dict.fromkeys(before + name for name in names[key])
-        yield first, parameter, tuple(rest)
-
-
-def held(name: str, parameter: nn.Parameter, tied: tuple[str, ...]) -> HeldInScript:
-    """Describe a parameter as this rank holds it."""
-    places: Addresses | None = None
-    if isinstance(parameter, DTensor):
-        shapes = {name: parameter.shape}
-        places = claimed(parameter, name, StateMap({name: 0}, shapes, {name: "parameter"}, parameter.numel(), (name,)))
-    shape = tuple(local_value(parameter).shape)
-    return HeldInScript(
-        name, tuple(parameter.shape), shape, places, layout_words(parameter), parameter.requires_grad, tied
-    )

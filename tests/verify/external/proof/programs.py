@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from verify.external.program import ExternalProgram
@@ -296,6 +297,18 @@ def other_model(faults: Faults, inner: Any) -> Callable[..., Any]:
     return parallelize
 
 
+def replicated(*, ignored: str = "", called: bool = True) -> Any:
+    """Wrap the model in DDP; `ignored`: a parameter; without `called`, its module is called."""
+
+    def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+        if ignored:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [ignored])
+        made = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+        return made if called else made.module  # type: ignore[no-any-return]
+
+    return parallelize
+
+
 TP, DP, BOTH = (("tp", 2),), (("dp", 2),), (("dp", 2), ("tp", 2))
 
 
@@ -309,6 +322,7 @@ def right_programs(layers: int = 1) -> dict[str, ExternalProgram]:
         "sequence by data parallel": program(averaged(sequence_parallel), BOTH, layers),
         "sharded data parallel": program(data_parallel, DP, layers),
         "data parallel by hooks": program(averaged(lambda model, mesh: model), DP, layers),
+        "DDP": program(replicated(), DP, layers),
         "by hand": program(by_hand(), TP, layers),
         "by hand on two axes": program(averaged(by_hand()), BOTH, layers),
     }
@@ -372,7 +386,14 @@ def mutants() -> dict[str, ExternalProgram]:
         ),
         "the batch is not divided": replace(program(averaged(lambda model, mesh: model, "sum"), DP), data_axes=()),
     }
-    return found
+    return found | _of_ddp()
+
+
+def _of_ddp() -> dict[str, ExternalProgram]:
+    return {
+        "DDP ignores a parameter": program(replicated(ignored="norm.bias"), DP),
+        "the module of DDP is called": program(replicated(called=False), DP),
+    }
 
 
 def _changed(inner: Callable[..., Any], **changes: Any) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 
 from tests.sampling import every
@@ -26,6 +27,8 @@ REFUTED = {  # what is certain from layouts alone, and a word of what is said of
     "terms leave the feed-forward part": "`native_layer_norm` reads a tensor whole",
     "a norm's gradient is not summed": "not summed over tp",
     "the last norm's gradient is not summed": "not summed over tp",
+    "DDP ignores a parameter": "it is not summed over dp",
+    "the module of DDP is called": "it is not summed over dp",
     "gradients are not averaged": "not summed over dp",
     "gradients are summed": "2 times",
     "gradients are summed twice": "4 times",
@@ -86,6 +89,17 @@ def test_hooks_of_fsdp2_are_not_traced_and_it_says_so() -> None:
     found = prove_external(program(sharded, (("dp", 2),)))
     assert found.verdict is Verdict.INCONCLUSIVE
     assert found.reason is not None and found.reason.startswith("FSDP2's hooks move parameters outside")
+
+
+def test_a_hook_in_place_of_ddps_average_is_not_traced_and_it_says_so() -> None:
+    def hooked(model: nn.Module, mesh: object) -> nn.Module:
+        made = nn.parallel.DistributedDataParallel(model)
+        made.register_comm_hook(None, allreduce_hook)
+        return made
+
+    found = prove_external(program(hooked, (("dp", 2),)))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.reason is not None and found.reason.startswith("DistributedDataParallel's reducer is no operator")
 
 
 def test_what_cannot_be_traced_is_inconclusive() -> None:

@@ -110,7 +110,7 @@ def test_copies_without_a_reduction_are_no_pass(tmp_path: Path) -> None:
     report = verify_script([str(script)], ranks=2)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
     (finding,) = report.findings
-    assert finding.code == "claim_not_tested"
+    assert finding.code == "not_compared"
     assert "an averaging all_reduce over data is missing" in finding.message
 
 

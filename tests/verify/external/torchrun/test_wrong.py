@@ -12,6 +12,7 @@ from verify.results.verdict import Verdict
     ("command", "ranks", "code", "cause"),
     [
         pytest.param("by_hand.py --broken reduce", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
+        pytest.param("by_hand.py --inside --broken late", 2, "gradient_differs", "missing_reduction"),
         pytest.param("by_hand.py --broken late", 3, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
         pytest.param("by_hand.py --broken group", 4, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
         pytest.param("by_hand.py --broken average", 3, "gradient_differs", "scaled", marks=pytest.mark.long),
@@ -28,6 +29,9 @@ from verify.results.verdict import Verdict
             "megatron_style.py --broken copy", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
         ("megatron_style.py --broken bias", 2, "loss_differs", "differs"),
+        ("kept_state.py --broken temperature", 2, "gradient_differs", "missing_reduction"),
+        ("by_hand.py --broken norm", 2, "gradient_norm_differs", "differs"),
+        pytest.param("kept_state.py --broken weights", 2, "buffer_differs", "scaled", marks=pytest.mark.long),
     ],
 )
 def test_wrong(command: str, ranks: int, code: str, cause: str) -> None:
@@ -39,7 +43,7 @@ def test_wrong(command: str, ranks: int, code: str, cause: str) -> None:
 
 def test_only_what_is_not_reduced_is_named() -> None:
     report = verified("by_hand.py --broken late", 2)
-    (finding,) = report.findings
+    (finding,) = (finding for finding in report.findings if finding.code == "gradient_differs")
     assert finding.counter_example["tensors"] == "0.bias, 2.bias, 2.weight"
 
 
@@ -49,3 +53,38 @@ def test_replicas_that_nobody_made_equal() -> None:
     (finding,) = report.findings
     assert finding.code == "replicas_differ"
     assert "0.weight" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("by_hand.py --idle", "the gradient of 0.bias, 0.weight is zero in every step"),
+        ("kept_state.py --broken mean", "not with the script on one rank, given the rows of all: mean differs"),
+        pytest.param(
+            "kept_state.py --twice", "steps change several Model aside, which cannot be found", marks=pytest.mark.long
+        ),
+        pytest.param("kept_state.py --broken start", "steps change Model aside: linear.bias", marks=pytest.mark.long),
+    ],
+)
+def test_what_cannot_be_compared_is_named(command: str, words: str) -> None:
+    report = verified(command, 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    finding = report.findings[-1]
+    assert finding.code == "not_compared" and words in finding.message, told(report)
+    assert finding.help is not None
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("fsdp_transformer.py --same-rows --broken norm", 2),
+        pytest.param("two_dimensions.py --same-rows --broken fsdp", 4, marks=pytest.mark.long),
+        pytest.param("two_dimensions.py --same-rows --broken root", 4, marks=pytest.mark.long),
+    ],
+)
+def test_a_reduction_that_equal_rows_hide_is_tried_on_others(command: str, ranks: int) -> None:
+    report = verified(command, ranks)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    (finding,) = report.findings
+    assert finding.code == "not_compared"
+    assert "an averaging all_reduce over data is missing" in finding.message, told(report)

@@ -1,7 +1,8 @@
 """Data parallelism by hand: every rank takes its slice of each batch, and gradients are averaged by an all_reduce.
 
 --broken: "reduce" leaves it out, "average" does not divide, "group" averages in pairs of ranks, "late" reduces only the
-first parameter, "init" starts every rank from other values.
+first parameter, "init" starts every rank from other values, "norm" clips by that of its own rows, to a high limit.
+--inside: the optimizer's step averages. --idle: the first step has a rate of 0, and the last layer begins with zeros.
 """
 
 import argparse
@@ -14,15 +15,37 @@ from torch import nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--broken", default="")
 parser.add_argument("--loss", choices=("mean", "sum"), default="mean")
+parser.add_argument("--inside", action="store_true")
+parser.add_argument("--idle", action="store_true")
 args = parser.parse_args()
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo")
 torch.manual_seed(rank if args.broken == "init" else 0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+if args.idle:
+    nn.init.zeros_(model[2].weight)
 data = torch.Generator().manual_seed(3)
 inputs, targets = torch.randn(48, 6, generator=data), torch.randn(48, 1, generator=data)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def average():
+    for number, parameter in enumerate(model.parameters()):
+        if args.broken == "reduce" or (args.broken == "late" and number):
+            continue
+        dist.all_reduce(parameter.grad, group=group)
+        if args.loss == "mean" and args.broken != "average":
+            parameter.grad /= dist.get_world_size(group)
+
+
+class Averaging(torch.optim.SGD):
+    def step(self, closure=None):
+        average()
+        return super().step(closure)
+
+
+kind = Averaging if args.inside else torch.optim.SGD
+optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
 group = dist.group.WORLD
 if args.broken == "group":
     pairs = [dist.new_group(list(range(first, min(first + 2, world)))) for first in range(0, world, 2)]
@@ -35,12 +58,13 @@ for step in range(4):
     gap = (model(x) - y) ** 2
     loss = gap.mean() if args.loss == "mean" else gap.sum()
     loss.backward()
-    for number, parameter in enumerate(model.parameters()):
-        if args.broken == "reduce" or (args.broken == "late" and number):
-            continue
-        dist.all_reduce(parameter.grad, group=group)
-        if args.loss == "mean" and args.broken != "average":
-            parameter.grad /= dist.get_world_size(group)
+    if not args.inside:
+        own = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        average()
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1e3, own if args.broken == "norm" else norm)
+    if args.idle:
+        optimizer.param_groups[0]["lr"] = 0.01 * step
     optimizer.step()
     print("step", step, "loss", loss.item())
 dist.destroy_process_group()
