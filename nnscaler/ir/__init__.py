@@ -2,7 +2,6 @@
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slot, as_call
 from nnscaler.ir.invariants import InternalError, check_graph
-from nnscaler.ir.layout import MICRO, Axis, DeviceMesh, Invariant, Layout, Partial, Replicated, Sharded, State
 from nnscaler.ir.placement import (
     Choice,
     PartitionedGraph,
@@ -14,6 +13,7 @@ from nnscaler.ir.placement import (
     Stage,
 )
 from nnscaler.ir.text import print_graph
+from nnscaler.layout import MICRO, Axis, DeviceMesh, Invariant, Layout, Partial, Replicated, Sharded, State
 
 __all__ = [
     "Axis",

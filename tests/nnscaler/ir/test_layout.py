@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from op_registry.rank_expression import Expression
 
-from nnscaler.ir.layout import (
+from nnscaler.ir.legal_layout import explain_illegal, shape_of_rank
+from nnscaler.layout import (
     INVARIANT,
     PARTIAL,
     REPLICATED,
@@ -18,7 +19,6 @@ from nnscaler.ir.layout import (
     Partial,
     Sharded,
     State,
-    explain_illegal,
     format_layout,
     full_along,
     gradient_state,
@@ -27,7 +27,6 @@ from nnscaler.ir.layout import (
     local_outer,
     local_shape,
     parse_state,
-    shape_of_rank,
     without_gradient,
 )
 from tests.layouts import gradient_of

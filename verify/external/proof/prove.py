@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from op_registry.call import instances_in
 from op_registry.spec import SourceLocation
 
-from nnscaler.ir.layout import Axis
+from nnscaler.layout import Axis
 from verify.external.program import ExternalProgram
 from verify.external.proof.align_ranks import Aligned, align
 from verify.external.proof.call_layouts import Lifting

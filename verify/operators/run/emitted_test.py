@@ -23,7 +23,8 @@ from op_registry.call import Call, DType, TensorArgument
 from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
-from nnscaler.runtime.cut import Cut
+from nnscaler.layout import Sharded
+from nnscaler.runtime.cut import piece_of
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.operand_shards import Lay, spread
@@ -97,10 +98,10 @@ def _indices(lay: Lay, rank: Sequence[int], shape: Sequence[int]) -> list[list[i
     found: list[list[int] | None] = [None] * len(shape)
     for axis in lay.order:
         held = lay.held[axis]
-        if isinstance(held, Cut):
+        if isinstance(held, Sharded):
             before = found[held.dim]
             along = torch.arange(shape[held.dim]) if before is None else torch.tensor(before)
-            found[held.dim] = replace(held, dim=0).piece(along, lay.parts[axis], rank[axis]).tolist()
+            found[held.dim] = piece_of(along, replace(held, dim=0), lay.parts[axis], rank[axis]).tolist()
     return found
 
 

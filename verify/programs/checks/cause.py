@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Sharded
+from nnscaler.layout import Sharded
 from nnscaler.runtime.shards import Coordinates, unravel
 from verify.programs.checks.logical_tensors import Holding, StageTensor
 from verify.results.tolerance import difference, largest

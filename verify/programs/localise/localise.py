@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.role import MICRO
+from nnscaler.layout import MICRO
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.execution.compare_variables import facts_of
 from verify.programs.execution.rank_program import Task

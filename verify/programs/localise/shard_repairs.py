@@ -8,8 +8,8 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Invariant, Partial, Sharded, State
-from nnscaler.runtime.role import IN_STEP, place_in_time, sizes_in_time
+from nnscaler.layout import IN_STEP, Invariant, Partial, Sharded, State
+from nnscaler.runtime.role import place_in_time, sizes_in_time
 from nnscaler.runtime.shards import Coordinates, assemble, local_shape, shard, unravel
 from verify.programs.checks.cause import multiple_of_right
 from verify.programs.execution.compare_variables import gradient_states
