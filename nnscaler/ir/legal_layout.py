@@ -37,7 +37,7 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], 
             reason = None if owned else explain_sizes(state.sizes, parts, state.outer, size)
             if reason:
                 return f"dim {state.dim}: {reason}"
-            alone[state.dim] = "unevenly cut"
+            alone.setdefault(state.dim, "unevenly cut")
             uneven.setdefault(state.dim, []).append(state.outer)
         elif size % (state.outer * parts):
             return f"dim {state.dim} of size {size} does not divide by {state.outer} x {parts}"

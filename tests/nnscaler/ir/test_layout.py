@@ -49,6 +49,7 @@ ILLEGAL: list[tuple[Layout, tuple[int, ...], tuple[int, ...], str]] = [
     ((Sharded(0, 2), Sharded(0)), (2, 3), (24,), "two axes overlap on dim 0"),
     ((Sharded(0, sections=(4, 3)),), (2,), (7,), "sections (4, 3) of dim 0 (size 7) do not divide by 2"),
     ((Sharded(0, sections=(4, 4)), Sharded(0, 2)), (2, 2), (8,), "a second axis on the sectioned dim 0"),
+    ((Sharded(0, sections=(6, 3)), Sharded(0, 3, sizes=(1, 2))), (3, 2), (9,), "a second axis on the sectioned dim 0"),
     ((Sharded(0, sizes=(4, 3)),), (3,), (7,), "dim 0: 2 sizes for 3 parts"),
     ((Sharded(0, sizes=(4, 3)),), (2,), (8,), "dim 0: the sizes (4, 3) do not add up to 8"),
     ((Sharded(0, 2, sizes=(4, 3)),), (2,), (7,), "dim 0: the sizes (4, 3) in 2 blocks do not add up to 7"),
