@@ -48,7 +48,7 @@ class NotWritable(Exception):
     """Something has no text; the message says what."""
 
 
-def tensor_text(tensor: Tensor, indent: int = 4) -> str:
+def tensor_text(tensor: Tensor) -> str:
     """`torch.tensor([[1.0, 2.0]], dtype=torch.float64)`, exact, over several lines where it is long."""
     if tensor.numel() > LARGEST:
         raise NotWritable(f"a tensor of shape {tuple(tensor.shape)} is too large to write out")
@@ -59,10 +59,10 @@ def tensor_text(tensor: Tensor, indent: int = 4) -> str:
     text = f"torch.tensor({values}, dtype={tensor.dtype}){tail}"
     if any(word in text for word in ("nan", "inf")):
         text = text.replace("nan", 'float("nan")').replace("inf", 'float("inf")')
-    if len(text) + indent <= WIDTH:
+    if len(text) + 4 <= WIDTH:
         return text
-    wrapped = textwrap.fill(text, WIDTH - indent - 4, break_long_words=False, break_on_hyphens=False)
-    return wrapped.replace("\n", "\n" + " " * (indent + 4))
+    wrapped = textwrap.fill(text, WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    return wrapped.replace("\n", "\n" + " " * 8)
 
 
 def call_text(call: Call, operator: str, coordinates: Mapping[str, int], dtype: torch.dtype) -> str:
