@@ -157,10 +157,10 @@ def _records(folder: Path, ranks: int) -> Records:
 
 def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Console) -> _Planned:
     """Trace the model and make its plan."""
-    from nnscaler.compile import WantedPlan, limit_of, make
+    from nnscaler.compile import limit_of, make
     from nnscaler.ir.precision import parse_precision
     from nnscaler.performance.predict import programmed
-    from nnscaler.plan_source import plan_source, schedule_of_request
+    from nnscaler.plan_source import plan_source, wanted_plan
     from nnscaler.tracing import trace
     from nnscaler.transform.plan import Plan
 
@@ -171,15 +171,7 @@ def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Con
     start = time.perf_counter()
     traced = trace(model.build(), model.inputs, specialise=request.specialise, precision=precision)
     console.progress(f"trace        {time.perf_counter() - start:5.1f} s  {len(traced.graph.operations)} operations")
-    wanted = WantedPlan(
-        ranks,
-        source,
-        schedule_of_request(request),
-        request.micro_batches,
-        request.replicate,
-        precision,
-        request.optimizer_bytes,
-    )
+    wanted = wanted_plan(request, source, ranks, precision)
     start = time.perf_counter()
     made = make(traced.graph, wanted)
     plan = replace(made.plan, precision=precision)
