@@ -84,11 +84,11 @@ def run(options: argparse.Namespace) -> int:
             end - time.monotonic() - _WRITING,
         )
     profile.save(options.out)
-    for name, reason in profile.skipped:
-        console.warning(f"not measured: {name}: {reason}")
+    for one in profile.skipped:
+        console.warning(f"not measured: {one.signature}: {one.reason}")
     for line in summary(profile):
         console.result(line)
-    console.result(f"wrote {options.out}: {len(profile.entries)} shards, {len(profile.collectives)} collectives")
+    console.result(f"wrote {options.out}: {len(profile.operators)} shards, {len(profile.collectives)} collectives")
     return 0
 
 
@@ -109,8 +109,8 @@ def summary(profile: Profile) -> list[str]:
         f"{profile.cluster.name}: {peaks}; {memory}",
         f"besides: {beside}" + (f"; ranks that compute {crowding}" if crowding else ""),
         f"links ({level.name}): {level.bandwidth / 1e9:.3g} GB/s, latency {level.latency * 1e6:.3g} us",
-        _error("operators", profile.operators_error, "with a factor per operator"),
-        _error("collectives", profile.collectives_error, "from the other sizes of a kind and group"),
+        _error("operators", profile.calibration.operators, "with a factor per operator"),
+        _error("collectives", profile.calibration.collectives, "from the other sizes of a kind and group"),
     ]
 
 
