@@ -203,11 +203,6 @@ def gradient_state(state: State) -> State:
     return REPLICATED if isinstance(state, Partial) else state
 
 
-def letter(state: State) -> str:
-    """Return I, R, S, P or, for a prefix, <: for compact listings."""
-    return "<" if isinstance(state, Prefix) else type(state).__name__[0]
-
-
 def intervals_nest(outer_a: int, parts_a: int, outer_b: int, parts_b: int) -> bool:
     """Return whether two axes may split one dim: their radix intervals do not overlap, and the digits divide."""
     return outer_b % (outer_a * parts_a) == 0 or outer_a % (outer_b * parts_b) == 0

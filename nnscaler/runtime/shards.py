@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from nnscaler.layout import Invariant, Partial, Prefix, Sharded, State, States
+from nnscaler.layout import Partial, Prefix, Sharded, States
 from nnscaler.runtime.cut import join_pieces, nested, piece_of
 
 Coordinates = Mapping[str, int]
@@ -275,8 +275,3 @@ def put(value: Tensor, piece: Tensor, held: Sequence[Tensor | None]) -> None:
         return
     index = [torch.arange(size) if h is None else h for size, h in zip(value.shape, held, strict=True)]
     value[torch.meshgrid([i.to(value.device) for i in index], indexing="ij")] = piece
-
-
-def state_of(states: States, axis: str) -> State:
-    """Return the state on `axis`: Invariant when it is not listed."""
-    return states.get(axis, Invariant())
