@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import nnscaler
+from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import CommunicatorBase
-from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.training.saving.checkpoint import SAVING, RunRecord, begin, model_shards, publish, run_objects
 from nnscaler.runtime.training.saving.dcp import Folder, whole, write_part
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor

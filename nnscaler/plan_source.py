@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.precision import parse_precision
+from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.planning.auto import AutoPlan, cluster_of, parse_auto
 from nnscaler.planning.named_policies import parse_ready
 from nnscaler.planning.parse_axes import parse_axes, parse_spec, ranks_in
@@ -62,7 +62,7 @@ class CompileRequest:
 
 
 if TYPE_CHECKING:
-    from nnscaler.compile import PlanSource
+    from nnscaler.compile import PlanSource, WantedPlan
     from nnscaler.transform.plan import Plan
 
 FORMS = (
@@ -122,6 +122,21 @@ def plan_source(request: CompileRequest) -> PlanSource:
     Raises NnscalerError `plan_illegal`, and as `asked_search`.
     """
     return asked_search(request) or _named(request)
+
+
+def wanted_plan(request: CompileRequest, source: PlanSource, ranks: int, precision: Precision | None) -> WantedPlan:
+    """Return `source` as the plan that the request wants, under its schedule and with its micro-batches."""
+    from nnscaler.compile import WantedPlan
+
+    return WantedPlan(
+        ranks,
+        source,
+        schedule_of_request(request),
+        request.micro_batches,
+        request.replicate,
+        precision,
+        request.optimizer_bytes,
+    )
 
 
 def read_plan(spec: str) -> PlanSource:

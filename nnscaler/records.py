@@ -6,10 +6,12 @@ version may add some; an entry with a default may be missing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from hashlib import sha256
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -42,6 +44,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [encode(item) for item in value]
     return value
+
+
+def digest(value: Any) -> str:
+    """Return a hash of a record, or of what is made of records, whatever the order of its names."""
+    return sha256(json.dumps(encode(value), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def decode(record: type[T], data: object) -> T:

@@ -1,7 +1,6 @@
 """Layouts by definition: the one second opinion on how values are cut and how gradients lie.
 
-`nnscaler.runtime.cut` and `nnscaler.ir.layout` are the product's. What is here shares nothing with them, and takes the
-compiler's states and the runtime's alike.
+`nnscaler.runtime.cut` and `nnscaler.layout` are the product's. What is here shares nothing with them.
 """
 
 from __future__ import annotations

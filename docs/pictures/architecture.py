@@ -68,7 +68,7 @@ def _floors(contracts: list[dict[str, Any]]) -> Iterator[list[str]]:
 
 def _standing_on(contracts: list[dict[str, Any]]) -> set[str]:
     """Return the modules that the runtime may import: those that stand on the standard library alone."""
-    (ground,) = (c["source_modules"] for c in contracts if c["name"].startswith("The manifest stands on"))
+    (ground,) = (c["source_modules"] for c in contracts if c["name"].startswith("Manifest and layouts stand on"))
     return set(ground)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from docs.pictures.svg import Picture, line, paragraph, rect, words
-from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.ir.layout_conversion import ROWS
-from nnscaler.runtime.cut import Cut
+from nnscaler.layout import Invariant, Partial, Replicated, Sharded
+from nnscaler.runtime.cut import pieces_of
 
 RANKS = 2
 VALUE, GRADIENT = torch.tensor([3, 1, 4, 2]), torch.tensor([2, 5, 1, 4])
@@ -32,7 +32,7 @@ def _terms(whole: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _shards(whole: torch.Tensor) -> list[torch.Tensor]:
-    return Cut(0).pieces(whole, RANKS)
+    return pieces_of(whole, Sharded(0), RANKS)
 
 
 @dataclass(frozen=True, slots=True)

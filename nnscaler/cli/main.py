@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnscaler.cli.output.exit_codes import ExitCode
 from nnscaler.cli.shadowed_packages import wrong_package
@@ -129,10 +129,26 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         self_test,
         list_things,
     ):
-        command.add_parser(commands, EXIT_CODES)
+        _add_command(commands, command)
     for name in COMMANDS:
         commands.choices[name].set_defaults(**(defaults or {}))
     return parser
+
+
+def _add_command(commands: Any, command: Any) -> None:
+    """Add a command, which is a module: `NAME`, `HELP`, `DESCRIPTION`, `EPILOG`, `add_options`, and `run` where its
+    actions have none."""
+    parser = commands.add_parser(
+        command.NAME,
+        help=command.HELP,
+        description=command.DESCRIPTION,
+        epilog=f"{command.EPILOG}\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=command.NAME != "train",  # which tells of the settings in its file, too
+    )
+    parser.set_defaults(command=getattr(command, "run", None))
+    command.add_options(parser)
 
 
 def _version() -> str:

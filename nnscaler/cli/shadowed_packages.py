@@ -14,11 +14,11 @@ from pathlib import Path
 NEIGHBOURS = ("op_registry", "verify")
 
 
-def wrong_package(names: tuple[str, ...] = NEIGHBOURS) -> str | None:
-    """Say what is wrong, with both paths and the cure, if one of `names` would come from elsewhere; None if all is
+def wrong_package() -> str | None:
+    """Say what is wrong, with both paths and the cure, if one of them would come from elsewhere; None if all is
     well."""
     root = Path(__file__).resolve().parents[2]
-    for name in names:
+    for name in NEIGHBOURS:
         found = _file_of(name)
         expected = root / name / "__init__.py"
         if found is None or found.resolve() != expected:

@@ -10,8 +10,8 @@ from typing import Any
 from op_registry.call import AxisArgument, Call, DType, TensorArgument
 from op_registry.rank_expression import Coefficient, Expression
 
-from nnscaler.ir.layout import Axis, Invariant, Layout, Partial, Prefix, Replicated, Sharded, local_outer
 from nnscaler.ir.layout_conversion import ConversionStep
+from nnscaler.layout import Axis, Invariant, Layout, Partial, Prefix, Replicated, Sharded, local_outer
 
 
 def literal(value: Any, variables: Sequence[str]) -> str:
@@ -109,7 +109,7 @@ def local_state_text(layout: Layout, sizes: Sequence[int], axis: int) -> str:
     state = layout[axis]
     if isinstance(state, Sharded):
         return str(replace(state, outer=local_outer(layout, sizes, axis)))
-    return str(state) if isinstance(state, Partial) else f"{state}()"
+    return repr(state)
 
 
 def _cut(move: ConversionStep, sizes: Sequence[int]) -> list[str]:

@@ -18,8 +18,9 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.regions import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, shape_of_rank
+from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.placement import Stage
+from nnscaler.layout import INVARIANT
 
 IMPORTS = """\
 import torch

@@ -25,8 +25,8 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.ir.graph import Graph, Operation, Region
-from nnscaler.ir.layout import MICRO, Invariant, Layout, Replicated
 from nnscaler.ir.placement import Chunk, Stage
+from nnscaler.layout import MICRO, Invariant, Layout, Replicated
 
 # The comments that say where in the model one is: its layers, and its lines.
 
@@ -321,6 +321,5 @@ def states_text(layout: Layout, stage: Stage, at_rest: bool = False) -> str:
             continue
         if at_rest and isinstance(state, Replicated):
             continue
-        text = f"{state}()" if isinstance(state, Replicated) else str(state)
-        entries.append(f'"{axis.name}": {text}')
+        entries.append(f'"{axis.name}": {state!r}')
     return "{" + ", ".join(entries) + "}"

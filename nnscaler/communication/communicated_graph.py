@@ -12,10 +12,10 @@ from op_registry.registry import default_registry
 from nnscaler.ir import gradient_flow
 from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import Graph, Operation, as_call
-from nnscaler.ir.layout import Layout, Sharded
 from nnscaler.ir.layout_conversion import ConversionStep
 from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
 from nnscaler.ir.rotations import Circulates
+from nnscaler.layout import Layout, Sharded
 
 
 @dataclass(frozen=True, slots=True)

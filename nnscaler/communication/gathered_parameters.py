@@ -24,7 +24,7 @@ from nnscaler.communication.communicated_graph import (
     writes,
 )
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Sharded, is_uneven
+from nnscaler.layout import Sharded, is_uneven
 
 _SAME_MEMORY = ("replicate", "invariant")  # rows whose result is a view
 

@@ -33,20 +33,12 @@ from nnscaler.communication.stage_builder import StageBuilder
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import (
-    INVARIANT,
-    REPLICATED,
-    Layout,
-    Partial,
-    Sharded,
-    local_shape,
-    shape_of_rank,
-    with_state,
-)
 from nnscaler.ir.layout_conversion import ConversionStep, volume
+from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph
 from nnscaler.ir.rotations import ROTATE, Direction, circulation, rotations
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import INVARIANT, REPLICATED, Layout, Partial, Sharded, local_shape, with_state
 
 # Tensors that go to a later stage: rank to rank where the meshes have one shape, by regions where they do not.
 

@@ -15,8 +15,9 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from nnscaler.ir.layout import DeviceMesh, Invariant, Layout, Sharded, explain_illegal
+from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.ir.placement import Stage
+from nnscaler.layout import DeviceMesh, Invariant, Layout, Sharded
 
 Slice = tuple[int, int, int]  # start, stop, step
 Digits = tuple[

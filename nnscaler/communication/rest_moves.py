@@ -14,8 +14,8 @@ from typing import Literal
 
 from nnscaler.communication.communicated_graph import StageProgram, Stored
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
-from nnscaler.ir.layout import Layout, local_shape
 from nnscaler.ir.placement import Stage
+from nnscaler.layout import Layout, local_shape
 
 RestPhase = Literal["gather", "B", "gradient"]
 

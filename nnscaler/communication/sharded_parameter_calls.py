@@ -16,8 +16,8 @@ from nnscaler.communication.communicated_graph import CommunicatedGraph, StagePr
 from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
 from nnscaler.communication.stage_calls import CallClass, CallSite, Part, Ranks, bytes_on, groups_over, layer_pattern
 from nnscaler.ir.graph import element_bytes
-from nnscaler.ir.layout import Layout, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
+from nnscaler.layout import Layout, is_uneven, local_shape
 
 _DIRECTIONS = {"gather": "parameter", "B": "gradient", "gradient": "gradient"}
 _PARTS: Mapping[RestPhase, Part] = MappingProxyType({"gather": "gather", "B": "scatter", "gradient": "gradient"})

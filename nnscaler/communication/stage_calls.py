@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
 from typing import Literal
 
@@ -30,9 +30,9 @@ from nnscaler.communication.gathered_parameters import gathered_again
 from nnscaler.communication.regions import BlockMessage, in_micro_batch, transfer
 from nnscaler.communication.zero_bubble_split import statement_halves
 from nnscaler.ir.graph import Graph, Operation, element_bytes
-from nnscaler.ir.layout import SLICE, DeviceMesh, Layout, Partial, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.rotations import ROTATE, Direction, rotations
+from nnscaler.layout import SLICE, DeviceMesh, Layout, Partial, is_uneven, local_shape
 
 # Groups of ranks and sizes of elements: the units of a program's communication profile.
 
@@ -42,13 +42,11 @@ Ranks = tuple[int, ...]
 @lru_cache(maxsize=1024)
 def groups_over(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
     """Return the groups of ranks of a mesh that differ on these axes only, each in the order of the mesh."""
-    outside = [[0] if a.name in axes else range(a.size) for a in mesh.axes]
-    inside = [range(a.size) if a.name in axes else [0] for a in mesh.axes]
-
-    def rank(first: Sequence[int], more: Sequence[int]) -> int:
-        return mesh.ranks[_ravel([x + y for x, y in zip(first, more, strict=True)], mesh.sizes)]
-
-    return tuple(tuple(rank(first, more) for more in product(*inside)) for first in product(*outside))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in mesh.ranks:
+        outside = tuple(index for axis, index in mesh.coordinates(rank).items() if axis not in axes)
+        groups.setdefault(outside, []).append(rank)
+    return tuple(map(tuple, groups.values()))
 
 
 def by_bytes(
@@ -69,13 +67,6 @@ def bytes_on(rank: int, stage: Stage, layout: Layout, shape: Sequence[int], dtyp
     ranks, in_time = tuple(stage.mesh.coordinates(rank).values()), stage.names[stage.first_in_time :]
     places = ((*ranks, *(index if axis == SLICE else 0 for axis in in_time)) for index in range(stage.slices))
     return max(prod(local_shape(layout, stage.sizes, shape, at)) for at in places) * element_bytes(dtype)
-
-
-def _ravel(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
-    position = 0
-    for coordinate, size in zip(coordinates, sizes, strict=True):
-        position = position * size + coordinate
-    return position
 
 
 def ranks_text(ranks: Collection[int]) -> str:

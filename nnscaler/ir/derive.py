@@ -18,20 +18,10 @@ from op_registry.annotation.splits import balanced, explain_sizes, shard_of, spl
 from op_registry.call import AxisShard
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import (
-    INVARIANT,
-    PARTIAL,
-    REPLICATED,
-    Layout,
-    Partial,
-    Prefix,
-    Sharded,
-    State,
-    explain_illegal,
-    without_gradient,
-)
+from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Prefix, Sharded, State, without_gradient
 
 
 def operand_state(bound: BoundAnnotation, operand: BoundOperand | None, split: Split) -> Sharded | None:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, prod
 
-from nnscaler.ir.layout import (
+from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.layout import (
     INVARIANT,
     Invariant,
     Layout,
@@ -30,7 +31,6 @@ from nnscaler.ir.layout import (
     Replicated,
     Sharded,
     State,
-    explain_illegal,
     full_along,
     intervals_nest,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import MICRO, SLICE, Axis, DeviceMesh, Layout, Prefix, Sharded, local_shape
+from nnscaler.layout import MICRO, SLICE, Axis, DeviceMesh, Layout, Prefix, Sharded, local_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import Literal
 
 from nnscaler.ir.derive import circulating_slots
 from nnscaler.ir.graph import LogicalTensor, gradient_dtype
-from nnscaler.ir.layout import INVARIANT, Layout, with_state
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import INVARIANT, Layout, with_state
 
 ROTATE = "rotate"  # the kind of these calls
 Circulates = tuple[tuple[int, tuple[int, ...]], ...]  # (position of an axis, input slots) of what is passed around it

@@ -14,7 +14,7 @@ from nnscaler.instructions import read_instruction
 from nnscaler.performance.predicted_events import PlacedEvent, devices_of, rank_calls
 from nnscaler.runtime.communication.recording import RecordedEvent
 from nnscaler.runtime.jobs.job import JobSpecification
-from nnscaler.runtime.jobs.launcher import ForkServer, launch
+from nnscaler.runtime.jobs.launcher import launch
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read_program
 from nnscaler.timeline_events import SENT, VERSION, Event, Ranks, StepEvents
 
@@ -27,7 +27,7 @@ _NAMES = {  # what the executor does beside its schedule
 }
 
 
-def run_recorded(program: Program, server: ForkServer | None = None) -> Records:
+def run_recorded(program: Program) -> Records:
     """Run the program in a process for each rank on this machine, and return what each recorded of one step.
 
     Raises NnscalerError("run_failed").
@@ -42,7 +42,7 @@ def run_recorded(program: Program, server: ForkServer | None = None) -> Records:
             groups=tuple(groups_of(stages)),
             pairs=tuple(pairs_of(stages)),
         )
-        outcome = launch(job, timeout=_LIMIT, server=server)
+        outcome = launch(job, timeout=_LIMIT)
         if not outcome.ok:
             raise NnscalerError(
                 "run_failed", f"the program did not run: {outcome.describe()}", help="verify-plan says more of it"

@@ -23,11 +23,11 @@ from nnscaler.communication.gathered_parameters import gathered_again, parameter
 from nnscaler.communication.rest_moves import RestPhase, moves_of, rest_moves
 from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
-from nnscaler.ir.layout import full_along, local_shape
 from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.rotations import Direction, as_computed, rotations
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import full_along, local_shape
 from nnscaler.performance.collectives_outside_passes import PricedCall, last_of, taken
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in

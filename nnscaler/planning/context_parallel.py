@@ -15,9 +15,9 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import around_axis, explain_illegal_choice, is_legal
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import SLICE, Sharded
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import SLICE, Sharded
 from nnscaler.transform.candidates import reach
 from nnscaler.transform.propagate import FollowAxis, follow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import PartitionedGraph, Rest, RunPartial, Split
+from nnscaler.layout import MICRO
 
 _WHEN = {1: " between steps", 2: " between steps, and its gradient", 3: ""}  # by stage of ZeRO
 

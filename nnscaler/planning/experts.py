@@ -17,9 +17,9 @@ from op_registry.registry import facts_of
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_states
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import Sharded, State
 from nnscaler.transform.candidates import Candidates, reach
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, EP, Axes, Plan, SplitStep

@@ -1,10 +1,10 @@
 """Run generated rank programs: what role modules import, and the executor that runs them. Imports torch only."""
 
+from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime import ops
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime.program.user_operators import user_operators
 from nnscaler.runtime.role import (
     Buffer,

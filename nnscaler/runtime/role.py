@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nnscaler.instructions import FORM, SLICES, Instruction, StagePasses, batches_written, check_order, shows_its_middle
+from nnscaler.layout import MICRO, SLICE, State
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
-from nnscaler.runtime.layout import State
 from nnscaler.runtime.shards import ravel
 from nnscaler.runtime.split_backward import recompute_in_halves
 
@@ -44,9 +44,6 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
     return instructions
 
 
-MICRO = "micro"  # the axis of micro-batches
-SLICE = "slice"  # the axis of slices of tokens
-IN_STEP = (SLICE, MICRO)  # the axes in time of a whole step
 INPUT_GRADIENT = (
     "nnscaler_gradient_of_"  # of parameters that are zero and are added to an input, whose gradient they get
 )

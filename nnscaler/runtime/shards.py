@@ -13,8 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.cut import Cut, PrefixCut, cut_of, nested
-from nnscaler.runtime.layout import Invariant, Partial, Prefix, Sharded, State, States
+from nnscaler.layout import Partial, Prefix, Sharded, States
+from nnscaler.runtime.cut import join_pieces, nested, piece_of
 
 Coordinates = Mapping[str, int]
 Sizes = Mapping[str, int]
@@ -71,11 +71,8 @@ def local_shape(shape: Sequence[int], states: States, sizes: Sizes, coordinates:
     """Return the shape of the piece of the rank at `coordinates`."""
     local = tuple(shape)
     for axis, state in states.items():
-        if isinstance(state, Sharded):
-            local = cut_of(state).shape_of(local, sizes[axis], coordinates[axis])
-        elif isinstance(state, Prefix):
-            rows = state.ends(shape[state.dim], sizes[axis])[coordinates[axis]]
-            local = (*local[: state.dim], rows, *local[state.dim + 1 :])
+        if isinstance(state, Sharded | Prefix):
+            local = state.shape_of(local, sizes[axis], coordinates[axis])
     return local
 
 
@@ -94,7 +91,7 @@ def logical_indices(
     shape: Sequence[int], states: States, sizes: Sizes, coordinates: Coordinates
 ) -> list[Tensor | None]:
     """As `logical_coordinates`; None for a dim that is held whole. Raises ValueError when a size does not divide."""
-    on_dim: dict[int, list[tuple[Cut, int, int]]] = {}
+    on_dim: dict[int, list[tuple[Sharded, int, int]]] = {}
     prefixes: dict[int, int] = {}  # dim -> rows, which no other axis cuts
     for axis, state in states.items():
         if isinstance(state, Prefix) and axis in sizes:
@@ -102,8 +99,7 @@ def logical_indices(
         if isinstance(state, Sharded):
             if axis not in sizes:
                 raise ValueError(f"{state} on axis {axis!r}, which the mesh lacks: {dict(sizes)}")
-            cut = replace(cut_of(state), dim=0)
-            on_dim.setdefault(state.dim, []).append((cut, sizes[axis], coordinates[axis]))
+            on_dim.setdefault(state.dim, []).append((replace(state, dim=0), sizes[axis], coordinates[axis]))
     if any(dim >= len(shape) for dim in on_dim):
         raise ValueError(f"states {dict(states)} split a dim that a tensor of shape {tuple(shape)} lacks")
     return [
@@ -112,12 +108,12 @@ def logical_indices(
     ]
 
 
-def _held(size: int, splits: Sequence[tuple[Cut, int, int]]) -> Tensor:
+def _held(size: int, splits: Sequence[tuple[Sharded, int, int]]) -> Tensor:
     """Return the indices below `size` that a rank holds: (cut, parts, coordinate) of each axis on the dim."""
     held = torch.arange(size)
     for position, cut in nested([(cut, parts) for cut, parts, _ in splits]):
         _, parts, coordinate = splits[position]
-        held = cut.piece(held, parts, coordinate)
+        held = piece_of(held, cut, parts, coordinate)
     return held
 
 
@@ -185,12 +181,11 @@ def _assemble_slices(
 ) -> Assembled:
     """Assemble what slices have of rows up to their own: first over these, then over the other axes."""
     others = {a: size for a, size in sizes.items() if a != axis}
-    cut = PrefixCut(state.dim, state.sizes, state.terms)
     joined: list[tuple[Coordinates, Tensor]] = []
     differences: list[UnequalCopies] = []
     for at in _points(list(others), sizes):
         slices = [found[ravel({**at, axis: index}, sizes)] for index in range(sizes[axis])]
-        joined.append((at, cut.join(slices)))
+        joined.append((at, join_pieces(slices, state)))
         for index, piece in enumerate(slices if not state.terms else ()):
             rows = slices[-1].narrow(state.dim, 0, piece.shape[state.dim])
             if not same_bits(rows, piece):
@@ -280,8 +275,3 @@ def put(value: Tensor, piece: Tensor, held: Sequence[Tensor | None]) -> None:
         return
     index = [torch.arange(size) if h is None else h for size, h in zip(value.shape, held, strict=True)]
     value[torch.meshgrid([i.to(value.device) for i in index], indexing="ij")] = piece
-
-
-def state_of(states: States, axis: str) -> State:
-    """Return the state on `axis`: Invariant when it is not listed."""
-    return states.get(axis, Invariant())

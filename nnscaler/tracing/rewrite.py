@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -54,9 +54,22 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
+Form = tuple[tuple[int, ...], str]  # shape and dtype of a tensor
+
+
+def fresh_name(name: str, taken: set[str]) -> str:
+    """Return `name`, or `name_1`, ... when it is taken, and take it."""
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    taken.add(candidate)
+    return candidate
+
+
 def infer(
     operator: str, args: Iterable[Any], kwargs: Mapping[str, Any], tensors: Callable[[str], LogicalTensor]
-) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
+) -> tuple[Form | None, ...]:
     """(shape, dtype) of each output of an operator of torch, None for one that is not a tensor.
 
     `args` and `kwargs` hold `TensorName`s; `tensors` looks their names up.
@@ -182,13 +195,7 @@ class Builder:
         self._taken = set(self.source.tensors) | {op.name for op in self.source.operations}
 
     def fresh(self, name: str) -> str:
-        """`name`, or `name_1`, ... when it is taken."""
-        candidate, number = name, 0
-        while candidate in self._taken:
-            number += 1
-            candidate = f"{name}_{number}"
-        self._taken.add(candidate)
-        return candidate
+        return fresh_name(name, self._taken)
 
     def current(self, name: str) -> str:
         """Return the tensor that later uses of `name` read."""
@@ -241,6 +248,26 @@ class Builder:
         self.operations.append(operation)
         self.tensors.update({t.name: t for t in outputs if t is not None})
         return operation
+
+    def make(
+        self,
+        name: str,
+        operator: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        like: Operation,
+        of: Form | None = None,
+        region: Region | None = None,
+    ) -> TensorName:
+        """Add a new operation with one result, and return it under a fresh name. `of`: its shape and dtype, inferred
+        where they are not given."""
+        if of is None:
+            (of,) = infer(operator, args, kwargs or {}, self.tensor)
+        assert of is not None, operator
+        made = LogicalTensor(self.fresh(name), *of)
+        self.emit(operator, args, kwargs, outputs=(made,), like=like, region=region)
+        return TensorName(made.name)
 
     def finish(self, updates: tuple[tuple[str, str], ...] | None = None) -> Graph:
         """Return the graph; `updates` replaces those of the source."""

@@ -33,12 +33,12 @@ def run_graph(
     inputs: Mapping[str, Tensor],
     *,
     precision: str | None = None,
-    dropout: bool = False,
 ) -> dict[str, Tensor]:
     """Run the graph, and return every tensor by name, the stored ones and inputs as they were used.
 
     `state` holds parameters, buffers and constants by their first name in the model, `inputs` the batch by input name.
-    Differentiable: give leaves that require gradients. `precision` "float64": every floating dtype is that one.
+    Nothing is dropped out. Differentiable: give leaves that require gradients. `precision` "float64": every floating
+    dtype is that one.
     """
     floating = None if precision is None else dtype_of(precision)
     values: dict[str, Tensor] = {}
@@ -54,7 +54,7 @@ def run_graph(
             torch.set_default_dtype(floating)
             stack.callback(torch.set_default_dtype, before)
         for operation in graph.operations:
-            _run(operation, values, floating, dropout, device)
+            _run(operation, values, floating, device)
     return values
 
 
@@ -62,7 +62,6 @@ def _run(
     operation: Operation,
     values: dict[str, Tensor],
     floating: torch.dtype | None,
-    dropout: bool,
     device: torch.device,
 ) -> None:
     def argument(value: Any) -> Any:
@@ -77,7 +76,7 @@ def _run(
     args = [argument(a) for a in operation.args]
     kwargs = {k: argument(v) for k, v in operation.kwargs}
     told = facts_of(operation.operator).draws_if
-    if told and not dropout:
+    if told:
         schema = schema_of(operation.operator)
         name = "" if schema is None else schema.arguments[told[0]].name
         if told[0] < len(args):
@@ -90,7 +89,7 @@ def _run(
         if operation.region.autocast not in (None, "off") and floating is None:
             dtype = dtype_of(str(operation.region.autocast))
             stack.enter_context(torch.autocast(device.type if device.type != "meta" else "cpu", dtype))
-        result = callable_of(operation, dropout, device)(*args, **kwargs)
+        result = callable_of(operation, False, device)(*args, **kwargs)
     outputs = result if isinstance(result, list | tuple) else (result,)
     pairs = zip(operation.outputs, outputs, strict=True)
     values.update({name: output for name, output in pairs if name is not None})

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.layout import Sharded, is_cut
+from nnscaler.layout import Sharded, is_cut
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.functional_optimizer import (
     SIZES,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
+from nnscaler.layout import Partial
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.freed_memory import keep_freed_memory
-from nnscaler.runtime.layout import Partial
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
 from nnscaler.runtime.role import Stage

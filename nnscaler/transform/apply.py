@@ -10,9 +10,9 @@ from math import prod
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, is_free_name
-from nnscaler.ir.layout import IN_STEP, MICRO, SLICE, Axis, DeviceMesh
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import IN_STEP, MICRO, SLICE, Axis, DeviceMesh
 from nnscaler.transform.chunk import ChunkedRegion, check_chunks, choose_pieces, regions_of
 from nnscaler.transform.complete_plan import choose, illegal
 from nnscaler.transform.hoist_batch_values import hoist

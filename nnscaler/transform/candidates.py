@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 from nnscaler.ir.derive import even_or_balanced, input_states, is_legal, output_states, resolve
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import Sharded, State
 
 Candidates = Mapping[str, tuple[Split, ...]]
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import even_or_balanced, is_legal
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature, signatures
+from nnscaler.layout import MICRO
 from nnscaler.transform.plan import ChunkStep, OrderStep, Plan, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 

@@ -22,10 +22,10 @@ from nnscaler.ir.derive import (
     output_states,
 )
 from nnscaler.ir.graph import Graph, Operation, is_free_name
-from nnscaler.ir.layout import INVARIANT, Replicated
 from nnscaler.ir.layout_conversion import find_path
 from nnscaler.ir.placement import Choice, Chunk, RunInvariant, Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import INVARIANT, Replicated
 from nnscaler.transform.candidates import spread
 from nnscaler.transform.plan import Axes, ChunkStep, Plan
 from nnscaler.transform.propagate import FollowAxis, follow

@@ -15,10 +15,10 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, over_slices, resolve
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import IN_STEP, INVARIANT, MICRO, REPLICATED, SLICE, Invariant, Replicated, Sharded, State
 from nnscaler.ir.layout_conversion import STEP, find_path
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import IN_STEP, INVARIANT, MICRO, REPLICATED, SLICE, Invariant, Replicated, Sharded, State
 from nnscaler.transform.candidates import split_of
 
 

@@ -50,9 +50,9 @@ def tensor(call: Call, position: int, name: str) -> TensorArgument:
     return value
 
 
-def output_shape(call: Call, output: int = 0) -> tuple[int, ...]:
-    """Return the shape of an output that the graph uses."""
-    result = call.outputs[output]
+def output_shape(call: Call) -> tuple[int, ...]:
+    """Return the shape of the first output, which the graph uses."""
+    result = call.outputs[0]
     assert result is not None, call.operator
     return result.shape
 

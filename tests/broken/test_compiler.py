@@ -15,8 +15,8 @@ import verify
 from nnscaler.codegen import role_writer
 from nnscaler.communication import materialise, regions
 from nnscaler.ir import layout_conversion
-from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.ir.layout_conversion import ConversionRow
+from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime.training import backward, executor
 from nnscaler.runtime.training.gradients import accumulate as gradients
 from nnscaler.runtime.training.gradients import buckets

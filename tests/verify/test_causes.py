@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Partial, Sharded, State
+from nnscaler.layout import Partial, Sharded, State
 from nnscaler.runtime.shards import shard, unravel
 from verify.programs.causes.table import cause_of
 from verify.programs.causes.wrong_tensor import STAGES, Cause, WrongTensor, laid_out

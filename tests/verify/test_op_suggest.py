@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded
+from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded
 from tests.sampling import every
 from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.inputs.find_operator import find_operator, record_of

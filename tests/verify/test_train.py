@@ -172,7 +172,7 @@ def test_steps_and_short_batches() -> None:
 
 def held(*shards: tuple[int, int, Tensor]) -> tuple[list[RankTraining], dict[int, Tensor | None]]:
     """Each shard: (index on dp, parts, local tensor) of a vector of five."""
-    from nnscaler.runtime.layout import Sharded
+    from nnscaler.layout import Sharded
 
     ranks = []
     for rank, (index, parts, _) in enumerate(shards):

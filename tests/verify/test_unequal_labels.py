@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import verify
-from nnscaler.runtime.layout import Sharded
+from nnscaler.layout import Sharded
 from nnscaler.runtime.role import Input, Stage
 from nnscaler.tracing import trace
 from verify.programs.step_variants import Labels, counts, find_labels, unequal

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import nnscaler
-from nnscaler.compile import PlanSource, WantedPlan, compile_traced, make, searched
+from nnscaler.compile import PlanSource, compile_traced, make, searched
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.precision import Precision, parse_precision
-from nnscaler.plan_source import schedule_of_request
+from nnscaler.plan_source import wanted_plan
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
@@ -152,7 +152,7 @@ def _compile(
         plan = found
     compiled = compile_traced(
         traced,
-        _wanted(request, plan, precision),
+        wanted_plan(request, plan, request.rank_count, precision),
         model=subject.description or {"name": type(model).__name__},
         progress=context.progress,
     )
@@ -179,21 +179,9 @@ def _search(
     request: PlanRequest, source: PlanSource, traced: Traced, context: RunContext
 ) -> tuple[Plan, tuple[str, ...]]:
     started = time.perf_counter()
-    planned = make(traced.graph, _wanted(request, source, None))
+    planned = make(traced.graph, wanted_plan(request, source, request.rank_count, None))
     context.progress("search", time.perf_counter() - started, f"{planned.plan.describe()}: {planned.why}")
     return planned.plan, (f"the plan was {planned.why}",)
-
-
-def _wanted(request: PlanRequest, source: PlanSource, precision: Precision | None) -> WantedPlan:
-    return WantedPlan(
-        request.rank_count,
-        source,
-        schedule_of_request(request),
-        request.micro_batches,
-        request.replicate,
-        precision,
-        optimizer_bytes=request.optimizer_bytes,
-    )
 
 
 def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:

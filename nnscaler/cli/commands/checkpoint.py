@@ -13,6 +13,9 @@ from nnscaler.cli.output.exit_codes import ExitCode
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
 
+NAME = "checkpoint"
+HELP = "tell what a checkpoint holds, convert it, read it through"
+DESCRIPTION = "Look at checkpoints, and write them for others."
 EPILOG = """examples:
   nnscaler checkpoint info runs/a                                        the newest checkpoint of a run
   nnscaler checkpoint convert runs/a/best out/ --config config.json      for from_pretrained of transformers
@@ -24,16 +27,8 @@ A checkpoint is unpickled when it is read: read those that you trust.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help="tell what a checkpoint holds, convert it, read it through",
-        description="Look at checkpoints, and write them for others.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     info = actions.add_parser("info", help="tell what a checkpoint holds", allow_abbrev=False)
     info.add_argument("path", metavar="CHECKPOINT", help="a step_... folder, or the folder of a run: its newest one")

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.codegen.program import Program
 
+NAME = "compile"
+HELP = "write the program that every rank runs"
+DESCRIPTION = "Compile a model into a folder of readable Python: one file per role, a manifest, and the state."
 EPILOG = """examples:
   nnscaler compile gpt.py --ranks 4 --plan dp=2,tp=2 --out build/
   torchrun --nproc-per-node 4 -m nnscaler.runtime.launch build/ --steps 3      train it
@@ -23,16 +26,8 @@ EPILOG = """examples:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "compile",
-        help="write the program that every rank runs",
-        description="Compile a model into a folder of readable Python: one file per role, a manifest, and the state.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_plan_options(parser)
     add_search_options(parser)
@@ -43,7 +38,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     output = parser.add_argument_group("output")
     add_option(output)
     add_verbosity(output)
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

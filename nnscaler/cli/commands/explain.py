@@ -12,25 +12,19 @@ from nnscaler.errors import NnscalerError
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
 
+NAME = "explain"
+HELP = "say what the code of a finding means, and what to do"
+DESCRIPTION = "Explain the code of a finding."
 EPILOG = """examples:
   nnscaler explain                       every code, with the sentence that says what it means
   nnscaler explain gradient_differs      what it means, an example, what to do
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "explain",
-        help="say what the code of a finding means, and what to do",
-        description="Explain the code of a finding.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("code", nargs="?", metavar="CODE", help="such as gradient_differs; without it all are listed")
     add_verbosity(parser.add_argument_group("output"))
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

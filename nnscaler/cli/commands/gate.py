@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from verify.gate.run import Clock
     from verify.gate.settings import GateSettings
 
+NAME = "gate"
+HELP = "verify all models, plans and operators that pyproject.toml names"
+DESCRIPTION = "Verify everything that [tool.nnscaler.gate] names, within a budget of time."
 EPILOG = """examples:
   nnscaler gate                                        all that [tool.nnscaler.gate] of pyproject.toml names
   nnscaler gate --budget 120s                          what does not fit is INCONCLUSIVE, never a pass
@@ -55,16 +58,8 @@ before the file.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "gate",
-        help="verify all models, plans and operators that pyproject.toml names",
-        description="Verify everything that [tool.nnscaler.gate] names, within a budget of time.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings (default: the nearest pyproject.toml)")
     parser.add_argument("--list", action="store_true", help="show the items, and run none")
     parser.add_argument("--show-config", action="store_true", help="show every setting and where it comes from")
@@ -94,7 +89,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     group.add_argument("--expires", type=day, metavar="DATE", help="until when: 2027-01-31")
     group.add_argument("--reason", metavar="TEXT", help="why it may stay until then")
     add_report_options(parser)
-    parser.set_defaults(command=run)
 
 
 def duration(text: str) -> float:

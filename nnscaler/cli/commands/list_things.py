@@ -43,6 +43,9 @@ def missing_of(
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
 
+NAME = "list"
+HELP = "list operators, plans or schedules"
+DESCRIPTION = "List what can be named on a command line, or which annotations a model lacks."
 EPILOG = """examples:
   nnscaler list ops                           operators with an annotation, and the annotation
   nnscaler list ops --missing model.py        operators that the model calls and that have none, each with code to paste
@@ -73,18 +76,10 @@ SCHEDULE_FORMS = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     from nnscaler.cli.options import add_verbosity
 
-    parser = commands.add_parser(
-        "list",
-        help="list operators, plans or schedules",
-        description="List what can be named on a command line, or which annotations a model lacks.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
     parser.add_argument("what", choices=("ops", "plans", "schedules"))
     group = parser.add_argument_group("with ops")
     group.add_argument("--missing", metavar="MODEL", help=f"what this model lacks: {MODEL_HELP}")
@@ -99,7 +94,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="the list as JSON")
     add_verbosity(output)
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from nnscaler.planning.planner.find_plan import Found
     from nnscaler.transform.plan import Plan
 
+NAME = "plan"
+HELP = "search the fastest plan for a cluster, and say how far from optimal it can be"
+DESCRIPTION = (
+    "Search how a model is divided over a cluster: data, tensor and pipeline parallel sizes, the "
+    "choice of every operation, micro-batches and recomputation, within the memory of a rank. The plan comes with "
+    "a lower bound of the time of every plan in the space that was searched."
+)
 EPILOG = """examples:
   nnscaler plan gpt.py --ranks 8                                for what is found on this machine
   nnscaler plan gpt.py --ranks 64 --cluster h100x8 --out plan.json
@@ -43,18 +50,8 @@ a cluster is described in TOML: docs/clusters.md. A model too large for this mac
 MANY = 50_000  # passes of micro-batches that are simulated without being asked: some seconds
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "plan",
-        help="search the fastest plan for a cluster, and say how far from optimal it can be",
-        description="Search how a model is divided over a cluster: data, tensor and pipeline parallel sizes, the "
-        "choice of every operation, micro-batches and recomputation, within the memory of a rank. The plan comes with "
-        "a lower bound of the time of every plan in the space that was searched.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="how many ranks")
     add_search_options(parser)
@@ -77,7 +74,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     parser.add_argument("--specialise", action="store_true", help=SPECIALISE_HELP)
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the parameters (default: 0)")
     add_verbosity(parser.add_argument_group("output"))
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,23 +16,20 @@ if TYPE_CHECKING:
     from nnscaler.planning.cost.table import Calibration, Profile
 
 _WRITING = 3.0  # seconds for what comes after measuring
+NAME = "profile"
+HELP = "measure what a model's operators and collectives take on this machine"
+DESCRIPTION = (
+    "Run the operators of a model, whole and in shards, on random tensors, and collectives between "
+    "local processes, and write what they take. The calibration error says how far the analytic model is off."
+)
 EPILOG = """examples:
   nnscaler profile gpt.py --ranks 4 --out profile.json      every shard that a plan over 4 ranks may run
   nnscaler profile gpt.py --ranks 4 --micro-batches 4       of pipelines too
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "profile",
-        help="measure what a model's operators and collectives take on this machine",
-        description="Run the operators of a model, whole and in shards, on random tensors, and collectives between "
-        "local processes, and write what they take. The calibration error says how far the analytic model is off.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many ranks (default: 2)")
     parser.add_argument(
@@ -56,7 +53,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     parser.add_argument("--specialise", action="store_true", help=SPECIALISE_HELP)
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
     add_verbosity(parser.add_argument_group("output"))
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,11 +84,11 @@ def run(options: argparse.Namespace) -> int:
             end - time.monotonic() - _WRITING,
         )
     profile.save(options.out)
-    for name, reason in profile.skipped:
-        console.warning(f"not measured: {name}: {reason}")
+    for one in profile.skipped:
+        console.warning(f"not measured: {one.signature}: {one.reason}")
     for line in summary(profile):
         console.result(line)
-    console.result(f"wrote {options.out}: {len(profile.entries)} shards, {len(profile.collectives)} collectives")
+    console.result(f"wrote {options.out}: {len(profile.operators)} shards, {len(profile.collectives)} collectives")
     return 0
 
 
@@ -113,8 +109,8 @@ def summary(profile: Profile) -> list[str]:
         f"{profile.cluster.name}: {peaks}; {memory}",
         f"besides: {beside}" + (f"; ranks that compute {crowding}" if crowding else ""),
         f"links ({level.name}): {level.bandwidth / 1e9:.3g} GB/s, latency {level.latency * 1e6:.3g} us",
-        _error("operators", profile.operators_error, "with a factor per operator"),
-        _error("collectives", profile.collectives_error, "from the other sizes of a kind and group"),
+        _error("operators", profile.calibration.operators, "with a factor per operator"),
+        _error("collectives", profile.calibration.collectives, "from the other sizes of a kind and group"),
     ]
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
 
 PLAN_PREFIX, EXTERNAL_PREFIX = "nns2:", "nns3:"
+NAME = "reproduce"
+HELP = "replay the case of a finding"
+DESCRIPTION = "Run the one case that a finding was about: is it still wrong?"
 EPILOG = """examples:
   nnscaler reproduce nns1:eNo1jkEOwiAQRe8...           run exactly what a finding of verify-op ran
   nnscaler reproduce nns1:eNo1jkEOwiAQRe8... --emit-test test_it.py
@@ -30,23 +33,14 @@ was changed since is replayed as it is now, with a warning.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "reproduce",
-        help="replay the case of a finding",
-        description="Run the one case that a finding was about: is it still wrong?",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("token", metavar="TOKEN", help="the word that starts with nns1:, nns2: or nns3: in a finding")
     parser.add_argument(
         "--timeout", type=seconds, metavar="S", help="seconds (default: 60 for an operator, else as before)"
     )
     parser.add_argument("--emit-test", type=Path, metavar="FILE", help="write the case of an operator as a pytest test")
     add_report_options(parser)
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,6 +13,9 @@ from nnscaler.cli.output.exit_codes import ExitCode
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
 
+NAME = "schedule"
+HELP = "draw a pipeline's schedule, and write it for torch"
+DESCRIPTION = "Simulate a schedule where every stage feeds the next one and communication takes no time."
 EPILOG = """examples:
   nnscaler schedule zb-v --devices 4 --micro-batches 8               its timeline, where a pass takes 1
   nnscaler schedule 1f1b --devices 4 --micro-batches 8 --times 10,19,9
@@ -25,16 +28,8 @@ docs/schedules.md has all of them, with their formulas.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "schedule",
-        help="draw a pipeline's schedule, and write it for torch",
-        description="Simulate a schedule where every stage feeds the next one and communication takes no time.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "schedule", metavar="SCHEDULE", help="a name, orders.csv, mine.py::function or plan.json, as of --schedule"
     )
@@ -54,7 +49,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         help="write it in the form that torch.distributed.pipelining reads: _PipelineScheduleRuntime._load_csv(FILE)",
     )
     add_verbosity(parser.add_argument_group("output"))
-    parser.set_defaults(command=run)
 
 
 def times(text: str) -> tuple[int, int, int]:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from verify.results.styled_line import StyledLine
 
+NAME = "self-test"
+HELP = "check the checker: plant errors and count how many are found"
+DESCRIPTION = "Plant errors in operators, annotations and programs, and count how many are found."
 EPILOG = """examples:
   nnscaler self-test ops             verify-op against wrong annotations and wrong operators
   nnscaler self-test ops --quick     a part of it, in seconds
@@ -30,18 +33,10 @@ exit code 0: every required rate holds; 1: one does not.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     from nnscaler.cli.options import add_verbosity
 
-    parser = commands.add_parser(
-        "self-test",
-        help="check the checker: plant errors and count how many are found",
-        description="Plant errors in operators, annotations and programs, and count how many are found.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
     parser.add_argument("what", choices=("ops", "plans", "train", "external", "soundness-ops", "soundness-plans"))
     parser.add_argument("--quick", action="store_true", help="a part of everything")
     plans = parser.add_argument_group("plans")
@@ -59,7 +54,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         "--out", type=Path, default=Path("soundness"), metavar="DIR", help="where violations are saved (soundness/)"
     )
     add_verbosity(parser.add_argument_group("output"))
-    parser.set_defaults(command=run)
 
 
 Found = tuple[bool, "list[StyledLine]"]  # whether it passes, and its tables

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from nnscaler.tracing import Traced
     from nnscaler.transform.plan import Plan
 
+NAME = "timeline"
+HELP = "show when the ranks of a plan compute and communicate"
+DESCRIPTION = (
+    "Place every collective and every message of a training step in time: with start, end, group, "
+    "bytes, and the part of the model that causes it. For a plan of your own, or for one that is searched."
+)
 EPILOG = """examples:
   nnscaler timeline gpt.py --plan dp=2,tp=2,pp=2 --micro-batches 4 --cluster h100x8
   nnscaler timeline gpt.py --plan dp=2,pp=2 --trace step.trace.json       open it at ui.perfetto.dev
@@ -38,17 +44,8 @@ what `nnscaler plan` predicts. --measured runs the program in a process for each
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "timeline",
-        help="show when the ranks of a plan compute and communicate",
-        description="Place every collective and every message of a training step in time: with start, end, group, "
-        "bytes, and the part of the model that causes it. For a plan of your own, or for one that is searched.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_plan_options(parser)
     add_search_options(parser)
@@ -68,7 +65,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     output.add_argument("--trace", type=Path, metavar="FILE", help="write them for Perfetto or chrome://tracing")
     output.add_argument("--html", type=Path, metavar="FILE", help="write a page with a picture of them")
     add_verbosity(output)
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -161,10 +157,10 @@ def _records(folder: Path, ranks: int) -> Records:
 
 def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Console) -> _Planned:
     """Trace the model and make its plan."""
-    from nnscaler.compile import WantedPlan, limit_of, make
+    from nnscaler.compile import limit_of, make
     from nnscaler.ir.precision import parse_precision
     from nnscaler.performance.predict import programmed
-    from nnscaler.plan_source import plan_source, schedule_of_request
+    from nnscaler.plan_source import plan_source, wanted_plan
     from nnscaler.tracing import trace
     from nnscaler.transform.plan import Plan
 
@@ -175,15 +171,7 @@ def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Con
     start = time.perf_counter()
     traced = trace(model.build(), model.inputs, specialise=request.specialise, precision=precision)
     console.progress(f"trace        {time.perf_counter() - start:5.1f} s  {len(traced.graph.operations)} operations")
-    wanted = WantedPlan(
-        ranks,
-        source,
-        schedule_of_request(request),
-        request.micro_batches,
-        request.replicate,
-        precision,
-        request.optimizer_bytes,
-    )
+    wanted = wanted_plan(request, source, ranks, precision)
     start = time.perf_counter()
     made = make(traced.graph, wanted)
     plan = replace(made.plan, precision=precision)

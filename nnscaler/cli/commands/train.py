@@ -48,6 +48,7 @@ Train the model that RUN.toml names, on data, with checkpoints. A whole run:
   torchrun --nproc-per-node 8 -m nnscaler train RUN.toml
 
 Without a terminal the console has a line for each step, `step 3  loss 2.302585092994046`. The manual: docs/train.md"""
+NAME, HELP, DESCRIPTION, EPILOG = "train", "train a model as a file says", "", ""
 CODES = """exit codes:
   0 trained   2 could not run, or a rank was lost (the message says why)
   3 a loss was not finite: the optimizer did not use it   101 a bug of nnScaler   130 interrupted   143 terminated"""
@@ -78,14 +79,12 @@ def help_text() -> str:
     return "\n".join(lines) + "\n"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:  # noqa: ARG001 - one signature for all commands
-    """Add the command to the parser. The options of a run are checked by what reads its file."""
-    parser = commands.add_parser("train", help="train a model as a file says", add_help=False, allow_abbrev=False)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes. The options of a run are checked by what reads its file."""
     parser.add_argument("-h", "--help", action=_Help, nargs=0)
     add_verbosity(parser)
     parser.add_argument("file", metavar="RUN.toml", type=Path)
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="--name=value")
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from verify.external.request import ExternalRequest
     from verify.results.report import Report
 
+NAME = "verify-external"
+HELP = "run a parallel program of your own (FSDP2, DTensor, pipelines), and compare it with the plain model"
+DESCRIPTION = "Run a parallel program that nnScaler did not write, and say whether it equals the plain model."
 EPILOG = """examples:
   nnscaler verify-external check.py --ranks 4                    your parallelize() against your plain model
   nnscaler verify-external check.py::parallelize_tp --mesh tp=2  another function of the file, another mesh
@@ -39,16 +42,8 @@ disturbed at random first. Nothing is downloaded, and no GPU is needed.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "verify-external",
-        help="run a parallel program of your own (FSDP2, DTensor, pipelines), and compare it with the plain model",
-        description="Run a parallel program that nnScaler did not write, and say whether it equals the plain model.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "target",
         nargs="?",
@@ -79,7 +74,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     _add_run(parser.add_argument_group("run"))
     add_option(parser)
     add_report_options(parser)
-    parser.set_defaults(command=run)
 
 
 def _add_program(group: argparse._ArgumentGroup) -> None:

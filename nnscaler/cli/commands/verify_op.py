@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from verify.operators.run.job import Job
     from verify.operators.run.many import JobResult, PoolSettings
 
+NAME = "verify-op"
+HELP = "check an operator's annotation against the operator"
+DESCRIPTION = "Run an operator whole and split as its annotation says, and compare."
 EPILOG = """examples:
   nnscaler verify-op my_ops.py::my_op                 an operator of a file; imports the file
   nnscaler verify-op my_ops.py                        every operator that the file registers
@@ -46,16 +49,8 @@ until anything that they depend on changes.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "verify-op",
-        help="check an operator's annotation against the operator",
-        description="Run an operator whole and split as its annotation says, and compare.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     _add_what(parser)
     _add_how(parser.add_argument_group("verification"))
     group = parser.add_argument_group("run")
@@ -67,7 +62,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     group.add_argument("--no-cache", action="store_true", help="run everything, and keep nothing; for release gates")
     group.add_argument("--emit-test", type=Path, metavar="FILE", help="write a pytest test for every finding")
     add_report_options(parser)
-    parser.set_defaults(command=run)
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,9 @@ TIMEOUT_HELP = (
     "seconds the program may run, and of processor time its proof may take; waiting while the machine is busy with "
     "something else does not count (default: 300)"
 )
+NAME = "verify-plan"
+HELP = "compile a model, run the program on every rank, and compare it with the model"
+DESCRIPTION = "Compile a model into a program for many ranks, run it, and say whether it equals the model."
 EPILOG = """examples:
   nnscaler verify-plan gpt.py --ranks 8                          search the fastest plan for this machine
   nnscaler verify-plan gpt.py --ranks 8 --cluster h100x8 --memory 40GB   the plan for another one
@@ -50,16 +53,8 @@ the loss without backward, and a checkpoint. Parameters are disturbed at random 
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
-    parser = commands.add_parser(
-        "verify-plan",
-        help="compile a model, run the program on every rank, and compare it with the model",
-        description="Compile a model into a program for many ranks, run it, and say whether it equals the model.",
-        epilog=f"{EPILOG}\n{exit_codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_plan_options(parser)
     add_search_options(parser)
@@ -67,7 +62,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     _add_training(parser)
     add_option(parser)
     add_report_options(parser)
-    parser.set_defaults(command=run)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import sha256
 from itertools import accumulate
 from math import isfinite, prod
 from operator import mul
 from types import MappingProxyType
 from typing import Any, Literal
+
+from nnscaler.records import digest
 
 # Quantities as people write them: `80GB`, `312TFLOPS`, `300GB/s`, `2us`.
 
@@ -99,7 +99,7 @@ class Device:
     launch: float = LAUNCH
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "peak", MappingProxyType(dict(self.peak)))
+        object.__setattr__(self, "peak", MappingProxyType(dict(sorted(self.peak.items()))))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "peak": dict(self.peak)}
@@ -173,18 +173,7 @@ class Cluster:
             left //= size
         return replace(self, levels=(*levels, replace(self.levels[-1], size=left)))
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, as in the TOML file, in bytes, FLOP/s and seconds."""
-        device = {**self.device.__dict__, "peak": dict(sorted(self.device.peak.items()))}
-        levels = [{"name": v.name, "size": v.size, "bandwidth": v.bandwidth, "latency": v.latency} for v in self.levels]
-        return {"name": self.name, "device": device, "levels": levels}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
-        """Return the cluster that `as_dict` described. Raises KeyError and TypeError for anything else."""
-        return cls(values["name"], Device(**values["device"]), tuple(Level(**level) for level in values["levels"]))
-
     @property
     def identity(self) -> str:
         """A hash of the description."""
-        return sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        return digest(self)

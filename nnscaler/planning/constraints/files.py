@@ -66,13 +66,13 @@ _KEYS: Mapping[str, frozenset[str]] = {
 Made = Callable[[Graph, Mapping[str, Signature]], Constraint]
 
 
-def read_constraints(path: Path, graph: Graph, known: Mapping[str, Signature] | None = None) -> Constraint:
-    """Return the constraint that a TOML file puts on a graph. `known`: its signatures, where there are some already.
+def read_constraints(path: Path, graph: Graph) -> Constraint:
+    """Return the constraint that a TOML file puts on a graph.
 
     Raises NnscalerError("plan_illegal") with the entry that is wrong and what is legal.
     """
     entries = parse_constraints(path)
-    known = signatures(graph) if known is None else known
+    known = signatures(graph)
     return all_of(made(graph, known) for made in entries)
 
 

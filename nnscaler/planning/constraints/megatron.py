@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from op_registry.annotation.splits import balanced
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import Sharded, State
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.constraints.megatron_roles import Names, Roles, roles_of
 from nnscaler.transform.candidates import reach

@@ -15,7 +15,7 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.calibrate import collectives_error, fit_device, fit_level, operators_error
 from nnscaler.planning.cost.calls_to_measure import ShardCall, shard_calls
 from nnscaler.planning.cost.model import KINDS, Collective, Overheads
-from nnscaler.planning.cost.table import CollectiveEntry, CostEntry, Profile
+from nnscaler.planning.cost.table import Calibrations, CollectiveEntry, CostEntry, NotMeasured, Profile
 from nnscaler.planning.cost.work import Work, shard_work
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the tensors that collectives are timed on
@@ -62,11 +62,10 @@ def measure(
     return Profile(
         fitted,
         Overheads(),
+        Calibrations(operators_error(entries), collectives_error(fitted, collectives)),
         entries,
         tuple(collectives),
-        operators_error(entries),
-        collectives_error(fitted, collectives),
-        tuple(skipped.items()),
+        tuple(NotMeasured(*one) for one in skipped.items()),
     )
 
 
@@ -90,14 +89,14 @@ def crowded(profile: Profile, overheads: Overheads) -> Profile:
             backward=e.backward * last,
             predicted=(e.predicted[0] * last, e.predicted[1] * last),
         )
-        for e in profile.entries
+        for e in profile.operators
     )
     return replace(
         profile,
         cluster=cluster,
         overheads=overheads,
-        entries=entries,
-        collectives_error=collectives_error(cluster, profile.collectives),
+        operators=entries,
+        calibration=replace(profile.calibration, collectives=collectives_error(cluster, profile.collectives)),
     )
 
 

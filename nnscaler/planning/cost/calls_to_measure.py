@@ -16,9 +16,10 @@ from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import local_shape, shape_of_rank
+from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import local_shape
 from nnscaler.planning.cost.model import Shape
 from nnscaler.planning.cost.work import computes_in
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.files import write_text
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.calls_to_measure import Key
-from nnscaler.planning.cost.model import KINDS, Collective, Overheads, Shape
+from nnscaler.planning.cost.model import Collective, Overheads, Shape
+from nnscaler.records import decode, digest, encode
 
 VERSION = 4
 _HELP = "`nnscaler profile MODEL.py --out FILE` writes a profile"
@@ -84,43 +83,49 @@ class Calibration:
     calibrated_p95: float
 
 
+@dataclass(frozen=True, slots=True)
+class Calibrations:
+    """How far off predictions of operators and of collectives are."""
+
+    operators: Calibration
+    collectives: Calibration
+
+
+@dataclass(frozen=True, slots=True)
+class NotMeasured:
+    """A shard that could not be measured, and why."""
+
+    signature: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class Profile:
     """Measurements of a machine. Times of operators and `overheads` are those of a rank while the others compute too.
 
-    cluster             the machine, with the figures that fit the measurements best
-    overheads           seconds beside operators and collectives
-    entries             shards of operators
-    collectives         collectives inside of a host
-    operators_error     how far off predictions of operators are
-    collectives_error   how far off predictions of collectives are
-    skipped             (signature, why) of shards that could not be measured
+    cluster       the machine, with the figures that fit the measurements best
+    overheads     seconds beside operators and collectives
+    calibration   how far off predictions are
+    operators     shards of operators
+    collectives   collectives inside of a host
+    skipped       what could not be measured
     """
 
     cluster: Cluster
     overheads: Overheads
-    entries: tuple[CostEntry, ...]
+    calibration: Calibrations
+    operators: tuple[CostEntry, ...]
     collectives: tuple[CollectiveEntry, ...]
-    operators_error: Calibration
-    collectives_error: Calibration
-    skipped: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[NotMeasured, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "version": VERSION,
-            "cluster": self.cluster.as_dict(),
-            "overheads": asdict(self.overheads),
-            "calibration": {"operators": asdict(self.operators_error), "collectives": asdict(self.collectives_error)},
-            "operators": [asdict(entry) for entry in self.entries],
-            "collectives": [asdict(entry) for entry in self.collectives],
-            "skipped": [{"signature": name, "reason": reason} for name, reason in self.skipped],
-        }
+        return {"version": VERSION, **encode(self)}
 
     @cached_property
     def identity(self) -> str:
         """A hash of the contents."""
-        return sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        return digest(self.as_dict())
 
     def save(self, path: Path) -> None:
         """Write the file. Raises NnscalerError `cannot_write`."""
@@ -140,58 +145,24 @@ def load_profile(path: str | Path) -> Profile:
         message = f"{path} is not a profile of version {VERSION}, but of {found!r}"
         raise NnscalerError("profile_invalid", message, help=_HELP)
     try:
-        return _profile(values)
-    except KeyError as error:
-        raise NnscalerError("profile_invalid", f"{path} lacks {error}", help=_HELP) from None
-    except (TypeError, ValueError) as error:
+        profile = decode(Profile, values)
+        _check_times(profile)
+    except ValueError as error:
         raise NnscalerError("profile_invalid", f"{path} is not a profile: {error}", help=_HELP) from None
+    return profile
 
 
 def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no number")
 
 
-def _check_times(values: Mapping[str, Any]) -> None:
+def _check_times(profile: Profile) -> None:
     """Check that nothing takes less than no time. Raises ValueError."""
-    times = [(f"`{name}` of `overheads`", value) for name, value in values["overheads"].items()]
-    for entry in values["operators"]:
-        where = f"of {entry['signature']}"
-        times += [(f"`{n}` {where}", entry[n]) for n in ("forward", "backward", "predicted")]
-    times += [(f"`seconds` of {entry['kind']}", entry["seconds"]) for entry in values["collectives"]]
+    times = [(f"`{name}` of `overheads`", value) for name, value in encode(profile.overheads).items()]
+    for entry in profile.operators:
+        where = f"of {entry.signature}"
+        times += [(f"`{n}` {where}", getattr(entry, n)) for n in ("forward", "backward", "predicted")]
+    times += [(f"`seconds` of {entry.kind}", entry.seconds) for entry in profile.collectives]
     for where, value in times:
-        if any(each < 0 for each in (value if isinstance(value, list) else [value])):
+        if any(each < 0 for each in (value if isinstance(value, list | tuple) else [value])):
             raise ValueError(f"{where} is {value}")
-
-
-def _profile(values: Mapping[str, Any]) -> Profile:
-    _check_times(values)
-    collectives = tuple(CollectiveEntry(**entry) for entry in values["collectives"])
-    unknown = sorted({c.kind for c in collectives} - set(KINDS))
-    if unknown:
-        raise ValueError(f"no collective {unknown[0]!r}")
-    return Profile(
-        Cluster.from_dict(values["cluster"]),
-        _overheads(values["overheads"]),
-        tuple(_entry(entry) for entry in values["operators"]),
-        collectives,
-        Calibration(**values["calibration"]["operators"]),
-        Calibration(**values["calibration"]["collectives"]),
-        tuple((s["signature"], s["reason"]) for s in values["skipped"]),
-    )
-
-
-def _overheads(values: Mapping[str, Any]) -> Overheads:
-    statement, again, step, moved, halved = (
-        float(values[name]) for name in ("statement", "again", "step", "moved", "halved")
-    )
-    crowding, hidden = (tuple(map(float, values[name])) for name in ("crowding", "hidden"))
-    return Overheads(statement, again, step, crowding, hidden, moved, halved)
-
-
-def _entry(values: Mapping[str, Any]) -> CostEntry:
-    def shapes(name: str) -> tuple[Shape | None, ...]:
-        return tuple(None if shape is None else tuple(shape) for shape in values[name])
-
-    forward, backward = values["predicted"]
-    changed = {"shapes_in": shapes("shapes_in"), "shapes_out": shapes("shapes_out"), "predicted": (forward, backward)}
-    return CostEntry(**{**values, **changed})

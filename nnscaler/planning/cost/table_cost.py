@@ -106,7 +106,7 @@ class TableCost:
 
     @cached_property
     def _entries(self) -> dict[Key, CostEntry]:
-        return {entry.key: entry for entry in self.profile.entries}
+        return {entry.key: entry for entry in self.profile.operators}
 
     @cached_property
     def _operators(self) -> AnalyticCost:
@@ -139,7 +139,7 @@ class TableCost:
 
     @cached_property
     def _factors(self) -> Factors:
-        return operator_factors(self.profile.entries)
+        return operator_factors(self.profile.operators)
 
     @cached_property
     def _usual(self) -> tuple[float, float]:

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.ir.graph import LogicalTensor, element_bytes
-from nnscaler.ir.layout import INVARIANT, Layout, Sharded, State, explain_illegal, full_along, local_shape
 from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_cost
+from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.ir.rotations import Circulates, Direction, rotations
+from nnscaler.layout import INVARIANT, Layout, Sharded, State, full_along, local_shape
 from nnscaler.planning.cost.model import Collective, CostModel, Shape
 from nnscaler.planning.sharding.problem_config import Setting
 

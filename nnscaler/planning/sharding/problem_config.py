@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import MICRO, Layout, local_shape
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import MICRO, Layout, local_shape
 from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.experts import expert_steps

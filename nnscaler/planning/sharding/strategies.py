@@ -9,9 +9,9 @@ from itertools import product
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import Layout
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import Layout
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import batch_of, batch_states

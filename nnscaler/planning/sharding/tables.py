@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from nnscaler.ir.gradient_flow import kept_slots, records
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
-from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Sharded
 from nnscaler.ir.rotations import as_computed, circulation
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import INVARIANT, REPLICATED, Layout, Sharded
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions

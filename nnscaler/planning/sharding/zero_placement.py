@@ -13,15 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from nnscaler.ir.graph import LogicalTensor, element_bytes, gradient_dtype
-from nnscaler.ir.layout import (
-    INVARIANT,
-    REPLICATED,
-    Layout,
-    Replicated,
-    Sharded,
-    local_shape,
-    without_gradient,
-)
+from nnscaler.layout import INVARIANT, REPLICATED, Layout, Replicated, Sharded, local_shape, without_gradient
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, ParameterMemory, parameter_memory

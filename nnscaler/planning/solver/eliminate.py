@@ -45,12 +45,11 @@ def find_order(
     variables: Sequence[int],
     sizes: Sequence[int],
     keep: Sequence[int] = (),
-    cap: int | None = None,
 ) -> EliminationOrder:
     """Return an order that eliminates `variables` but those to `keep`.
 
     `scopes` are the variables of each factor, and `sizes[v]` is the number of values of variable v. Raises `TooWide`
-    where a table would have more than `cap` (or else `CAP`) entries, or all messages more than `KEPT`.
+    where a table would have more than `CAP` entries, or all messages more than `KEPT`.
     """
     weights = {variable: log2(sizes[variable]) for variable in (*variables, *keep)}
     near: dict[int, set[int]] = {variable: set() for variable in weights}
@@ -67,7 +66,7 @@ def find_order(
     order: list[int] = []
     done: set[int] = set()
     work = messages = 0.0
-    limit = log2(CAP if cap is None else cap) + 1e-6
+    limit = log2(CAP) + 1e-6
     while heap:
         weight, variable = heapq.heappop(heap)
         if variable in done or weight != table[variable]:

@@ -6,10 +6,9 @@ costs; its memory is the sum of its nodes' memory. +inf marks what is forbidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,35 +139,3 @@ def memory_of(problem: ChoiceProblem, choices: Sequence[int]) -> float:
 def memory_floor(problem: ChoiceProblem) -> float:
     """Return a lower bound of the memory of any choices: of each node the least, whether these go together or not."""
     return sum(float(node.memory.min()) for node in problem.nodes if node.memory is not None)
-
-
-def to_json(problem: ChoiceProblem) -> dict[str, Any]:
-    """Return `problem` as data for `json.dumps`. Each array is written once, and null is +inf."""
-    tables: list[Any] = []
-    places: dict[int, int] = {}
-
-    def place(table: Table | None) -> int | None:
-        if table is None:
-            return None
-        if id(table) not in places:
-            places[id(table)] = len(tables)
-            values = [None if value == inf else value for value in table.ravel().tolist()]
-            tables.append({"shape": list(table.shape), "values": values})
-        return places[id(table)]
-
-    nodes = [[node.name, place(node.cost), place(node.memory), node.group] for node in problem.nodes]
-    edges = [[edge.first, edge.second, place(edge.cost)] for edge in problem.edges]
-    return {"tables": tables, "nodes": nodes, "edges": edges}
-
-
-def from_json(data: Mapping[str, Any]) -> ChoiceProblem:
-    """Return the problem that `to_json` wrote, with arrays shared as they were."""
-    tables = [
-        np.array([inf if value is None else value for value in table["values"]], np.float64).reshape(table["shape"])
-        for table in data["tables"]
-    ]
-    nodes = tuple(
-        Node(name, tables[cost], None if memory is None else tables[memory], group)
-        for name, cost, memory, group in data["nodes"]
-    )
-    return ChoiceProblem(nodes, tuple(Edge(first, second, tables[cost]) for first, second, cost in data["edges"]))

@@ -16,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nnscaler.layout import Partial, Sharded, State
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
 from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
-from nnscaler.runtime.cut import Cut, cut_of
-from nnscaler.runtime.layout import Partial, Sharded, State
+from nnscaler.runtime.cut import join_pieces, piece_of, pieces_of, place_piece
 from nnscaler.runtime.torch_compile import apart
 
 # One mesh axis as a rank sees it.
@@ -115,9 +115,9 @@ def _first(tensor: Tensor, axis: AxisGroup) -> Tensor:
     return tensor.clone() if axis.index == 0 else torch.zeros_like(tensor)
 
 
-def _slice(cut: Cut) -> Kernel:
+def _slice(cut: Sharded) -> Kernel:
     def piece(tensor: Tensor, axis: AxisGroup) -> Tensor:
-        found = cut.piece(tensor, axis.size, axis.index)
+        found = piece_of(tensor, cut, axis.size, axis.index)
         if axis.communicator is None:  # later pieces need the whole: a view of it takes no memory
             return found.contiguous()
         return found.clone(memory_format=torch.contiguous_format)
@@ -125,29 +125,29 @@ def _slice(cut: Cut) -> Kernel:
     return piece
 
 
-def _place(cut: Cut) -> Kernel:
-    return lambda tensor, axis: cut.place(tensor, axis.size, axis.index)
+def _place(cut: Sharded) -> Kernel:
+    return lambda tensor, axis: place_piece(tensor, cut, axis.size, axis.index)
 
 
-def _gather(cut: Cut) -> Kernel:
+def _gather(cut: Sharded) -> Kernel:
     def gather(tensor: Tensor, axis: AxisGroup) -> Tensor:
         shapes = [cut.shape_at(tensor.shape, i) for i in range(axis.size)] if cut.sizes else None
-        return cut.join(axis.connected().all_gather(tensor, axis.ranks, shapes))
+        return join_pieces(axis.connected().all_gather(tensor, axis.ranks, shapes), cut)
 
     return gather
 
 
-def _sum_scatter(cut: Cut) -> Kernel:
-    return lambda tensor, axis: axis.connected().reduce_scatter(cut.pieces(tensor, axis.size), axis.ranks)
+def _sum_scatter(cut: Sharded) -> Kernel:
+    return lambda tensor, axis: axis.connected().reduce_scatter(pieces_of(tensor, cut, axis.size), axis.ranks)
 
 
-def _exchange(split: Cut, join: Cut) -> Kernel:
+def _exchange(split: Sharded, join: Sharded) -> Kernel:
     def exchange(tensor: Tensor, axis: AxisGroup) -> Tensor:
-        pieces, shapes = split.pieces(tensor, axis.size), None
+        pieces, shapes = pieces_of(tensor, split, axis.size), None
         if split.sizes or join.sizes:
             rows = [join.shape_at(pieces[0].shape, i) for i in range(axis.size)]
             shapes = [[split.shape_at(row, j) for j in range(axis.size)] for row in rows]
-        return join.join(axis.connected().all_to_all(pieces, axis.ranks, shapes))
+        return join_pieces(axis.connected().all_to_all(pieces, axis.ranks, shapes), join)
 
     return exchange
 
@@ -162,7 +162,7 @@ def replicate(x: Tensor, axis: AxisGroup) -> Tensor:
 
 def shard(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
     """Invariant -> Sharded: slice / all_gather."""
-    cut = Cut(dim, outer, sections, sizes)
+    cut = Sharded(dim, outer, sections, sizes)
     return _convert(x, axis, _slice(cut), _gather(cut))
 
 
@@ -173,13 +173,13 @@ def keep_first(x: Tensor, axis: AxisGroup) -> Tensor:
 
 def all_gather(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
     """Sharded -> Invariant: all_gather / slice."""
-    cut = Cut(dim, outer, sections, sizes)
+    cut = Sharded(dim, outer, sections, sizes)
     if isinstance(x, torch.nn.Parameter) and not x.requires_grad:
         return cast(Tensor, apart(_read_frozen, x, axis, cut))
     return _convert(x, axis, _gather(cut), _slice(cut))
 
 
-def _read_frozen(x: torch.nn.Parameter, axis: AxisGroup, cut: Cut) -> Tensor:
+def _read_frozen(x: torch.nn.Parameter, axis: AxisGroup, cut: Sharded) -> Tensor:
     if axis.reads is None or not axis.reads.knows(x):
         return _gather(cut)(x.detach(), axis)
     return axis.reads.whole(Read(x, axis.ranks, axis.index, cut, program_place()))
@@ -189,11 +189,11 @@ def all_gather_replicated(
     x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
 ) -> Tensor:
     """Sharded -> Replicated: all_gather / reduce_scatter."""
-    cut = Cut(dim, outer, sections, sizes)
+    cut = Sharded(dim, outer, sections, sizes)
     return cast(Tensor, apart(_read_or_gather, x, axis, cut))
 
 
-def _read_or_gather(x: Tensor, axis: AxisGroup, cut: Cut) -> Tensor:
+def _read_or_gather(x: Tensor, axis: AxisGroup, cut: Sharded) -> Tensor:
     if axis.reads is None or not isinstance(x, torch.nn.Parameter):
         return cast(Tensor, Conversion.apply(x, axis, _gather(cut), _sum_scatter(cut)))
     read = Read(x, axis.ranks, axis.index, cut, program_place())
@@ -205,7 +205,7 @@ def _read_or_gather(x: Tensor, axis: AxisGroup, cut: Cut) -> Tensor:
 
 def place(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
     """Sharded -> Partial: the shard at its place in zeros / slice."""
-    cut = Cut(dim, outer, sections, sizes)
+    cut = Sharded(dim, outer, sections, sizes)
     return _convert(x, axis, _place(cut), _slice(cut))
 
 
@@ -222,16 +222,16 @@ def all_to_all(
     `outers`, `sizes`: of the dim that is joined, and of the one that is cut.
     """
     parts, (from_outer, to_outer) = axis.size, outers
-    before, after = Cut(from_dim, from_outer, (), sizes[0]), Cut(to_dim, to_outer, (), sizes[1])
+    before, after = Sharded(from_dim, from_outer, (), sizes[0]), Sharded(to_dim, to_outer, (), sizes[1])
     split, join = after, before
     back_split, back_join = before, after
     if from_dim == to_dim:  # each side lacks the digit it is sharded by, which moves the other digit if it lies below
         if any(sizes):
             raise ProgramError(f"all_to_all on dim {to_dim}: unequal sizes have no digits to exchange")
         if to_outer % (from_outer * parts) == 0:
-            split = back_join = Cut(to_dim, to_outer // parts)
+            split = back_join = Sharded(to_dim, to_outer // parts)
         elif from_outer % (to_outer * parts) == 0:
-            join = back_split = Cut(from_dim, from_outer // parts)
+            join = back_split = Sharded(from_dim, from_outer // parts)
         else:
             raise ProgramError(f"all_to_all on dim {to_dim}: outers {from_outer} and {to_outer} overlap")
     return _convert(x, axis, _exchange(split, join), _exchange(back_split, back_join))
@@ -255,7 +255,7 @@ def reduce_scatter(
     x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
 ) -> Tensor:
     """Partial -> Sharded: reduce_scatter / all_gather."""
-    cut = Cut(dim, outer, sections, sizes)
+    cut = Sharded(dim, outer, sections, sizes)
     return _convert(x, axis, _sum_scatter(cut), _gather(cut))
 
 
@@ -268,7 +268,7 @@ def shard_replicated(
     x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
 ) -> Tensor:
     """Replicated -> Sharded: slice / the shard at its place in zeros."""
-    cut = Cut(dim, outer, sections, sizes)
+    cut = Sharded(dim, outer, sections, sizes)
     return _convert(x, axis, _slice(cut), _place(cut))
 
 
@@ -329,7 +329,7 @@ def join(pieces: Iterable[tuple[Tensor, ...]], axis: AxisGroup, *states: State) 
     if count != axis.size:
         raise ProgramError(f"{count} pieces of {axis.name!r} are joined, which has {axis.size}")
     return tuple(
-        cut_of(state).join(those) if isinstance(state, Sharded) else those[0]
+        join_pieces(those, state) if isinstance(state, Sharded) else those[0]
         for those, state in zip(kept, states, strict=True)
     )
 

@@ -21,8 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from nnscaler import buckets
+from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import Communicator, Pending
-from nnscaler.runtime.cut import Cut
+from nnscaler.runtime.cut import join_pieces, pieces_of
 
 Pass = tuple[int, str]  # stage, and kind of instruction
 
@@ -39,7 +40,7 @@ class Read:
     parameter: Parameter
     ranks: tuple[int, ...]
     index: int
-    cut: Cut
+    cut: Sharded
     place: str | None
 
     def alike(self, other: Read) -> bool:
@@ -246,7 +247,7 @@ class ParameterReads:
                 if back.pending is None:
                     read = back.read
                     with self.communicator.at(read.place):
-                        pieces = read.cut.pieces(back.gradient, len(read.ranks))
+                        pieces = pieces_of(back.gradient, read.cut, len(read.ranks))
                         back.pending = self.communicator.start_reduce_scatter(pieces, back.part, read.ranks)
 
     def _go_ahead(self) -> None:
@@ -280,7 +281,7 @@ class ParameterReads:
             parts, made = list(whole.split(sizes, cut.dim)), lambda: whole
         else:
             parts = [own.new_empty(shape) for shape in shapes]
-            made = lambda: cut.join(parts)  # noqa: E731
+            made = lambda: join_pieces(parts, cut)  # noqa: E731
         with self.communicator.at(read.place), self.communicator.together(lasting=True):
             pending = self.communicator.start_all_gather(own, parts, read.ranks, shapes if cut.sizes else None)
         return _GatherInFlight(read, pending, made, sum(part.nbytes for part in parts))

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import State
+from nnscaler.layout import State
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import logical_coordinates
 from nnscaler.runtime.torch_compile import apart

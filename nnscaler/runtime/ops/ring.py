@@ -16,9 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import program_place
-from nnscaler.runtime.cut import Cut
+from nnscaler.runtime.cut import join_pieces, piece_of
 from nnscaler.runtime.torch_compile import apart
 
 NEVER = float("-inf")  # the score of a key that a query does not see
@@ -89,8 +90,8 @@ class Ring:
     sizes: tuple[int, ...]
     mask_of_keys: bool
 
-    def cut(self, dim: int) -> Cut:
-        return Cut(dim, self.outer, (), self.sizes)
+    def cut(self, dim: int) -> Sharded:
+        return Sharded(dim, self.outer, (), self.sizes)
 
     def runs(self, own: int, index: int) -> list[tuple[int, int]]:
         """Return where in the whole the entries of the rank of `index` lie, of a dim of which this rank has `own`."""
@@ -139,7 +140,7 @@ class Ring:
         """Return the columns of the mask that are those of the block at hand."""
         if mask is None or self.mask_of_keys or mask.shape[-1] == 1:
             return mask
-        return self.cut(mask.ndim - 1).piece(mask, self.over.size, self.owner(step))
+        return piece_of(mask, self.cut(mask.ndim - 1), self.over.size, self.owner(step))
 
     def rotated(self, block: Tensor, step: int, dim: int) -> Tensor:
         """Give a block that has been rotated `step` times to the next rank, and return that of the rank before."""
@@ -274,7 +275,7 @@ class MaskGradient:
             return around
         if self._mask.shape[-1] == 1:
             return self._blocks[0]
-        return self._ring.cut(self._mask.ndim - 1).join([self._blocks[i] for i in self._ring.steps()])
+        return join_pieces([self._blocks[i] for i in self._ring.steps()], self._ring.cut(self._mask.ndim - 1))
 
 
 def wide(tensor: Tensor) -> Tensor:

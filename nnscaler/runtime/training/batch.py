@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.role import Input, Stage
 from nnscaler.runtime.shards import cut_further, local_shape, shard
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnscaler.layout import IN_STEP, MICRO, SLICE, Invariant, Partial, Sharded, States
 from nnscaler.manifest import ResultRecord, Returns
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
-from nnscaler.runtime.cut import Cut, cut_of, nested
-from nnscaler.runtime.layout import Invariant, Partial, Sharded, States
-from nnscaler.runtime.role import IN_STEP, LOSS, MICRO, SLICE, Result, Stage
+from nnscaler.runtime.cut import join_pieces, nested
+from nnscaler.runtime.role import LOSS, Result, Stage
 from nnscaler.runtime.shards import Sizes, local_shape
 from nnscaler.runtime.structure import restore
 from nnscaler.runtime.training.autocast import dtype_named
@@ -144,7 +144,7 @@ def joined(
             cut = local_cut(left, stage.axes, axis)
             shapes = [cut.shape_at(value.shape, i) for i in range(group.size)] if cut.sizes else None
             pieces = communicator.all_gather(sendable(value), group.ranks, shapes)
-            value = cut.join([p.to(value.dtype) for p in pieces])
+            value = join_pieces([p.to(value.dtype) for p in pieces], cut)
         left.pop(axis, None)
     return value
 
@@ -158,7 +158,7 @@ def _over_time(stage: Stage, declared: Result, kept: Kept) -> Tensor:
             stacked = torch.stack(pieces)
             return stacked.amax(0) if state.reduction == "max" else stacked.sum(0, dtype=pieces[0].dtype)
         if isinstance(state, Sharded):
-            return local_cut(declared.states, stage.sizes(), axis).join(pieces)
+            return join_pieces(pieces, local_cut(declared.states, stage.sizes(), axis))
         return pieces[-1]
 
     return together(MICRO, _without_slices(kept, declared.states, lambda pieces: together(SLICE, pieces)))
@@ -172,12 +172,12 @@ def _without_slices(kept: Kept, states: States, join: Callable[[list[Tensor]], T
     return [join(pieces) if SLICE in states else pieces[-1] for _, pieces in sorted(of.items())]
 
 
-def local_cut(states: States, sizes: Sizes, axis: str) -> Cut:
+def local_cut(states: States, sizes: Sizes, axis: str) -> Sharded:
     """Return how an axis cuts what all the others of `states` leave of a dim."""
     state = states[axis]
     assert isinstance(state, Sharded)
     along = [(a, s) for a, s in states.items() if isinstance(s, Sharded) and s.dim == state.dim]
-    order = nested([(replace(cut_of(s), dim=0), sizes[a]) for a, s in along])
+    order = nested([(replace(s, dim=0), sizes[a]) for a, s in along])
     return next(replace(cut, dim=state.dim) for position, cut in order if along[position][0] == axis)
 
 

@@ -1,21 +1,18 @@
 """The problem of a schedule, as pure data: the passes of one micro-batch, what they wait for, and what they occupy.
 
 Everything that a search must know is here and nothing else: no model, no tensors. All micro-batches are alike, so the
-blocks of one describe them all. JSON stores it (`to_json`, `from_json`).
+blocks of one describe them all.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from math import inf, isfinite
-from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import FORM, Instruction, Kind
-from nnscaler.records import RecordError, decode, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +102,6 @@ def make_problem(
     edges = tuple(d if isinstance(d, Dependency) else Dependency(*d) for d in dependencies)
     each = tuple(limits) if isinstance(limits, Sequence) else (limits,) * devices
     return ScheduleProblem(tuple(blocks), edges, each, micro_batches)
-
-
-def to_json(problem: ScheduleProblem) -> str:
-    """Return the text of a problem; a device without a limit has null."""
-    data = encode(problem)
-    data["limits"] = [limit if isfinite(limit) else None for limit in problem.limits]
-    return json.dumps(data)
-
-
-def from_json(text: str) -> ScheduleProblem:
-    """Read what `to_json` writes. Raises NnscalerError("bad_schedule_problem")."""
-    try:
-        data: Any = json.loads(text)
-        if isinstance(data, Mapping) and isinstance(data.get("limits"), list):
-            data = {**data, "limits": [inf if limit is None else limit for limit in data["limits"]]}
-        return decode(ScheduleProblem, data)
-    except (json.JSONDecodeError, RecordError) as error:
-        raise _bad(f"its text cannot be read: {error}", "write it with `to_json`") from error
 
 
 def _check(problem: ScheduleProblem) -> None:

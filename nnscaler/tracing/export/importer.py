@@ -25,6 +25,7 @@ from nnscaler.tracing.rewrite import (
     RawGraph,
     TensorName,
     dtype_name,
+    fresh_name,
     make_operation,
     storage_of,
     written_inputs,
@@ -165,12 +166,7 @@ class _Importer:
         self.tensors[name] = LogicalTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype), role, needs_grad, fqns)
 
     def _fresh(self, name: str) -> str:
-        candidate, number = name, 0
-        while candidate in self._taken:
-            number += 1
-            candidate = f"{name}_{number}"
-        self._taken.add(candidate)
-        return candidate
+        return fresh_name(name, self._taken)
 
     # ---- nodes ----
 

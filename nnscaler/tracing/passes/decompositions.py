@@ -8,8 +8,8 @@ from typing import Any
 from op_registry.call import DType
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
-from nnscaler.tracing.rewrite import Builder, RawGraph, TensorName, infer
+from nnscaler.ir.graph import Graph, Operation, Region
+from nnscaler.tracing.rewrite import Builder, Form, RawGraph, TensorName
 
 RUNNING_STATISTIC = "nnscaler.running_statistic"
 
@@ -50,30 +50,22 @@ def _emit(operation: Operation, builder: Builder, storages: dict[str, int]) -> N
     wide = "float32" if given.dtype in ("float16", "bfloat16") else given.dtype
     off = Region(False, operation.region.autocast)
 
-    def emit(
-        part: str,
-        operator: str,
-        args: tuple[Any, ...],
-        shape: tuple[int, ...],
-        dtype: str,
-        region: Region | None = None,
-    ) -> TensorName:
-        made = LogicalTensor(builder.fresh(f"{output.name}_{part}"), shape, dtype)
+    def emit(part: str, operator: str, args: tuple[Any, ...], of: Form, region: Region | None = None) -> TensorName:
+        made = builder.make(f"{output.name}_{part}", operator, args, like=operation, of=of, region=region)
         storages[made.name] = -len(storages) - 1  # memory of its own
-        builder.emit(operator, args, outputs=(made,), like=operation, region=region)
-        return TensorName(made.name)
+        return made
 
-    mean = emit("batch_mean", "nnscaler.batch_mean", (x,), channels, wide)
-    variance = emit("batch_var", "nnscaler.batch_variance", (x, mean), (2, *channels), wide)
+    mean = emit("batch_mean", "nnscaler.batch_mean", (x,), (channels, wide))
+    variance = emit("batch_var", "nnscaler.batch_variance", (x, mean), ((2, *channels), wide))
     args = (x, mean, variance, weight, bias, eps)
     builder.emit("nnscaler.batch_normalise", args, outputs=(output,), like=operation, name=operation.name)
     if old_mean is not None:
         dtype = builder.tensor(old_mean.name).dtype
-        emit("mean", RUNNING_STATISTIC, (old_mean, mean, momentum), channels, dtype, off)
+        emit("mean", RUNNING_STATISTIC, (old_mean, mean, momentum), (channels, dtype), off)
     if old_variance is not None:
         dtype = builder.tensor(old_variance.name).dtype
-        unbiased = emit("unbiased", "aten.select.int", (variance, 0, 1), channels, wide, off)
-        emit("var", RUNNING_STATISTIC, (old_variance, unbiased, momentum), channels, dtype, off)
+        unbiased = emit("unbiased", "aten.select.int", (variance, 0, 1), (channels, wide), off)
+        emit("var", RUNNING_STATISTIC, (old_variance, unbiased, momentum), (channels, dtype), off)
 
 
 def statistic_written(operation: Operation) -> tuple[str, str]:
@@ -129,21 +121,18 @@ class _Lowering:
         scores = self._emit("scaled", "aten.mul.Tensor", scores, scale)
         scores = self._masked(scores, given["attn_mask"], given["is_causal"])
         weights = self._emit("softmax", "aten.softmax.int", scores, -1)
-        tensor = builder.tensor(weights.name)
-        dropped = LogicalTensor(builder.fresh(f"{operation.name}_dropout"), tensor.shape, tensor.dtype)
-        builder.emit("nnscaler.dropout", (weights, given["dropout_p"]), outputs=(dropped,), like=operation)
+        tensor, name = builder.tensor(weights.name), f"{operation.name}_dropout"
+        of = tensor.shape, tensor.dtype
+        dropped = builder.make(name, "nnscaler.dropout", (weights, given["dropout_p"]), like=operation, of=of)
         output = builder.source.tensors[operation.outputs[0] or ""]
-        args = (TensorName(dropped.name), value)
+        args = (dropped, value)
         builder.emit("aten.matmul.default", args, outputs=(output,), like=operation, name=operation.name)
 
     def _shape(self, ref: TensorName) -> tuple[int, ...]:
         return self.builder.tensor(ref.name).shape
 
     def _emit(self, part: str, operator: str, *args: Any, **kwargs: Any) -> TensorName:
-        ((shape, dtype),) = infer(operator, args, kwargs, self.builder.tensor)  # type: ignore[misc]
-        made = LogicalTensor(self.builder.fresh(f"{self.operation.name}_{part}"), shape, dtype)
-        self.builder.emit(operator, args, kwargs, outputs=(made,), like=self.operation)
-        return TensorName(made.name)
+        return self.builder.make(f"{self.operation.name}_{part}", operator, args, kwargs, like=self.operation)
 
     def _repeat(self, x: TensorName, heads: int | None) -> TensorName:
         """Return each head of keys or values as often as query heads share it."""
@@ -231,8 +220,5 @@ def _bag_length(offsets: Operation | None, entries: int) -> int:
 
 
 def _table(operation: Operation, builder: Builder, flat: TensorName, length: int) -> TensorName:
-    source = builder.tensor(flat.name)
-    shape = (source.elements // length, length)
-    made = LogicalTensor(builder.fresh(f"{flat.name}_table"), shape, source.dtype)
-    builder.emit("aten.reshape.default", (flat, shape), outputs=(made,), like=operation)
-    return TensorName(made.name)
+    shape = (builder.tensor(flat.name).elements // length, length)
+    return builder.make(f"{flat.name}_table", "aten.reshape.default", (flat, shape), like=operation)

@@ -329,10 +329,7 @@ class _Values:
         form = functional_form(operation, new_args, new_kwargs, self.builder.tensor)
         for operator, form_args, form_kwargs in form:
             ready = tuple(TensorName(value) if a is ... else a for a in form_args)
-            ((shape, dtype),) = infer(operator, ready, form_kwargs, self.builder.tensor)  # type: ignore[misc]
-            made = LogicalTensor(self.builder.fresh(operation.name), shape, dtype)
-            self.builder.emit(operator, ready, form_kwargs, outputs=(made,), like=operation)
-            value = made.name
+            value = self.builder.make(operation.name, operator, ready, form_kwargs, like=operation).name
         result = operation.outputs[0] if operation.outputs else None
         if result is not None and source[result].shape != source[target].shape:
             # `x.unsqueeze_(0)` changes no element: its result is a view, and later uses name the result

@@ -15,7 +15,7 @@ from typing import Any
 from op_registry.call import DType
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
-from nnscaler.tracing.rewrite import Builder, TensorName, is_floating
+from nnscaler.tracing.rewrite import Builder, Form, TensorName, is_floating
 
 _MEAN, _SUM = 1, 2
 
@@ -63,20 +63,19 @@ def _emit_division(operation: Operation, builder: Builder, given: Mapping[str, A
     result = builder.source.tensors[operation.outputs[0]]
     weight, ignore, targets = given["weight"], given["ignore_index"], TensorName(labels.name)
 
-    def emit(name: str, operator: str, args: tuple[Any, ...], like: LogicalTensor) -> TensorName:
-        made = LogicalTensor(builder.fresh(f"{operation.name}_{name}"), like.shape, like.dtype)
-        builder.emit(operator, args, outputs=(made,), like=operation)
-        return TensorName(made.name)
+    def emit(name: str, operator: str, args: tuple[Any, ...], of: Form) -> TensorName:
+        return builder.make(f"{operation.name}_{name}", operator, args, like=operation, of=of)
 
     smoothing = (given["label_smoothing"],) if operation.operator == _CROSS_ENTROPY else ()
-    summed = emit("sum", operation.operator, (given["logits"], targets, weight, _SUM, ignore, *smoothing), result)
+    scalar = (), result.dtype
+    summed = emit("sum", operation.operator, (given["logits"], targets, weight, _SUM, ignore, *smoothing), scalar)
     if len(labels.shape) > 1:
         flat = (prod(labels.shape),)
-        targets = emit("labels", "aten.reshape.default", (targets, flat), replace(labels, shape=flat))
+        targets = emit("labels", "aten.reshape.default", (targets, flat), (flat, labels.dtype))
     if weight is None:
-        count = emit("count", "nnscaler.ce_count", (targets, ignore), replace(result, dtype="int64"))
+        count = emit("count", "nnscaler.ce_count", (targets, ignore), ((), "int64"))
     else:
-        count = emit("count", "nnscaler.ce_weight", (targets, weight, ignore), result)
+        count = emit("count", "nnscaler.ce_weight", (targets, weight, ignore), scalar)
     builder.emit("aten.div.Tensor", (summed, count), outputs=(result,), like=operation, name=operation.name)
     return True
 
@@ -88,15 +87,13 @@ def _as_rows(
     classes, rows = logits.shape[1], prod(labels.shape)
     last = (0, *range(2, len(logits.shape)), 1)
 
-    def emit(name: str, operator: str, of: LogicalTensor, to: tuple[int, ...], shape: tuple[int, ...]) -> LogicalTensor:
-        made = LogicalTensor(builder.fresh(f"{operation.name}_{name}"), shape, of.dtype)
-        builder.emit(operator, (TensorName(of.name), to), outputs=(made,), like=operation)
-        return made
+    def emit(name: str, operator: str, of: LogicalTensor, to: tuple[int, ...]) -> LogicalTensor:
+        made = builder.make(f"{operation.name}_{name}", operator, (TensorName(of.name), to), like=operation)
+        return builder.tensor(made.name)
 
-    turned = emit("turned", "aten.permute.default", logits, last, (*labels.shape, classes))
-    wanted = (rows, classes)
-    flat = emit("labels", "aten.reshape.default", labels, (rows,), (rows,))
-    return emit("rows", "aten.reshape.default", turned, wanted, wanted), flat
+    turned = emit("turned", "aten.permute.default", logits, last)
+    flat = emit("labels", "aten.reshape.default", labels, (rows,))
+    return emit("rows", "aten.reshape.default", turned, (rows, classes)), flat
 
 
 def _emit(
@@ -106,32 +103,23 @@ def _emit(
     result = builder.source.tensors[operation.outputs[0]]
     rows = labels.shape
 
-    def emit(
-        name: str,
-        operator: str,
-        args: tuple[Any, ...],
-        shape: tuple[int, ...],
-        dtype: str,
-        region: Region | None = None,
-    ) -> TensorName:
-        made = LogicalTensor(builder.fresh(f"{operation.name}_{name}"), shape, dtype)
-        builder.emit(operator, args, outputs=(made,), like=operation, region=region)
-        return TensorName(made.name)
+    def emit(name: str, operator: str, args: tuple[Any, ...], of: Form, region: Region | None = None) -> TensorName:
+        return builder.make(f"{operation.name}_{name}", operator, args, like=operation, of=of, region=region)
 
     scores, targets = TensorName(logits.name), TensorName(labels.name)
     wide = "float32" if logits.dtype in ("float16", "bfloat16") else logits.dtype
     off = replace(operation.region, grad_enabled=False)
-    peak = emit("max", "nnscaler.ce_max", (scores,), rows, wide, off)
-    picked = emit("pick", "nnscaler.ce_pick", (scores, targets, ignore), rows, wide)
+    peak = emit("max", "nnscaler.ce_max", (scores,), (rows, wide), off)
+    picked = emit("pick", "nnscaler.ce_pick", (scores, targets, ignore), (rows, wide))
     # Last, for then its gradient is made first, and its exponentials are gone when that of what is picked is made:
     # backward holds two tensors of the size of the logits, and not three.
-    total = emit("sumexp", "nnscaler.ce_sumexp", (scores, peak), rows, wide)
+    total = emit("sumexp", "nnscaler.ce_sumexp", (scores, peak), (rows, wide))
     last: tuple[str, tuple[Any, ...]] = ("nnscaler.ce_tail", (total, peak, picked, targets, ignore))
     if mean:
-        summed = emit("tail", *last, (), wide)
-        count = emit("count", "nnscaler.ce_count", (targets, ignore), (), "int64", off)
+        summed = emit("tail", *last, ((), wide))
+        count = emit("count", "nnscaler.ce_count", (targets, ignore), ((), "int64"), off)
         last = ("aten.div.Tensor", (summed, count))
     if result.dtype != wide:
-        loss = emit("wide", *last, (), wide)
+        loss = emit("wide", *last, ((), wide))
         last = ("aten.to.dtype", (loss, DType(result.dtype)))
     builder.emit(*last, outputs=(result,), like=operation, name=operation.name)

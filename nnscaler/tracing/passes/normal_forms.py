@@ -9,7 +9,7 @@ from op_registry.call import DType
 from op_registry.registry import facts_of
 from op_registry.torch_schema import has_default_dtype
 
-from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
+from nnscaler.ir.graph import Graph, Operation, Region
 from nnscaler.tracing.passes.dataflow import needing_grad
 from nnscaler.tracing.passes.in_place import DROPOUTS, slice_bounds
 from nnscaler.tracing.rewrite import Builder, TensorName, is_floating, map_references
@@ -274,9 +274,8 @@ def _as_floating(operation: Operation, builder: Builder) -> None:
     dtype = DType(output.dtype)
 
     def emit(part: str, operator: str, shape: tuple[int, ...], *given: Any, **named: Any) -> TensorName:
-        made = LogicalTensor(builder.fresh(f"{operation.name}_{part}"), shape, output.dtype)
-        builder.emit(operator, given, named, outputs=(made,), like=operation)
-        return TensorName(made.name)
+        of = shape, output.dtype
+        return builder.make(f"{operation.name}_{part}", operator, given, named, like=operation, of=of)
 
     def cast(ref: TensorName) -> TensorName:
         return emit("operand", "aten.to.dtype", builder.tensor(ref.name).shape, ref, dtype)

@@ -17,9 +17,9 @@ from op_registry.registry import facts_of
 from op_registry.torch_schema import may_draw
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph, LogicalTensor, Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.runtime.ops.random import random_normal, random_uniform
-from nnscaler.tracing.rewrite import Builder, TensorName, dtype_name, dtype_of, infer, torch_operator
+from nnscaler.tracing.rewrite import Builder, TensorName, dtype_name, dtype_of, torch_operator
 
 # Formulas of torch's random operators over two draws: uniform in (0, 1), and normal.
 # Ranks cannot share torch's generator, so programs draw by the runtime's own operators
@@ -265,20 +265,13 @@ class _Emitter:
         self._builder = builder
 
     def draw(self, kind: str, shape: Sequence[int], dtype: str) -> TensorName:
-        made = self._new(kind, tuple(shape), dtype)
-        self._builder.emit(
-            f"nnscaler.random_{kind}", (tuple(shape), DType(dtype)), outputs=(made,), like=self._operation
-        )
-        return TensorName(made.name)
+        name, of = f"{self._operation.name}_{kind}", (tuple(shape), dtype)
+        args = (tuple(shape), DType(dtype))
+        return self._builder.make(name, f"nnscaler.random_{kind}", args, like=self._operation, of=of)
 
     def call(self, operator: str, *args: Any) -> TensorName:
-        ((shape, dtype),) = infer(operator, args, {}, self._builder.tensor)  # type: ignore[misc]
-        made = self._new(operator.split(".")[1], shape, dtype)
-        self._builder.emit(operator, args, outputs=(made,), like=self._operation)
-        return TensorName(made.name)
+        name = f"{self._operation.name}_{operator.split('.')[1]}"
+        return self._builder.make(name, operator, args, like=self._operation)
 
     def dtype(self, value: TensorName) -> str:
         return self._builder.tensor(value.name).dtype
-
-    def _new(self, part: str, shape: tuple[int, ...], dtype: str) -> LogicalTensor:
-        return LogicalTensor(self._builder.fresh(f"{self._operation.name}_{part}"), shape, dtype)

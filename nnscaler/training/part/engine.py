@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnscaler.layout import Sharded, States
 from nnscaler.manifest import ResultRecord
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.layout import Sharded, States
 from nnscaler.runtime.role import INPUT_GRADIENT, Stage
 from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.model_outputs import joined, sendable

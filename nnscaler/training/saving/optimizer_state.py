@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.layout import is_cut
+from nnscaler.layout import is_cut
 from nnscaler.runtime.training.saving.boxes import boxes_of, leads
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, whole
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor

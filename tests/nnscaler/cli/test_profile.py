@@ -28,7 +28,7 @@ def test_a_profile_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "calibration error of collectives (|predicted / measured - 1| of 20)" in said.out
     assert f"wrote {out}" in said.out and "trace" in said.err and "collectives" in said.err
     profile = load_profile(out)
-    linear = [e for e in profile.entries if e.operator == "aten.linear.default"]
+    linear = [e for e in profile.operators if e.operator == "aten.linear.default"]
     assert {e.shapes_in[0] for e in linear} == {(24, 16), (12, 16), (24, 8)}
     assert all(e.forward > 0 and e.backward > 0 for e in linear) and not profile.skipped
     assert len(profile.collectives) == 20 and all(c.seconds > 0 for c in profile.collectives)

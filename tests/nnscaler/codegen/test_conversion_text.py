@@ -13,22 +13,25 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import nnscaler.layout
 from nnscaler.codegen.expressions import conversion_text
-from nnscaler.ir.layout import (
+from nnscaler.ir.layout_conversion import find_path
+from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.layout import (
     INVARIANT,
     PARTIAL,
     REPLICATED,
     Axis,
     DeviceMesh,
+    Invariant,
     Layout,
+    Partial,
     Sharded,
     State,
-    explain_illegal,
+    States,
     parse_state,
 )
-from nnscaler.ir.layout_conversion import find_path
 from nnscaler.runtime import Simulator
-from nnscaler.runtime import layout as runtime_layout
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.shards import assemble, shard
@@ -68,21 +71,21 @@ def conversions(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, Layout]:
     return sizes, draw(layouts(sizes)), draw(layouts(sizes))
 
 
-def held(states: runtime_layout.States, mesh: DeviceMesh, seed: int) -> list[Tensor]:
+def held(states: States, mesh: DeviceMesh, seed: int) -> list[Tensor]:
     """Return each rank's piece of a random value, for every rank of the mesh."""
     sizes = {a.name: a.size for a in mesh.axes}
-    summed = [name for name in sizes if isinstance(states.get(name), runtime_layout.Partial)]
+    summed = [name for name in sizes if isinstance(states.get(name), Partial)]
     generator = torch.Generator().manual_seed(seed)
     terms = {
         at: torch.randint(-9, 10, SHAPE, generator=generator).double()
         for at in product(*(range(sizes[name]) for name in summed))
     }
-    cut = {name: state for name, state in states.items() if isinstance(state, runtime_layout.Sharded)}
+    cut = {name: state for name, state in states.items() if isinstance(state, Sharded)}
     coordinates = [mesh.coordinates(rank) for rank in mesh.ranks]
     return [shard(terms[tuple(at[name] for name in summed)], cut, sizes, at) for at in coordinates]
 
 
-def together(tensors: list[Tensor], states: runtime_layout.States, mesh: DeviceMesh) -> Tensor:
+def together(tensors: list[Tensor], states: States, mesh: DeviceMesh) -> Tensor:
     """The logical value, after checking that copies are equal."""
     pieces = [(mesh.coordinates(rank), tensor) for rank, tensor in zip(mesh.ranks, tensors, strict=True)]
     made = assemble(pieces, states, {a.name: a.size for a in mesh.axes}, SHAPE)
@@ -90,18 +93,17 @@ def together(tensors: list[Tensor], states: runtime_layout.States, mesh: DeviceM
     return made.value
 
 
-def pairing(states: runtime_layout.States, mesh: DeviceMesh, values: list[Tensor], gradients: list[Tensor]) -> float:
+def pairing(states: States, mesh: DeviceMesh, values: list[Tensor], gradients: list[Tensor]) -> float:
     """<value, gradient>: over all ranks, but only one of those that hold both whole."""
-    once = [name for name in mesh.names if isinstance(states[name], runtime_layout.Invariant)]
+    once = [name for name in mesh.names if isinstance(states[name], Invariant)]
     counted = [i for i, rank in enumerate(mesh.ranks) if not any(mesh.coordinates(rank)[name] for name in once)]
     return float(sum((values[i] * gradients[i]).sum() for i in counted))
 
 
-def runtime_states(layout: Layout) -> dict[str, runtime_layout.State]:
-    classes = {name: getattr(runtime_layout, name) for name in ("Invariant", "Replicated", "Sharded", "Partial")}
-    texts = [str(s) if "(" in str(s) else f"{s}()" for s in layout]
+def read_back(layout: Layout) -> dict[str, State]:
+    """The states by axis, from their text as rank programs have it."""
     assert [parse_state(str(s)) for s in layout] == list(layout)
-    return {name: eval(text, classes) for name, text in zip(NAMES, texts, strict=False)}
+    return {name: eval(repr(state), vars(nnscaler.layout)) for name, state in zip(NAMES, layout, strict=False)}
 
 
 @settings(max_examples=30)
@@ -111,7 +113,7 @@ def test_a_path_keeps_the_value_and_its_backward_is_the_adjoint(case: tuple[tupl
     found = find_path(source, target, sizes, SHAPE, True)
     assert found is not None
     mesh = DeviceMesh(tuple(Axis(*axis) for axis in zip(NAMES, sizes, strict=False)), tuple(range(prod(sizes))))
-    before, after = runtime_states(source), runtime_states(target)
+    before, after = read_back(source), read_back(target)
     values, cotangents = held(before, mesh, 1), held(gradient_states(after), mesh, 2)
 
     def run(communicator: Any) -> tuple[Tensor, Tensor]:

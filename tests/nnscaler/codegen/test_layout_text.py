@@ -10,7 +10,7 @@ from op_registry.rank_expression import Expression, by_index
 from nnscaler.codegen.expressions import expression, layout_text, literal
 from nnscaler.codegen.stage_writer import layer_of
 from nnscaler.ir.graph import is_free_name
-from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Axis, Layout, Partial, Sharded
+from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Axis, Layout, Partial, Sharded
 
 AXES = (Axis("dp", 2), Axis("tp", 3), Axis("micro", 4))
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from nnscaler.communication.communicated_graph import CommunicatedGraph, Convert, StageProgram
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.layout import INVARIANT, REPLICATED, Sharded
 from nnscaler.ir.signature import signatures
+from nnscaler.layout import INVARIANT, REPLICATED, Sharded
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import AssignStep, Plan, ReplicateStep, SplitStep, Step

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nnscaler.communication.regions import BlockMessage, transfer, without_axis
-from nnscaler.ir.layout import INVARIANT, Axis, DeviceMesh, Layout, Sharded, State, explain_illegal
+from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.layout import INVARIANT, Axis, DeviceMesh, Layout, Sharded, State
 from tests.layouts import positions
 
 Integers = NDArray[np.int64]

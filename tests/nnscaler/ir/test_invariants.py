@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nnscaler.ir import Graph, InternalError, Operation, Slot, check_graph
-from nnscaler.ir.invariants import violations
+from nnscaler.ir.graph import Graph, Operation, Slot
+from nnscaler.ir.invariants import InternalError, check_graph, violations
 from tests.graph_text import parse_graph
 
 GOOD = """graph Good

@@ -7,7 +7,9 @@ from math import inf
 
 import pytest
 
-from nnscaler.ir.layout import (
+from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_cost, volume
+from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.layout import (
     INVARIANT,
     PARTIAL,
     REPLICATED,
@@ -18,11 +20,9 @@ from nnscaler.ir.layout import (
     Replicated,
     Sharded,
     State,
-    explain_illegal,
     local_shape,
     parse_state,
 )
-from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_cost, volume
 
 TABLE: list[tuple[State, State, str, str | None, str | None]] = [
     (INVARIANT, REPLICATED, "replicate", None, "all_reduce"),

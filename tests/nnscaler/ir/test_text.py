@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from op_registry.call import DType
 from op_registry.spec import SourceLocation
 
-from nnscaler.ir import Graph, LogicalTensor, Operation, Region, Slot, print_graph
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Slot
+from nnscaler.ir.text import print_graph
 from tests.graph_text import parse_graph
 
 TEXT = """graph Tiny

@@ -16,13 +16,14 @@ from nnscaler.performance.time_steps import SavedProgram, SharedStep, Shown, Ste
 from nnscaler.planning.cluster.description import Cluster, Device, Level
 from nnscaler.planning.cost.build_profile import crowded
 from nnscaler.planning.cost.model import Overheads
-from nnscaler.planning.cost.table import Calibration, Profile
+from nnscaler.planning.cost.table import Calibration, Calibrations, Profile
 from nnscaler.planning.cost.table_cost import TableCost
 from tests import traced_examples
 
 NOTHING = Calibration(0, 0.0, 0.0, 0.0, 0.0)
 DEVICE = Device("core", 10**10, {"float32": 1e10}, 1e10, 0.0)
-PROFILE = Profile(Cluster("host", DEVICE, (Level("memory", 4, 2e9, 1e-4),)), Overheads(), (), (), NOTHING, NOTHING)
+CLUSTER = Cluster("host", DEVICE, (Level("memory", 4, 2e9, 1e-4),))
+PROFILE = Profile(CLUSTER, Overheads(), Calibrations(NOTHING, NOTHING), (), ())
 HIDDEN = (0.5, 0.4, 0.3, 0.2)
 
 

@@ -12,9 +12,9 @@ import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_states
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import Axis, Sharded, State
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import signatures
+from nnscaler.layout import Axis, Sharded, State
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import (
     Constraint,

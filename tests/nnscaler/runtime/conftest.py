@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nnscaler.layout import States
 from nnscaler.runtime import ExecutorSettings, RankExecutor, Simulator, Stage
-from nnscaler.runtime.layout import States
 from nnscaler.runtime.shards import assemble, unravel
 from tests.layouts import gradient_states
 

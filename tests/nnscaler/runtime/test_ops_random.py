@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nnscaler.layout import Sharded
 from nnscaler.runtime import ops
-from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.role import RunContext
 
 SHAPE = (12, 8, 50)

@@ -17,6 +17,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
 from nnscaler.ir.signature import signatures
+from nnscaler.layout import Sharded
 from nnscaler.performance.predict import replay
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
@@ -25,7 +26,6 @@ from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.runtime import Simulator
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
 from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read
-from nnscaler.runtime.cut import Cut
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.saved_values import SavedValues
@@ -263,7 +263,7 @@ class OneRank:
 
 
 def read_of(parameter: nn.Parameter) -> Read:
-    return Read(parameter, (0,), 0, Cut(0), None)
+    return Read(parameter, (0,), 0, Sharded(0), None)
 
 
 def test_values_may_be_read_twice_and_show_parts_of_a_whole() -> None:

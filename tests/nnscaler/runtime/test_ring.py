@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.cut import Cut
+from nnscaler.runtime.cut import join_pieces, piece_of
 from nnscaler.runtime.ops import ring, ring_attention
 
 E, V, HEADS = 3, 5, 4
@@ -72,7 +73,7 @@ def run(
     wanted = [whole, *torch.autograd.grad(whole, [t for t in leaves if t.requires_grad], above)]
 
     def piece(tensor: Tensor, dim: int, rank: int) -> Tensor:
-        return Cut(dim, case.outer, (), case.sizes).piece(tensor.detach(), case.ranks, rank).clone()
+        return piece_of(tensor.detach(), Sharded(dim, case.outer, (), case.sizes), case.ranks, rank).clone()
 
     def one(communicator: Communicator) -> list[Tensor]:
         if listen is not None and communicator.rank == 0:
@@ -93,7 +94,7 @@ def run(
 
     parts = Simulator(case.ranks).run(one)
     found = [
-        Cut(dim, case.outer, (), case.sizes).join(list(p))
+        join_pieces(list(p), Sharded(dim, case.outer, (), case.sizes))
         for p, dim in zip(zip(*parts, strict=True), (2, *cut), strict=False)
     ]
     differences = [float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]

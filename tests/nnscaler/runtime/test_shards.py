@@ -7,11 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from nnscaler.ir.layout import Sharded as CompilerSharded
-from nnscaler.ir.layout import local_shape as compiler_local_shape
-from nnscaler.runtime import Invariant, Partial, Replicated, Sharded
-from nnscaler.runtime.cut import Cut
-from nnscaler.runtime.layout import State
+from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
+from nnscaler.runtime.cut import join_pieces, piece_of, pieces_of, place_piece
 from nnscaler.runtime.shards import assemble, local_shape, logical_coordinates, same_bits, shard, unravel
 from tests.layouts import positions
 
@@ -59,61 +56,70 @@ def test_a_rank_holds_the_entries_whose_digits_are_its_coordinates(
 
 
 CUTS = [
-    Cut(1),
-    Cut(1, 3),
-    Cut(0, 2),
-    Cut(1, 1, (6, 2, 4)),
-    Cut(1, 1, (), (7, 5)),
-    Cut(1, 3, (), (1, 3)),
-    Cut(0, 2, (), (3, 1)),
+    Sharded(1),
+    Sharded(1, 3),
+    Sharded(0, 2),
+    Sharded(1, 1, (6, 2, 4)),
+    Sharded(1, 1, (), (7, 5)),
+    Sharded(1, 3, (), (1, 3)),
+    Sharded(0, 2, (), (3, 1)),
 ]
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_a_cut_by_its_definition(cut: Cut) -> None:
+def test_a_cut_by_its_definition(cut: Sharded) -> None:
     """A piece is the entries of its rank, of contiguous tensors and of others, and all pieces make the whole again."""
     for whole in (torch.arange(8 * 12 * 2).view(8, 12, 2), torch.arange(12 * 8).view(12, 8).t()):
-        pieces = cut.pieces(whole, 2)
+        pieces = pieces_of(whole, cut, 2)
         for index, piece in enumerate(pieces):
             entries = torch.from_numpy(positions(whole.shape[cut.dim], [(cut, 2, index)]))
             assert torch.equal(piece, whole.index_select(cut.dim, entries))
             assert tuple(piece.shape) == cut.shape_of(whole.shape, 2, index) == cut.shape_at(pieces[0].shape, index)
-            placed = cut.place(piece, 2, index)
-            assert torch.equal(cut.piece(placed, 2, index), piece) and not cut.piece(placed, 2, 1 - index).any()
-        assert torch.equal(cut.join(pieces), whole)
+            placed = place_piece(piece, cut, 2, index)
+            assert torch.equal(piece_of(placed, cut, 2, index), piece) and not piece_of(placed, cut, 2, 1 - index).any()
+        assert torch.equal(join_pieces(pieces, cut), whole)
 
 
 @pytest.mark.parametrize(
     "size, cut, pieces",
     [
-        (12, Cut(0), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]),
-        (12, Cut(0, 2), [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]),
-        (6, Cut(0, 1, (2, 4)), [[0, 2, 3], [1, 4, 5]]),
-        (10, Cut(0, 1, (), (7, 3)), [[*range(7)], [7, 8, 9]]),
-        (6, Cut(0, 2, (), (2, 1)), [[0, 1, 3, 4], [2, 5]]),
+        (12, Sharded(0), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]),
+        (12, Sharded(0, 2), [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]),
+        (6, Sharded(0, 1, (2, 4)), [[0, 2, 3], [1, 4, 5]]),
+        (10, Sharded(0, 1, (), (7, 3)), [[*range(7)], [7, 8, 9]]),
+        (6, Sharded(0, 2, (), (2, 1)), [[0, 1, 3, 4], [2, 5]]),
     ],
     ids=str,
 )
-def test_pieces_in_numbers(size: int, cut: Cut, pieces: list[list[int]]) -> None:
+def test_pieces_in_numbers(size: int, cut: Sharded, pieces: list[list[int]]) -> None:
     parts = len(pieces)
-    assert [piece.tolist() for piece in cut.pieces(torch.arange(size), parts)] == pieces
+    assert [piece.tolist() for piece in pieces_of(torch.arange(size), cut, parts)] == pieces
     assert [positions(size, [(cut, parts, rank)]).tolist() for rank in range(parts)] == pieces
 
 
 def test_a_cut_of_nothing() -> None:
     whole = torch.zeros(4, 0)
-    pieces = Cut(0, 2).pieces(whole, 2)
-    assert [tuple(p.shape) for p in pieces] == [(2, 0), (2, 0)] and Cut(0, 2).join(pieces).shape == whole.shape
+    pieces = pieces_of(whole, Sharded(0, 2), 2)
+    assert [tuple(p.shape) for p in pieces] == [(2, 0), (2, 0)] and join_pieces(
+        pieces, Sharded(0, 2)
+    ).shape == whole.shape
 
 
 @pytest.mark.parametrize(
     "cut",
-    [Cut(0), Cut(0, 2), Cut(0, 1, (3, 4)), Cut(0, 1, (), (3, 3)), Cut(0, 2, (), (2, 1)), Cut(0, 1, (), (7,))],
+    [
+        Sharded(0),
+        Sharded(0, 2),
+        Sharded(0, 1, (3, 4)),
+        Sharded(0, 1, (), (3, 3)),
+        Sharded(0, 2, (), (2, 1)),
+        Sharded(0, 1, (), (7,)),
+    ],
     ids=str,
 )
-def test_a_cut_that_does_not_fit(cut: Cut) -> None:
+def test_a_cut_that_does_not_fit(cut: Sharded) -> None:
     with pytest.raises(ValueError, match="of size 7"):
-        cut.piece(torch.zeros(7), 2, 0)
+        piece_of(torch.zeros(7), cut, 2, 0)
 
 
 def test_an_axis_owns_the_digit_between_outer_and_inner() -> None:
@@ -176,9 +182,3 @@ def test_bits() -> None:
 
 def test_positions_are_row_major() -> None:
     assert [unravel(p, {"a": 2, "b": 3}) for p in (0, 1, 3)] == [{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}]
-
-
-def test_the_compiler_agrees_on_local_shapes() -> None:
-    layout = (CompilerSharded(0, 3), CompilerSharded(1))
-    expected = compiler_local_shape(layout, (2, 4), (12, 8))
-    assert local_shape((12, 8), {"a": Sharded(0, 3), "b": Sharded(1)}, {"a": 2, "b": 4}, {"a": 1, "b": 3}) == expected

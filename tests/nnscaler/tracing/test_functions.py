@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from op_registry.register import register_op
 
-from nnscaler.ir import check_graph
+from nnscaler.ir.invariants import check_graph
 from nnscaler.tracing import run_graph, trace
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir import Graph, check_graph
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.invariants import check_graph
 from nnscaler.tracing import trace
 from tests.sampling import every
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import verify
 from nnscaler.errors import NnscalerError
-from nnscaler.ir import Graph
+from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
 from nnscaler.tracing.export.loss_module import loss_of
 from nnscaler.tracing.passes.dataflow import remove_dead_code

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.ir import check_graph, print_graph
+from nnscaler.ir.invariants import check_graph
+from nnscaler.ir.text import print_graph
 from nnscaler.tracing import run_graph, trace
 from tests.graph_text import parse_graph
 from tests.sampling import every

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from nnscaler.ir import Graph, check_graph, print_graph
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.invariants import check_graph
+from nnscaler.ir.text import print_graph
 from nnscaler.tracing.passes.dataflow import mark_needs_grad, remove_dead_code
 from nnscaler.tracing.passes.decompositions import lower_attention_dropout
 from nnscaler.tracing.passes.lower_cross_entropy import lower_cross_entropy

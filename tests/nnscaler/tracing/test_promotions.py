@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nnscaler.ir import Graph
+from nnscaler.ir.graph import Graph
 from nnscaler.tracing import run_graph, trace
 
 

@@ -18,8 +18,8 @@ from op_registry.builtin.optimizers import NO_UPDATE, UPDATES
 
 import nnscaler
 from nnscaler.errors import NnscalerError
+from nnscaler.layout import Invariant, Sharded, State
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.layout import Invariant, Sharded, State
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine

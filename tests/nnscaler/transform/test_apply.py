@@ -10,8 +10,8 @@ import pytest
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import PartitionedGraph, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.layout import Sharded
 from nnscaler.transform.apply import apply_plan, make_stages, reorder
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import batch_states, largest_micro_batches

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.ir.placement import Chunk, PartitionedGraph, RunInvariant, Split
+from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.carried_plan import carry
 from nnscaler.transform.chunk import regions_of

@@ -1,6 +1,6 @@
 """The oracle: an operator on shards must equal the operator on the whole, values and every input's gradient.
 
-Layouts are the (value, gradient) pairs of `nnscaler.ir.layout`; a shard is the entries whose digit on the axis is the
+Layouts are the (value, gradient) pairs of `nnscaler.layout`; a shard is the entries whose digit on the axis is the
 rank's, read off an explicit list of positions (`tests.layouts`).
 """
 

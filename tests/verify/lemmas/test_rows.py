@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.layout_conversion import ROWS
+from nnscaler.layout import Partial, Replicated, Sharded
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.comm import AxisGroup
-from nnscaler.runtime.cut import Cut
-from nnscaler.runtime.layout import Partial, Replicated, Sharded
+from nnscaler.runtime.cut import piece_of
 from verify.programs.lemmas import check_rows
 from verify.programs.lemmas.conversion_lemmas import APPEND, appends, conversions
 from verify.results.verdict import Verdict
@@ -53,7 +53,7 @@ def _begins_elsewhere(
     x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: tuple[int, ...] = (), sizes: tuple[int, ...] = ()
 ) -> Tensor:
     """Pieces of the right sizes that begin where equal ones would."""
-    cut = Cut(dim, outer, sections, sizes)
+    cut = Sharded(dim, outer, sections, sizes)
 
     def kernel(tensor: Tensor, axis: AxisGroup) -> Tensor:
         if not sizes or outer > 1:
@@ -71,7 +71,7 @@ def _wrong_rows() -> dict[str, tuple[str, Callable[..., Tensor]]]:
 
     def flat(x: Tensor, axis: AxisGroup, dim: int, *_: Any) -> Tensor:
         """Strided shards taken for contiguous ones."""
-        cut = Cut(dim)
+        cut = Sharded(dim)
         return convert(x, axis, comm._gather(cut), comm._slice(cut))
 
     return {
@@ -84,12 +84,12 @@ def _wrong_rows() -> dict[str, tuple[str, Callable[..., Tensor]]]:
         "the gradient of all ranks": ("keep_first_replicated", lambda x, a: convert(x, a, comm._first, same)),
         "shards in reverse": (
             "all_gather",
-            lambda x, a, d, o=1, s=(), z=(): convert(x, a, _reversed, comm._slice(Cut(d, o, s, z))),
+            lambda x, a, d, o=1, s=(), z=(): convert(x, a, _reversed, comm._slice(Sharded(d, o, s, z))),
         ),
         "the sizes of other ranks": (
             "place",
             lambda x, a, d, o=1, s=(), z=(): convert(
-                x, a, comm._place(Cut(d, o, s, z)), comm._slice(Cut(d, o, s, z[::-1]))
+                x, a, comm._place(Sharded(d, o, s, z)), comm._slice(Sharded(d, o, s, z[::-1]))
             ),
         ),
         "unequal pieces begin where equal ones do": ("shard", _begins_elsewhere),
@@ -136,8 +136,8 @@ def test_rows_on_an_axis_in_time_are_looked_at_without_a_communicator(monkeypatc
     assert right.check.verdict is Verdict.PROVED_BOUNDED
     sliced = comm._slice
 
-    def of_the_first(cut: Cut) -> comm.Kernel:
-        return lambda t, a: cut.piece(t, a.size, 0) if a.communicator is None else sliced(cut)(t, a)
+    def of_the_first(cut: Sharded) -> comm.Kernel:
+        return lambda t, a: piece_of(t, cut, a.size, 0) if a.communicator is None else sliced(cut)(t, a)
 
     monkeypatch.setattr(comm, "_slice", of_the_first)
     assert check_rows(["shard_replicated"], parts=(2,)).check.verdict is Verdict.PROVED_BOUNDED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nnscaler.runtime.layout import Invariant, Partial, Replicated, Sharded, State
+from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
 from nnscaler.runtime.shards import assemble, unravel
 from verify.programs.localise.deal_shards import Dealer
 

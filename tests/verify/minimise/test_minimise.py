@@ -11,8 +11,8 @@ import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir import layout_conversion
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.ir.layout_conversion import ConversionRow
+from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.plan import Plan
 from tests.broken import models
 from tests.sampling import every

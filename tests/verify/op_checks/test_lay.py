@@ -8,12 +8,12 @@ from itertools import product
 import pytest
 import torch
 
-from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State, explain_illegal
+from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.runtime import shards
 from tests.layouts import positions
 from verify.evidence.cases import uneven_sizes
 from verify.evidence.inputs.operand_shards import gather, lay_of, local_shape, spread
-from verify.evidence.oracle.run_random_operators import runtime_state
 
 SHAPE = (12, 36, 4)
 STATES: tuple[State, ...] = (
@@ -56,7 +56,7 @@ def test_what_ranks_hold(states: tuple[State, ...], parts: tuple[int, ...]) -> N
     whole, lay = tensor(), lay_of(states, parts)
     pieces = spread(whole, lay, torch.Generator().manual_seed(1))
     names = [f"axis{i}" for i in range(len(parts))]
-    held = {n: runtime_state(s) for n, s in zip(names, states, strict=True) if not isinstance(s, Partial)}
+    held = {n: s for n, s in zip(names, states, strict=True) if not isinstance(s, Partial)}
     for rank, piece in zip(lay.ranks(), pieces, strict=True):
         at = dict(zip(names, rank, strict=True))
         expected = shards.shard(whole, held, dict(zip(names, parts, strict=True)), at)

@@ -7,7 +7,8 @@ import torch
 
 from op_registry.registry import default_registry
 
-from nnscaler.ir.layout import PARTIAL, Sharded
+from nnscaler.layout import PARTIAL, Sharded
+from nnscaler.runtime.cut import pieces_of
 from verify.evidence.inputs.operand_shards import lay_of
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.wrong_results import variants_of
@@ -18,7 +19,7 @@ def of(expected: torch.Tensor, dim: int = 0, outer: int = 1) -> dict[str, tuple[
     lay = lay_of((Sharded(dim, outer),), (2,))
     cut = lay.held[0]
     assert not isinstance(cut, str)
-    pieces = cut.pieces(expected, 2)
+    pieces = pieces_of(expected, cut, 2)
     return {v.name: (v.killed, v.void) for v in variants_of("output 0", pieces, expected, lay)}
 
 

@@ -14,7 +14,7 @@ from op_registry.call import Call
 from op_registry.rank_expression import Expression, block_start, index
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.layout import Partial, State
+from nnscaler.layout import Partial, State
 from tests.sampling import every
 from tests.verify.op_proofs_bounded.operators import (
     call_of,

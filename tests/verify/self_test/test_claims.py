@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded
 from nnscaler.ir.placement import Split
+from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded
 from verify.evidence.cases import Inputs
 from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.runner import OperatorRunner

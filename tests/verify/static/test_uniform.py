@@ -14,9 +14,9 @@ import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, PARTIAL, Layout, Sharded, explain_illegal
+from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.ir.signature import signatures
-from nnscaler.runtime import layout as runtime
+from nnscaler.layout import INVARIANT, PARTIAL, Layout, Sharded, State
 from nnscaler.runtime.shards import shard
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, ReplicateStep
@@ -180,10 +180,10 @@ def test_only_what_is_uniform_may_be_cut_otherwise() -> None:
     assert "outer=3" in found[0].message, found[0].message
 
 
-def cuts(names: Sequence[str], layout: Layout) -> dict[str, runtime.State]:
+def cuts(names: Sequence[str], layout: Layout) -> dict[str, State]:
     """How the runtime says where a layout cuts."""
     cut = [(name, state) for name, state in zip(names, layout, strict=True) if isinstance(state, Sharded)]
-    return {name: runtime.Sharded(state.dim, state.outer) for name, state in cut}
+    return {name: Sharded(state.dim, state.outer) for name, state in cut}
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (2, 2, 2), (4, 2, 2)])

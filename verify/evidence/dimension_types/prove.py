@@ -21,10 +21,10 @@ from op_registry.call import Call
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive import input_states, output_states
-from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, gradient_state
-from nnscaler.ir.layout import State as Layout
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import Invariant, Partial, Replicated, Sharded, gradient_state
+from nnscaler.layout import State as Layout
 from verify.evidence.dimension_types.check_localize_hooks import asked_otherwise
 from verify.evidence.dimension_types.guards import equals, granted
 from verify.evidence.dimension_types.interpret import interpret

@@ -1,6 +1,6 @@
 """The layout of one operand on a mesh of one or two axes: cut a tensor into the ranks' pieces, and join them.
 
-The layouts of `nnscaler.ir.layout`, cut by what cuts them in generated programs (`nnscaler.runtime.cut`). Two cuts of
+The layouts of `nnscaler.layout`, cut by what cuts them in generated programs (`nnscaler.runtime.cut`). Two cuts of
 one dim are made from the outermost inwards, with `outer` in local units.
 """
 
@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout import Partial, Prefix, Sharded, State
+from nnscaler.layout import Partial, Prefix, Sharded, State
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.cut import Cut, PrefixCut, cut_of, nested
+from nnscaler.runtime.cut import join_pieces, nested, pieces_of
 from verify.evidence.inputs.values import random_terms
 
-Held = Cut | PrefixCut | Literal["copy", "sum", "max"]
+Held = Sharded | Prefix | Literal["copy", "sum", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def groups_of(
 def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:
     """Return the layout for `states`, one per axis. Raises ValueError where two axes overlap."""
     held = [_held(state) for state in states]
-    for dim in {cut.dim for cut in held if isinstance(cut, Cut)}:
-        here = [(axis, cut) for axis, cut in enumerate(held) if isinstance(cut, Cut) and cut.dim == dim]
+    for dim in {cut.dim for cut in held if isinstance(cut, Sharded)}:
+        here = [(axis, cut) for axis, cut in enumerate(held) if isinstance(cut, Sharded) and cut.dim == dim]
         for position, local in nested([(cut, parts[axis]) for axis, cut in here]) if len(here) > 1 else ():
             held[here[position][0]] = local
     order = sorted(range(len(held)), key=lambda a: s.outer if isinstance(s := states[a], Sharded) else 0)
@@ -67,10 +67,8 @@ def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:
 
 
 def _held(state: State) -> Held:
-    if isinstance(state, Sharded):
-        return cut_of(state)
-    if isinstance(state, Prefix):
-        return PrefixCut(state.dim, state.sizes, state.terms)
+    if isinstance(state, Sharded | Prefix):
+        return state
     if isinstance(state, Partial):
         return "sum" if state.reduction == "sum" else "max"
     return "copy"
@@ -80,7 +78,7 @@ def local_shape(shape: Sequence[int], lay: Lay, rank: Sequence[int]) -> tuple[in
     """Return the shape of what `rank` holds."""
     local = tuple(shape)
     for held, parts, index in zip(lay.held, lay.parts, rank, strict=True):
-        if isinstance(held, Cut | PrefixCut):
+        if isinstance(held, Sharded | Prefix):
             local = held.shape_of(local, parts, index)
     return local
 
@@ -106,8 +104,8 @@ def spread(tensor: Tensor, lay: Lay, generator: torch.Generator) -> list[Tensor]
 
 
 def _cut(tensor: Tensor, held: Held, parts: int, generator: torch.Generator) -> list[Tensor]:
-    if isinstance(held, Cut | PrefixCut):
-        return held.pieces(tensor, parts)
+    if isinstance(held, Sharded | Prefix):
+        return pieces_of(tensor, held, parts)
     if held == "sum":
         return random_terms(tensor, parts, generator)
     return [tensor] * parts
@@ -135,10 +133,12 @@ def gather(pieces: Sequence[Tensor], lay: Lay, same: Callable[[Tensor, Tensor], 
 
 
 def _combined(group: Sequence[Tensor], held: Held, same: Callable[[Tensor, Tensor], bool]) -> Tensor | None:
-    if isinstance(held, Cut):
-        return held.join(group)
-    if isinstance(held, PrefixCut):
-        return held.join(group) if held.agree(group, same) else None
+    if isinstance(held, Prefix) and not held.terms:  # earlier slices have of each row what the last one has
+        *earlier, last = group
+        if not all(same(last.narrow(held.dim, 0, p.shape[held.dim]), p) for p in earlier):
+            return None
+    if isinstance(held, Sharded | Prefix):
+        return join_pieces(group, held)
     total = group[0]
     for piece in group[1:]:
         if held == "sum":

@@ -1,7 +1,7 @@
 """One partition of one call: run every shard as the annotation says, and compare with the whole.
 
 What each shard is given, and what its outputs and gradients must be, follows from the (value, gradient) table of
-`nnscaler.ir.layout`, by the very functions that the compiler uses. One `autograd.grad` serves all shards.
+`nnscaler.layout`, by the very functions that the compiler uses. One `autograd.grad` serves all shards.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from op_registry.bind_annotation import localise
 from op_registry.call import AxisArgument, Call
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
-from nnscaler.ir.layout import Partial, State, gradient_state, shape_of_rank
+from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import Partial, Prefix, Sharded, State, gradient_state
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.cut import Cut, PrefixCut
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
 from verify.evidence.inputs.operand_shards import Lay, gather, groups_of, lay_of, local_shape, ranks_of, spread
 from verify.evidence.options import Safeguards
@@ -359,7 +359,7 @@ def _growth(totals: Sequence[Tensor | None], lays: Sequence[Lay], pieces: Sequen
 def _tells_nothing(whole: WholeRun, partition: Partition) -> bool:
     """Return whether a split integer input has one value only, so that a constant result would show nothing."""
     for tensor, lay in zip(whole.concrete.tensors, partition.inputs, strict=True):
-        split = any(isinstance(held, Cut) for held in lay.held)
+        split = any(isinstance(held, Sharded) for held in lay.held)
         if split and not _real(tensor) and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
             return True
     return False
@@ -367,7 +367,7 @@ def _tells_nothing(whole: WholeRun, partition: Partition) -> bool:
 
 def _summed(lay: Lay) -> bool:
     """Return whether ranks hold terms of a sum."""
-    return any(h == "sum" or (isinstance(h, PrefixCut) and h.terms) for h in lay.held)
+    return any(h == "sum" or (isinstance(h, Prefix) and h.terms) for h in lay.held)
 
 
 def _real(tensor: Tensor) -> bool:
@@ -375,7 +375,7 @@ def _real(tensor: Tensor) -> bool:
 
 
 def _wrong_shape(pieces: Sequence[Tensor], expected: Tensor, lay: Lay) -> str:
-    uneven = any(isinstance(h, PrefixCut) or (isinstance(h, Cut) and h.sizes) for h in lay.held)
+    uneven = any(isinstance(h, Prefix) or (isinstance(h, Sharded) and h.sizes) for h in lay.held)
     shape = local_shape(expected.shape, lay, (0,) * len(lay.parts))
     for rank, piece in zip(lay.ranks(), pieces, strict=True):
         if uneven:

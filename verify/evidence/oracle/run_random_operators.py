@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nnscaler.ir import layout as ir_layout
-from nnscaler.runtime.layout import Invariant, Partial, Prefix, Replicated, Sharded, State
+from nnscaler.layout import State
 from nnscaler.runtime.role import RunContext
 
 
@@ -27,22 +26,8 @@ class MeshPlace:
         return dict(self.at)
 
 
-def runtime_state(state: ir_layout.State) -> State:
-    """Return the compiler's state as the runtime's."""
-    match state:
-        case ir_layout.Sharded(dim, outer, sections, sizes):
-            return Sharded(dim, outer, sections, sizes)
-        case ir_layout.Partial(reduction):
-            return Partial(reduction)
-        case ir_layout.Prefix(dim, sizes, terms):
-            return Prefix(dim, sizes, terms)
-        case ir_layout.Replicated():
-            return Replicated()
-    return Invariant()
-
-
 def random_arguments(
-    shape: tuple[int, ...], axes: Mapping[str, int], rank: Mapping[str, int], states: Mapping[str, ir_layout.State]
+    shape: tuple[int, ...], axes: Mapping[str, int], rank: Mapping[str, int], states: Mapping[str, State]
 ) -> dict[str, Any]:
     """Return the arguments that the compiler adds to a random operator's call, for one rank.
 
@@ -51,8 +36,7 @@ def random_arguments(
     rank    axis -> the rank's place
     states  axis -> how that tensor lies along it
     """
-    held = {axis: runtime_state(state) for axis, state in states.items()}
-    return {"stage": MeshPlace(axes, rank, RunContext()), "name": "operation", "states": held, "logical_shape": shape}
+    return {"stage": MeshPlace(axes, rank, RunContext()), "name": "operation", "states": states, "logical_shape": shape}
 
 
 def whole_arguments(shape: Sequence[int]) -> dict[str, Any]:

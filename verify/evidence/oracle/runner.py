@@ -17,7 +17,7 @@ from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
 from nnscaler.ir.derive import explain_illegal_choice
-from nnscaler.ir.layout import explain_illegal
+from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.cases import Inputs, SplitCase, uneven_sizes

@@ -19,7 +19,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.cut import Cut, PrefixCut
+from nnscaler.layout import Prefix, Sharded
+from nnscaler.runtime.cut import piece_of
 from verify.evidence.inputs.operand_shards import Lay
 
 
@@ -39,9 +40,9 @@ def variants_of(what: str, pieces: Sequence[Tensor], expected: Tensor, lay: Lay)
     if not expected.numel():
         return found
     for held, parts in zip(lay.held, lay.parts, strict=True):
-        if isinstance(held, Cut):
+        if isinstance(held, Sharded):
             found += _of_cut(what, expected, held, parts, single=len(lay.held) == 1)
-        elif isinstance(held, PrefixCut):
+        elif isinstance(held, Prefix):
             if held.terms and len(lay.held) == 1:  # without the terms of all slices but the last one
                 killed = not torch.equal(pieces[-1], expected)
                 found.append(Variant(what, "dropped", killed, killed or _nothing(pieces, expected)))
@@ -51,10 +52,10 @@ def variants_of(what: str, pieces: Sequence[Tensor], expected: Tensor, lay: Lay)
     return found
 
 
-def _of_cut(what: str, expected: Tensor, cut: Cut, parts: int, single: bool) -> list[Variant]:
+def _of_cut(what: str, expected: Tensor, cut: Sharded, parts: int, single: bool) -> list[Variant]:
     if not single:  # `outer` is in local units on a mesh of two axes: single splits have shown it
         return []
-    shards = (cut.piece(expected, parts, rank) for rank in range(parts))
+    shards = (piece_of(expected, cut, parts, rank) for rank in range(parts))
     differ = any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairwise(shards))  # the first two mostly do
     found = [Variant(what, "swapped", differ, True)]
     inner = expected.shape[cut.dim] // (cut.outer * parts)

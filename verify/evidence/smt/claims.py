@@ -13,9 +13,9 @@ from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
-from nnscaler.ir.layout import Partial, State, gradient_state
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import Partial, State, gradient_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_tensors
 from verify.evidence.smt.element_arithmetic import Element, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
 from verify.evidence.smt.interpret import Values, interpret

@@ -1,6 +1,6 @@
 """Symbols for the whole and for every rank, and the equations that say that ranks make up the whole.
 
-What lies where follows from the (value, gradient) table of `nnscaler.ir.layout`, by the functions that the compiler and
+What lies where follows from the (value, gradient) table of `nnscaler.layout`, by the functions that the compiler and
 the numeric checks use.
 """
 
@@ -14,8 +14,8 @@ from math import prod
 import numpy as np
 import torch
 
-from nnscaler.ir.layout import Partial, Sharded, State
-from nnscaler.runtime.cut import cut_of
+from nnscaler.layout import Partial, Sharded, State
+from nnscaler.runtime.cut import pieces_of
 from verify.evidence.smt.element_arithmetic import Element, Kind, Numbers
 from verify.evidence.smt.semantics.element_arrays import Array, array
 
@@ -37,12 +37,12 @@ def held(state: State, parts: int, shape: Sequence[int]) -> list[Array] | None:
     if not isinstance(state, Sharded):
         return None
     places = torch.arange(prod(shape)).reshape(tuple(shape))
-    return [piece.contiguous().numpy() for piece in cut_of(state).pieces(places, parts)]
+    return [piece.contiguous().numpy() for piece in pieces_of(places, state, parts)]
 
 
 def local_shape(state: State, parts: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of what a rank holds."""
-    return cut_of(state).shape_of(shape, parts, 0) if isinstance(state, Sharded) else tuple(shape)
+    return state.shape_of(shape, parts, 0) if isinstance(state, Sharded) else tuple(shape)
 
 
 def spread(

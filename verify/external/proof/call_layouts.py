@@ -28,7 +28,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 
-from nnscaler.ir.layout import Axis
+from nnscaler.layout import Axis
 from verify.evidence.dimension_types.rules.call import Operand, RuleCall
 from verify.evidence.dimension_types.states import (
     Constant,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nnscaler.ir.layout import Axis
+from nnscaler.layout import Axis
 from verify.evidence.dimension_types.states import CONSTANT, SAME, ZERO, PartialSum, Shard
 from verify.external.proof import facts as layouts
 from verify.external.proof.arange_index import own_rows

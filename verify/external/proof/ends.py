@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from nnscaler.ir.layout import Axis
+from nnscaler.layout import Axis
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Constant, PartialSum, Shard, State, Zero, join
 from verify.external.proof.call_layouts import States, local_shape
 from verify.external.proof.facts import Fact, NoFact, as_terms

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from nnscaler.ir.layout import Axis
+from nnscaler.layout import Axis
 from verify.evidence.dimension_types.states import (
     PARTIAL_SUM,
     SAME,

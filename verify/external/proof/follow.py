@@ -15,7 +15,7 @@ import torch
 
 from op_registry.spec import SourceLocation
 
-from nnscaler.ir.layout import Axis
+from nnscaler.layout import Axis
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, Shard
 from verify.external.proof import facts as layouts
 from verify.external.proof.align_ranks import Aligned

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from op_registry.call import instances_in
 from op_registry.spec import SourceLocation
 
-from nnscaler.ir.layout import Axis
+from nnscaler.layout import Axis
 from verify.external.program import ExternalProgram
 from verify.external.proof.align_ranks import Aligned, align
 from verify.external.proof.call_layouts import Lifting
@@ -82,10 +82,8 @@ def few_probes(program: ExternalProgram) -> tuple[int, ...]:
     return (0, program.ranks - 1) if program.ranks > 1 else (0,)
 
 
-def _aligned(program: ExternalProgram, ranks: Sequence[int] | None) -> Aligned:
+def _aligned(program: ExternalProgram) -> Aligned:
     """Return the graphs side by side, of as few ranks as will do."""
-    if ranks is not None:
-        return align([trace_rank(program, rank) for rank in ranks])
     few = {rank: trace_rank(program, rank) for rank in few_probes(program)}
     found = align(list(few.values()))
     if found.differs is not None or all(f is not None for own in found.varies.values() for f in own.values()):
@@ -94,13 +92,13 @@ def _aligned(program: ExternalProgram, ranks: Sequence[int] | None) -> Aligned:
     return align([few[first], *(few.get(rank) or trace_rank(program, rank) for rank in rest)])
 
 
-def prove_external(program: ExternalProgram, *, ranks: Sequence[int] | None = None) -> ExternalProof:
-    """Trace some ranks of the program (None: as few as will do) and its model, and prove that they agree."""
+def prove_external(program: ExternalProgram) -> ExternalProof:
+    """Trace as few ranks of the program as will do, and its model, and prove that they agree."""
     with without_collection():
-        return _proved(program, ranks)
+        return _proved(program)
 
 
-def _proved(program: ExternalProgram, ranks: Sequence[int] | None) -> ExternalProof:
+def _proved(program: ExternalProgram) -> ExternalProof:
     seconds: dict[str, float] = {}
     started = time.perf_counter()
 
@@ -116,7 +114,7 @@ def _proved(program: ExternalProgram, ranks: Sequence[int] | None) -> ExternalPr
     try:
         whole = trace_whole(program)
         lap("trace of the model")
-        aligned = _aligned(program, ranks)
+        aligned = _aligned(program)
         lap("trace of ranks")
     except NotTraced as no:
         return _undecided(str(no), (), seconds)

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_map_with_path
 
-from nnscaler.ir.layout import Axis
-from nnscaler.ir.layout import DeviceMesh as Ranks
+from nnscaler.layout import Axis
+from nnscaler.layout import DeviceMesh as Ranks
 from nnscaler.runtime.start_autograd import start_autograd
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of

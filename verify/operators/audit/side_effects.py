@@ -238,8 +238,8 @@ def _apart(subject: _Audit, a: Watched, b: Watched) -> dict[str, str]:
     return {}
 
 
-def _beyond_rounding(subject: _Audit, a: Watched, b: Watched, bound: float = ROUNDING) -> bool:
-    return len(a.outputs) != len(b.outputs) or any(_far(x, y, bound) for _, x, y in _pairs(subject, a, b))
+def _beyond_rounding(subject: _Audit, a: Watched, b: Watched) -> bool:
+    return len(a.outputs) != len(b.outputs) or any(_far(x, y, ROUNDING) for _, x, y in _pairs(subject, a, b))
 
 
 def _far(a: Tensor | None, b: Tensor | None, bound: float, scale: float = 0.0) -> bool:

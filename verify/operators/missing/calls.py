@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from op_registry.call import DType, instances_in, map_instances
-from op_registry.registry import Registry, default_registry
+from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.graph import Graph, Operation, Slot
@@ -78,10 +78,10 @@ class CallSite:
         return f"{self.where}{inside}{kind}{more}"
 
 
-def find_missing(traced: Traced, registry: Registry | None = None) -> tuple[Missing, ...]:
+def find_missing(traced: Traced) -> tuple[Missing, ...]:
     """Return every operator that the graph calls and the registry does not know: those that a parameter reaches first,
     then by number of calls."""
-    registry = registry or default_registry()
+    registry = default_registry()
     calls: dict[object, list[Operation]] = {}
     for operation in traced.graph.operations:
         if registry.lookup(operation.operator) is None:

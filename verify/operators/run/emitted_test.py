@@ -23,7 +23,8 @@ from op_registry.call import Call, DType, TensorArgument
 from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
-from nnscaler.runtime.cut import Cut
+from nnscaler.layout import Sharded
+from nnscaler.runtime.cut import piece_of
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.operand_shards import Lay, spread
@@ -47,7 +48,7 @@ class NotWritable(Exception):
     """Something has no text; the message says what."""
 
 
-def tensor_text(tensor: Tensor, indent: int = 4) -> str:
+def tensor_text(tensor: Tensor) -> str:
     """`torch.tensor([[1.0, 2.0]], dtype=torch.float64)`, exact, over several lines where it is long."""
     if tensor.numel() > LARGEST:
         raise NotWritable(f"a tensor of shape {tuple(tensor.shape)} is too large to write out")
@@ -58,10 +59,10 @@ def tensor_text(tensor: Tensor, indent: int = 4) -> str:
     text = f"torch.tensor({values}, dtype={tensor.dtype}){tail}"
     if any(word in text for word in ("nan", "inf")):
         text = text.replace("nan", 'float("nan")').replace("inf", 'float("inf")')
-    if len(text) + indent <= WIDTH:
+    if len(text) + 4 <= WIDTH:
         return text
-    wrapped = textwrap.fill(text, WIDTH - indent - 4, break_long_words=False, break_on_hyphens=False)
-    return wrapped.replace("\n", "\n" + " " * (indent + 4))
+    wrapped = textwrap.fill(text, WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    return wrapped.replace("\n", "\n" + " " * 8)
 
 
 def call_text(call: Call, operator: str, coordinates: Mapping[str, int], dtype: torch.dtype) -> str:
@@ -97,10 +98,10 @@ def _indices(lay: Lay, rank: Sequence[int], shape: Sequence[int]) -> list[list[i
     found: list[list[int] | None] = [None] * len(shape)
     for axis in lay.order:
         held = lay.held[axis]
-        if isinstance(held, Cut):
+        if isinstance(held, Sharded):
             before = found[held.dim]
             along = torch.arange(shape[held.dim]) if before is None else torch.tensor(before)
-            found[held.dim] = replace(held, dim=0).piece(along, lay.parts[axis], rank[axis]).tolist()
+            found[held.dim] = piece_of(along, replace(held, dim=0), lay.parts[axis], rank[axis]).tolist()
     return found
 
 

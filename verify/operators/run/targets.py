@@ -40,12 +40,12 @@ class Project:
     files: tuple[Path, ...] = ()
 
 
-def read_project(start: Path | None = None) -> Project:
+def read_project() -> Project:
     """Read the project's settings.
 
     Raises NnscalerError `nothing_named` where no file or no table is there, and `bad_settings` for a wrong one.
     """
-    file = find_pyproject(start)
+    file = find_pyproject()
     if file is None:
         raise NnscalerError("nothing_named", "no operator is named, and there is no pyproject.toml", help=_help(""))
     try:

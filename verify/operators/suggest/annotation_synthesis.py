@@ -28,7 +28,7 @@ from op_registry.annotation.syntax_tree import (
 from op_registry.call import TensorArgument, instances_in
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.layout import Partial, Replicated, Sharded, State
+from nnscaler.layout import Partial, Replicated, Sharded, State
 from verify.operators.suggest.repeatable_call import Outputs, Question
 from verify.operators.suggest.size_groups import Group as Sizes
 from verify.operators.suggest.truth_table import Fact

@@ -20,7 +20,7 @@ from op_registry.annotation.well_formed import map_identifiers
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError, NnscalerError
-from nnscaler.ir.layout import Sharded
+from nnscaler.layout import Sharded
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.draw_calls import sample_calls
 from verify.evidence.options import OpOptions

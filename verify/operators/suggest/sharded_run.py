@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State
-from nnscaler.runtime.cut import Cut, cut_of
+from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded, State
+from nnscaler.runtime.cut import join_pieces, pieces_of
 from verify.evidence.inputs.values import random_terms, refill
 from verify.evidence.options import Kind
 from verify.operators.suggest.repeatable_call import Number, Outputs, Question
@@ -42,7 +42,7 @@ class Trial:
         if found is None:
             tensor = self.tensors[index]
             if isinstance(state, Sharded):
-                found = [piece.contiguous() for piece in cut_of(state).pieces(tensor, parts)]
+                found = [piece.contiguous() for piece in pieces_of(tensor, state, parts)]
             elif isinstance(state, Partial):
                 generator = torch.Generator().manual_seed(self.seed + 7 * index + parts)
                 found = random_terms(tensor, parts, generator, real=True)
@@ -68,7 +68,7 @@ class Trial:
                 cut = _one_and_rest(state, self.tensors[index].shape[state.dim], length)
                 if cut is None:
                     return False
-                columns.append([piece.contiguous() for piece in cut.pieces(self.tensors[index], 2)])
+                columns.append([piece.contiguous() for piece in pieces_of(self.tensors[index], cut, 2)])
             else:
                 columns.append(self.pieces(index, state, 2))
         try:
@@ -130,12 +130,12 @@ def read_state(pieces: Sequence[Tensor], whole: Tensor, sections: Sequence[tuple
         return None
     dim = differs[0]
     for outer in divisors(shape[dim]):
-        if close(Cut(dim, outer).join(pieces), whole):
+        if close(join_pieces(pieces, Sharded(dim, outer)), whole):
             return Sharded(dim, outer)
     for sizes in sections:
         if sum(sizes) == whole.shape[dim] and all(s % parts == 0 for s in sizes):
             state = Sharded(dim, 1, sizes)
-            if close(cut_of(state).join(pieces), whole):
+            if close(join_pieces(pieces, state), whole):
                 return state
     return None
 
@@ -153,16 +153,16 @@ def _makes(pieces: Sequence[Tensor | None], state: State | None, whole: Tensor, 
     others = [[n for d, n in enumerate(t.shape) if d != state.dim] for t in (*present, whole)]
     if any(o != others[-1] for o in others):
         return False
-    return close(cut.join(present), whole)
+    return close(join_pieces(present, cut), whole)
 
 
-def _one_and_rest(state: Sharded, size: int, length: int) -> Cut | None:
+def _one_and_rest(state: Sharded, size: int, length: int) -> Sharded | None:
     """Return the cut of each block of a dim of `size` into the first of `length` units, and the rest of them.
 
     None where the blocks do not divide into units.
     """
     inner, rest = divmod(size, state.outer * length)
-    return None if rest else Cut(state.dim, state.outer, (), (inner, inner * (length - 1)))
+    return None if rest else Sharded(state.dim, state.outer, (), (inner, inner * (length - 1)))
 
 
 def _read_full(pieces: Sequence[Tensor], whole: Tensor) -> State | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, Sharded, State
+from nnscaler.layout import PARTIAL, REPLICATED, Partial, Replicated, Sharded, State
 from verify.evidence.operator_trace import Observer
 from verify.operators.suggest.repeatable_call import Outputs, Question
 from verify.operators.suggest.sharded_run import States, Trial, close, divides, make_trial

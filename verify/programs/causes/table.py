@@ -14,8 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Invariant, Sharded, State
-from nnscaler.runtime.role import IN_STEP
+from nnscaler.layout import IN_STEP, Invariant, Sharded, State
 from nnscaler.runtime.shards import local_shape, shard
 from verify.programs.causes.combination import weighed
 from verify.programs.causes.wrong_tensor import STAGES, Cause, Make, Place, WrongTensor

@@ -10,8 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Partial, Prefix, State
-from nnscaler.runtime.role import IN_STEP, MICRO, SLICE
+from nnscaler.layout import IN_STEP, MICRO, SLICE, Partial, Prefix, State
 from nnscaler.runtime.shards import Coordinates, shard, unravel
 from verify.results.tolerance import FAMILY_SHARE, largest
 

@@ -8,8 +8,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from nnscaler.runtime.layout import Replicated, States
-from nnscaler.runtime.role import IN_STEP, Buffer, Parameter, Stage
+from nnscaler.layout import IN_STEP, Replicated, States
+from nnscaler.runtime.role import Buffer, Parameter, Stage
 from nnscaler.runtime.shards import UnequalCopies, assemble, ravel, same_bits, unravel
 from verify.programs.execution.rank_program import Entry, RankResult
 

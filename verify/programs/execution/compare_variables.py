@@ -11,12 +11,10 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout import gradient_state, parse_state
+from nnscaler.layout import MICRO, Partial, State, gradient_state, parse_state
 from nnscaler.manifest import Manifest
-from nnscaler.runtime.layout import Partial, State
-from nnscaler.runtime.role import MICRO, Stage, place_in_time, sizes_in_time
+from nnscaler.runtime.role import Stage, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import Assembled, assemble, ravel, shard, unravel
-from verify.evidence.oracle.run_random_operators import runtime_state
 from verify.programs.causes.table import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor, laid_out
 from verify.results.tolerance import FAMILY_SHARE, difference, largest
@@ -79,13 +77,13 @@ def variables_of(manifest: Manifest, stages: Mapping[int, type[Stage]]) -> dict[
 
 
 def parse_layout(text: str) -> dict[str, State]:
-    """Parse a layout into states of the runtime: the inverse of `nnscaler.ir.layout.format_layout`."""
-    return {axis: runtime_state(parse_state(state)) for axis, state in _ENTRY.findall(text)}
+    """Parse a layout into states: the inverse of `format_layout`."""
+    return {axis: parse_state(state) for axis, state in _ENTRY.findall(text)}
 
 
 def gradient_states(states: Mapping[str, State]) -> dict[str, State]:
     """Return how the gradient of a tensor with these states lies, read as a value."""
-    return {axis: runtime_state(gradient_state(parse_state(repr(state)))) for axis, state in states.items()}
+    return {axis: gradient_state(state) for axis, state in states.items()}
 
 
 def compare_variable(

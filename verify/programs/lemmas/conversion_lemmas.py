@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout import (
+from nnscaler.ir.layout_conversion import ROWS
+from nnscaler.layout import (
     INVARIANT,
     PARTIAL,
     REPLICATED,
@@ -39,14 +40,12 @@ from nnscaler.ir.layout import (
     State,
     gradient_state,
 )
-from nnscaler.ir.layout_conversion import ROWS
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
-from nnscaler.runtime.cut import cut_of
+from nnscaler.runtime.cut import pieces_of
 from verify.evidence.inputs.operand_shards import gather, lay_of
-from verify.evidence.oracle.run_random_operators import runtime_state
 from verify.programs.checks.context import SHOWN, CheckOutcome
 from verify.programs.typing.lines.chunked_region import JOIN
 from verify.results.finding import Finding
@@ -233,7 +232,7 @@ def _joined(
     for case, value, gradient, count in zip(cases, values, gradients, counts, strict=True):
         leaves = [_padded(v, count).requires_grad_() for v in value]
         axis = AxisGroup("axis", case.parts, 0)
-        (result,) = comm.join(((leaf,) for leaf in leaves), axis, *map(runtime_state, case.arguments))
+        (result,) = comm.join(((leaf,) for leaf in leaves), axis, *case.arguments)
         given = _padded(gradient[0], count)
         backs = torch.autograd.grad(result, leaves, given, allow_unused=True)
         for number, back in enumerate(backs):
@@ -275,7 +274,7 @@ def _basis(state: State, shape: tuple[int, ...], parts: int) -> list[Tensor]:
     if isinstance(state, Prefix):  # terms: of each slice, the rows up to its last one
         return _basis_of_terms(state, shape, parts)
     if isinstance(state, Sharded):
-        return [piece.contiguous() for piece in cut_of(state).pieces(unit, parts)]
+        return [piece.contiguous() for piece in pieces_of(unit, state, parts)]
     return [unit] * parts
 
 

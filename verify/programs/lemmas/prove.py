@@ -7,7 +7,7 @@ thousands of ranks relies on some tens of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -146,7 +146,6 @@ def prove_obligations(
     obligations: Sequence[Obligation],
     *,
     seconds: float,
-    progress: Callable[[str], None] | None = None,
     memo: Memo | None = None,
     seed: int = 0,
 ) -> LemmaResult:
@@ -160,7 +159,7 @@ def prove_obligations(
     started = time.perf_counter()
     forms = _forms(obligations, seed)
     subjects = [ClaimedCall(form.small, dict.fromkeys(form.uses), form.strided) for form in forms if form.small]
-    found = _gather(subjects, seconds, progress or (lambda text: None), memo or Memo())
+    found = _gather(subjects, seconds, memo or Memo())
     lemmas: list[Lemma] = []
     for form in forms:
         known = found[id(form.small)] if form.small is not None else {}
@@ -172,9 +171,7 @@ def prove_obligations(
     return LemmaResult(tuple(lemmas), len(obligations), time.perf_counter() - started)
 
 
-def _gather(
-    subjects: Sequence[ClaimedCall], seconds: float, progress: Callable[[str], None], memo: Memo
-) -> dict[int, Mapping[Claim, Evidence]]:
+def _gather(subjects: Sequence[ClaimedCall], seconds: float, memo: Memo) -> dict[int, Mapping[Claim, Evidence]]:
     """Gather the evidence by the representative's id: all tests first, then proofs while there is time."""
     deadline = time.thread_time() + seconds
     found: dict[int, Mapping[Claim, Evidence]] = {}
@@ -184,14 +181,12 @@ def _gather(
         found[id(subject.small)] = known
         missing = [claim for claim in subject.claims if claim not in known]
         if missing:
-            progress(f"lemmas of {subject.small.runner.spec.name}")
             for claim in missing:
                 known[claim] = _tested(subject, claim, deadline, seconds)
             memo.keep(subject, known)
         if any(e.open for e in known.values()):
             open_.append((subject, known))
     for subject, tested in open_:
-        progress(f"the proof of {subject.small.runner.spec.name}")
         found[id(subject.small)] = memo.keep(subject, check_claims.prove(subject, tested, deadline))
     return found
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import MICRO
 from nnscaler.ir.signature import Signature, signatures
+from nnscaler.layout import MICRO
 from verify.programs.lemmas.resized_run import rerun
 from verify.programs.lemmas.size_conditions import (
     Divides,

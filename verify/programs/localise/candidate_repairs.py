@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from nnscaler.ir.graph import Operation, Slot
+from nnscaler.layout import MICRO, Partial, Sharded
 from nnscaler.runtime.communication.comm import AxisGroup
-from nnscaler.runtime.layout import Partial, Sharded
-from nnscaler.runtime.role import MICRO, Stage
+from nnscaler.runtime.role import Stage
 from verify.programs.localise.forced_run import TaughtRun
 from verify.programs.localise.instrument_statements import ATTRIBUTE, Statement, shown
 from verify.programs.localise.judge import operation_of, wrong_gradients, wrong_values

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Partial, State
+from nnscaler.layout import Partial, State
 from nnscaler.runtime.shards import Coordinates, ravel, shard
 from verify.evidence.inputs.values import random_terms
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.graph import Operation
-from nnscaler.runtime.layout import Partial, Replicated, Sharded, State
+from nnscaler.layout import Partial, Replicated, Sharded, State
 from verify.programs.execution.compare_variables import Pieces, Variable, VariableDifference, compare_variable
 from verify.programs.localise.instrument_statements import Statement
 from verify.programs.localise.teacher_forcing import At, Execution, Teacher, results_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nnscaler.ir import gradient_flow
-from nnscaler.runtime.layout import Invariant, State
+from nnscaler.layout import Invariant, State
 from nnscaler.runtime.role import is_trained, sizes_in_time
 from nnscaler.runtime.shards import shard, unravel
 from verify.programs.execution.compare_variables import compare_variable, facts_of

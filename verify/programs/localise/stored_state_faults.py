@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nnscaler.runtime.layout import Sharded, State
+from nnscaler.layout import Sharded, State
 from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.shards import shard
 from verify.programs.causes.table import cuts

@@ -60,7 +60,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Partial, State
+from nnscaler.layout import Partial, State
 from nnscaler.runtime.role import Parameter, Stage, is_trained, place_in_time, sizes_in_time
 from nnscaler.runtime.shards import unravel
 from verify.programs.execution.compare_variables import Pieces, Variable, gradient_states

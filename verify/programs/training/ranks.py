@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from nnscaler.codegen.program import Program
+from nnscaler.layout import States
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.layout import States
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_runner import EngineSettings
 from nnscaler.training.recompilation import SentProgram, SizeClass, Vouch

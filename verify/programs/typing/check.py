@@ -85,9 +85,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import IN_STEP
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature, signatures
+from nnscaler.layout import IN_STEP
 from nnscaler.manifest import MANIFEST, Manifest
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.typing.declared_outputs import check_results

@@ -13,20 +13,9 @@ from op_registry.rank_expression import Expression
 
 from nnscaler.ir import gradient_flow
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.layout import (
-    INVARIANT,
-    MICRO,
-    SLICE,
-    Invariant,
-    Layout,
-    Sharded,
-    State,
-    explain_illegal,
-    is_uneven,
-    shape_of_rank,
-)
+from nnscaler.ir.legal_layout import explain_illegal, shape_of_rank
+from nnscaler.layout import INVARIANT, MICRO, SLICE, Invariant, Layout, Sharded, State, is_uneven
 from nnscaler.runtime.shards import logical_coordinates, unravel
-from verify.evidence.oracle.run_random_operators import runtime_state
 from verify.programs.typing.lines.match_call import same_shape, shape_text
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims
 from verify.programs.typing.lines.walk import Noted, Reading
@@ -180,7 +169,7 @@ def _inside(piece: tuple[int, int, int], size: int) -> bool:
 def _owned(stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims, micro: int) -> Owned:
     """Return what each rank of a stage holds in one micro-batch. All indices of a uniform dim are 0."""
     axes = axes_of(stage)
-    states = {name: runtime_state(state) for name, state in zip(axes.names, layout, strict=True)}
+    states = dict(zip(axes.names, layout, strict=True))
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
     result: dict[int, list[Indices]] = {}
     for position, rank in enumerate(stage.ranks):

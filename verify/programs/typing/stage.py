@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.layout import IN_STEP, INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded, explain_illegal
+from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.layout import IN_STEP, INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.walk import Reading, Scope, Walk
 from verify.programs.typing.roles.parse_stage_body import shadowing

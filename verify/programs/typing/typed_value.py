@@ -10,7 +10,7 @@ from pathlib import Path
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, MICRO, SLICE, Layout, Replicated, State
+from nnscaler.layout import INVARIANT, MICRO, SLICE, Layout, Replicated, State
 from verify.programs.checks.context import SHOWN
 from verify.programs.source_map import SourceMap
 from verify.programs.typing.roles.rank_program_syntax import StageText

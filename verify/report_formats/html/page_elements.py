@@ -95,10 +95,10 @@ def folded(summary: str, body: str, kind: str = "", is_open: bool = False) -> st
     return f'<details class="{kind}"{" open" if is_open else ""}><summary>{summary}</summary>{body}</details>'
 
 
-def panel(title: str, body: str, remark: str = "", kind: str = "") -> str:
+def panel(title: str, body: str, remark: str = "") -> str:
     """Return a part of the page with its heading."""
     after = f'<p class="remark">{remark}</p>' if remark else ""
-    return f'<section class="panel {kind}"><h2>{escape(title)}</h2>{after}{body}</section>\n'
+    return f'<section class="panel"><h2>{escape(title)}</h2>{after}{body}</section>\n'
 
 
 # The frame of a page: no script, nothing fetched.

@@ -115,10 +115,9 @@ PLAIN = Functions(lambda x, group, dim: Copied.apply(x, group), lambda x, group,
 SEQUENCE = Functions(gathered_for_split, scattered_sum, divided, gathered_whole)
 
 
-def keep_rows(weight: Tensor, group: Group, sections: int = 1) -> nn.Parameter:
-    """Keep this rank's rows of a weight, or of each of its sections."""
-    parts = [own_piece(section, group, 0) for section in weight.detach().chunk(sections)]
-    return marked(torch.cat(parts))
+def keep_rows(weight: Tensor, group: Group) -> nn.Parameter:
+    """Keep this rank's rows of a weight."""
+    return marked(own_piece(weight.detach(), group, 0))
 
 
 def keep_columns(weight: Tensor, group: Group) -> nn.Parameter:

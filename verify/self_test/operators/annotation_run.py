@@ -24,9 +24,9 @@ from op_registry.spec import Refusal
 
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.derive import explain_illegal_choice, input_states, output_states
-from nnscaler.ir.layout import State
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import State
 from verify.evidence.options import Safeguards
 from verify.evidence.oracle.partition import ShardRaised, compare_partition, make_partition
 from verify.evidence.oracle.runner import Prepared, raised_on_meta

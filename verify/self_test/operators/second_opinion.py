@@ -17,10 +17,11 @@ from op_registry.bind_annotation import localise
 from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
-from nnscaler.ir.layout import Partial, Sharded, State, gradient_state, shape_of_rank
+from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
-from nnscaler.runtime.cut import cut_of
+from nnscaler.layout import Partial, Sharded, State, gradient_state
+from nnscaler.runtime.cut import piece_of
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.inputs.values import random_terms
 from verify.evidence.oracle.partition import make_partition
@@ -67,7 +68,7 @@ def holds(
 
 
 def _shard(tensor: Tensor, state: State, parts: int, rank: int) -> Tensor:
-    return cut_of(state).piece(tensor, parts, rank) if isinstance(state, Sharded) else tensor
+    return piece_of(tensor, state, parts, rank) if isinstance(state, Sharded) else tensor
 
 
 def _decide(q: _SplitQuestion) -> bool:

@@ -79,21 +79,19 @@ class RulesReport:
         return text
 
 
-def fuzz_rules(seed: int = 0, effort: Effort = THOROUGH, workers: int = 2) -> RulesReport:
+def fuzz_rules(seed: int = 0) -> RulesReport:
     """Try every rule of the prover on the calls of all samples and on the direct ones, and the planted ones."""
     drawn = drawn_calls()
     calls = by_overload([*drawn.calls, *direct_calls()])
     ruled = {name: found for name, found in calls.items() if rule_of(found[0].overload) is not None}
-    results = fuzz_in_children(ruled, conclude, seed, effort, workers)
+    results = fuzz_in_children(ruled, seed=seed)
     unreached = tuple(sorted(set(RULES) - set(calls)))
     ruleless = tuple(sorted(set(calls) - set(ruled)))
-    missed = tuple(f"{p.overload} {p.mistake}" for p in missed_plants(calls, PLANTED, seed, workers))
+    missed = tuple(f"{p.overload} {p.mistake}" for p in missed_plants(calls, PLANTED, seed))
     return RulesReport(results, unreached, ruleless, drawn.untraced, len(PLANTED), missed)
 
 
-def missed_plants(
-    calls: Mapping[str, Sequence[DrawnCall]], planted: Sequence[Planted], seed: int = 0, workers: int = 2
-) -> list[Planted]:
+def missed_plants(calls: Mapping[str, Sequence[DrawnCall]], planted: Sequence[Planted], seed: int = 0) -> list[Planted]:
     """Return the wrong rules of which no wrong claim is found."""
     missed: list[Planted] = []
     left = list(planted)
@@ -102,7 +100,7 @@ def missed_plants(
         left = [p for p in left if p is not now[p.overload]]
         wrong = replaced({name: p.rule for name, p in now.items()})
         chosen = {name: calls[name] for name in now}
-        results = fuzz_in_children(chosen, wrong, seed, Effort(least=2000, unsound=1), workers)
+        results = fuzz_in_children(chosen, wrong, seed, Effort(least=2000, unsound=1))
         missed += [p for name, p in now.items() if not results[name].unsound]
     return missed
 
@@ -112,7 +110,6 @@ def fuzz_in_children(
     conclude: Conclude = conclude,
     seed: int = 0,
     effort: Effort = THOROUGH,
-    workers: int = 2,
 ) -> dict[str, RuleResult]:
     """Return the results by overload, in the order of their names.
 
@@ -123,7 +120,7 @@ def fuzz_in_children(
         return row.died or fuzz_rule(calls[row.name], conclude, seed, effort)
 
     rows = [_Row(name) for name in calls]
-    results = {row.name: result for row, result in run_rows_apart(rows, work, workers, ended=_died)}
+    results = {row.name: result for row, result in run_rows_apart(rows, work, 2, ended=_died)}
     return {name: results[name] for name in calls}
 
 

@@ -12,8 +12,8 @@ from math import inf
 import torch
 from torch import Tensor
 
+from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
-from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.role import Buffer, Parameter, Stage
 
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it

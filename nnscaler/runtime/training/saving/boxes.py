@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.shards import logical_indices
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 

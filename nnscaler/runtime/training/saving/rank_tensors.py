@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nnscaler.runtime.layout import States
+from nnscaler.layout import States
 from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
 from nnscaler.runtime.training.gradients.clipping import holds_first_copy
 

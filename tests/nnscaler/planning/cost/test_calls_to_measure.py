@@ -9,8 +9,8 @@ from op_registry.call import Call, DType, TensorArgument
 
 from nnscaler.ir.derive import input_layouts, output_layouts
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import local_shape
 from nnscaler.ir.signature import signatures
+from nnscaler.layout import local_shape
 from nnscaler.performance.measure_operators import time_call
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.build_profile import measure

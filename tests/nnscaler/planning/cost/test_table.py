@@ -25,7 +25,7 @@ from nnscaler.planning.cost.calibrate import (
 from nnscaler.planning.cost.calls_to_measure import key_of
 from nnscaler.planning.cost.collectives import seconds
 from nnscaler.planning.cost.model import AxisPlace, Overheads
-from nnscaler.planning.cost.table import CollectiveEntry, CostEntry, Profile, load_profile
+from nnscaler.planning.cost.table import Calibrations, CollectiveEntry, CostEntry, NotMeasured, Profile, load_profile
 from nnscaler.planning.cost.table_cost import TableCost
 from nnscaler.planning.cost.work import Work
 
@@ -49,14 +49,18 @@ def profile(make: Make, cluster: Cluster) -> Profile:
         entries.append(CostEntry(*key, times * forward, 5 * backward, (forward, backward)))
     calls = tuple(CollectiveEntry("all_reduce", 2, size, 1e-3 + size * 1e-9) for size in (10**4, 10**6, 10**7))
     return Profile(
-        cluster, Overheads(), tuple(entries), calls, operators_error(entries), collectives_error(cluster, calls), ()
+        cluster,
+        Overheads(),
+        Calibrations(operators_error(entries), collectives_error(cluster, calls)),
+        tuple(entries),
+        calls,
     )
 
 
 def test_entries_and_what_is_missing(make: Make, cluster: Cluster, profile: Profile) -> None:
     cost, plain = TableCost(profile), AnalyticCost(cluster)
     assert cost.coverage().describe() == "0 of 0 shards are not in the profile"
-    entry = profile.entries[1]
+    entry = profile.operators[1]
     assert cost.compute(gelu(make), [HALF], [HALF], "float32") == (entry.forward, entry.backward)
     # a shard without entry: the operator's factors; an operator without: those of the others
     for signature in (gelu(make), make("aten.exp.default", [SHAPE], SHAPE)):
@@ -85,10 +89,10 @@ def test_collectives_of_the_table(cluster: Cluster, profile: Profile) -> None:
 
 
 def test_errors_of_calibration(profile: Profile) -> None:
-    found = profile.operators_error
+    found = profile.calibration.operators
     assert found.count == 2 and found.calibrated_p95 == 0.0 and 0.7 < found.analytic_median < 0.8
-    assert profile.collectives_error.calibrated_p95 < 1e-3 < profile.collectives_error.analytic_median
-    factors = operator_factors(profile.entries)
+    assert profile.calibration.collectives.calibrated_p95 < 1e-3 < profile.calibration.collectives.analytic_median
+    factors = operator_factors(profile.operators)
     assert isclose(factors["aten.gelu.default"][0], 3) and isclose(factors["aten.gelu.default"][1], 5)
     assert operators_error([]).count == 0
 
@@ -108,8 +112,8 @@ def test_overheads_of_a_table(make: Make, cluster: Cluster, profile: Profile) ->
     assert TableCost(profile).overheads == AnalyticCost(cluster).overheads == Overheads()
     overheads = Overheads(1e-4, 2e-4, 3e-4, (1.0, 1.5, 2.0))
     found = crowded(profile, overheads)
-    cost, before, entry = TableCost(found), TableCost(profile), profile.entries[1]
-    assert cost.overheads == overheads and found.operators_error == profile.operators_error
+    cost, before, entry = TableCost(found), TableCost(profile), profile.operators[1]
+    assert cost.overheads == overheads and found.calibration.operators == profile.calibration.operators
     assert cost.compute(gelu(make), [HALF], [HALF], "float32") == (1e-4 + 2 * entry.forward, 2 * entry.backward)
     view = make("aten.reshape.default", [SHAPE], (64 * 512,), [64 * 512])
     assert cost.compute(view, [SHAPE], [(64 * 512,)], "float32") == (1e-4, 0.0)
@@ -119,7 +123,7 @@ def test_overheads_of_a_table(make: Make, cluster: Cluster, profile: Profile) ->
         assert isclose(forward, 1e-4 + 2 * alone[0]) and isclose(backward, 2 * alone[1])
     other = TableCost(found, replace(cluster, levels=(Level("other", 16, 1e9, 1e-6),)))
     assert other.overheads == replace(overheads, crowding=())
-    assert crowded(profile, Overheads(1e-4)).entries == profile.entries
+    assert crowded(profile, Overheads(1e-4)).operators == profile.operators
 
 
 def test_relief() -> None:
@@ -140,7 +144,7 @@ def test_a_device_is_found_again(cluster: Cluster) -> None:
 
 def test_files(profile: Profile, tmp_path: Path) -> None:
     file = tmp_path / "p.json"
-    full = replace(profile, skipped=(("aten.x(float32)", "RuntimeError: no"),))
+    full = replace(profile, skipped=(NotMeasured("aten.x(float32)", "RuntimeError: no"),))
     full.save(file)
     assert load_profile(file) == full
     assert load_profile(file).identity == full.identity != profile.identity
@@ -153,10 +157,10 @@ def test_files(profile: Profile, tmp_path: Path) -> None:
         (lambda d: "{", "is not JSON"),
         (lambda d: json.dumps([1]), "is not a profile of version 4, but of None"),
         (lambda d: json.dumps({**d, "version": 7}), "is not a profile of version 4, but of 7"),
-        (lambda d: json.dumps({k: v for k, v in d.items() if k != "operators"}), "lacks 'operators'"),
+        (lambda d: json.dumps({k: v for k, v in d.items() if k != "operators"}), "lacks operators"),
         (lambda d: json.dumps({**d, "operators": 3}), "is not a profile"),
         (lambda d: json.dumps({**d, "collectives": [{"kind": "x", "ranks": 2, "size": 1, "seconds": 1}]}),
-         "no collective 'x'"),
+         "collectives[0].kind is 'x', and not one of"),
         (lambda d: json.dumps({**d, "overheads": {**d["overheads"], "statement": float("nan")}}), "NaN is no number"),
         (lambda d: json.dumps({**d, "overheads": {**d["overheads"], "hidden": [0.5, -0.1]}}),
          "`hidden` of `overheads` is [0.5, -0.1]"),

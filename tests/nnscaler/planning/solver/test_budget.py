@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import inf
 
 import numpy as np
@@ -20,9 +19,7 @@ from nnscaler.planning.solver.problem import (
     Node,
     Solution,
     evaluate,
-    from_json,
     memory_of,
-    to_json,
 )
 from nnscaler.planning.solver.solve import branch, solve, solve_within
 from tests.nnscaler.planning.solver.flat import eliminate
@@ -167,12 +164,8 @@ def test_what_is_too_wide_goes_to_the_programs(monkeypatch: pytest.MonkeyPatch) 
     assert relax(problem).bound <= best
 
 
-def test_the_same_problem_has_the_same_answer_and_survives_json() -> None:
-    problem = layered(np.random.default_rng(9), 9, interior=2, most=4, hubs=1, memory=True)
-    text = json.dumps(to_json(problem), allow_nan=False)
-    again = from_json(json.loads(text))
-    assert json.dumps(to_json(again)) == text
-    assert len({id(edge.cost) for edge in again.edges}) == len({id(edge.cost) for edge in problem.edges})
+def test_the_same_problem_has_the_same_answer() -> None:
+    problem, again = (layered(np.random.default_rng(9), 9, interior=2, most=4, hubs=1, memory=True) for _ in range(2))
     found = hull(problem)
     budget = (found.points[0].memory + found.least_memory) / 2
     assert solve(problem, budget) == solve(again, budget)

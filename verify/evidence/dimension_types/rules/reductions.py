@@ -88,9 +88,9 @@ def _largest(of: Dims) -> Rule:
     return rule
 
 
-def _read_whole(of: Dims, linear: bool = False) -> Rule:
+def _read_whole(of: Dims) -> Rule:
     """A reduction that is no sum."""
-    return lambda call: labelled(call, reduced(call, of(call, call.tensor("self").ndim), False, linear))
+    return lambda call: labelled(call, reduced(call, of(call, call.tensor("self").ndim), False, False))
 
 
 def along(*names: str, linear: Sequence[Sequence[str]] = (), default: int = -1) -> Rule:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import (
+from nnscaler.layout import (
     INVARIANT,
     REPLICATED,
     Invariant,

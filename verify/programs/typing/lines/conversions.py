@@ -8,7 +8,9 @@ from math import prod
 from typing import Any
 
 from nnscaler.ir.graph import LogicalTensor
-from nnscaler.ir.layout import (
+from nnscaler.ir.layout_conversion import ROWS, ConversionRow
+from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.layout import (
     INVARIANT,
     MICRO,
     REPLICATED,
@@ -20,13 +22,10 @@ from nnscaler.ir.layout import (
     Replicated,
     Sharded,
     State,
-    explain_illegal,
     full_along,
     intervals_nest,
     local_outer,
 )
-from nnscaler.ir.layout_conversion import ROWS, ConversionRow
-from nnscaler.runtime.cut import Cut
 from verify.programs.typing.explain_mismatch import converted, disagreement
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.rank_program_syntax import Assignment, Variable
@@ -43,8 +42,8 @@ class _Written:
     numbers. `joined`, `made`: the cut that it starts from, and the one that it leads to; the same but for all_to_all.
     """
 
-    joined: Cut
-    made: Cut
+    joined: Sharded
+    made: Sharded
     reduction: Any
 
 
@@ -99,9 +98,9 @@ def _written(line: Assignment) -> _Written:
         for name, pair in (("outers", outers), ("sizes", sizes)):
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise Mistake("layouts_disagree", f"`{line.text}`: `{name}` is no pair")
-        cuts = [Cut(given[dim], outers[i], (), sizes[i]) for i, dim in enumerate(("from_dim", "to_dim"))]
+        cuts = [Sharded(given[dim], outers[i], (), sizes[i]) for i, dim in enumerate(("from_dim", "to_dim"))]
     else:
-        cut = Cut(given["dim"], given.get("outer", 1), given.get("sections", ()), given.get("sizes", ()))
+        cut = Sharded(given["dim"], given.get("outer", 1), given.get("sections", ()), given.get("sizes", ()))
         cuts = [cut, cut]
     for name, table in [("sections", c.sections) for c in cuts] + [("sizes", c.sizes) for c in cuts]:
         if not isinstance(table, tuple) or not all(type(size) is int for size in table):
@@ -131,7 +130,7 @@ def _check_alone(line: Assignment, given: _Written, tensor: LogicalTensor) -> No
     cuts = [given.joined, given.made] if line.function == "comm.all_to_all" else [given.made]
     dims = [c.dim for c in cuts if c.dim is not None]
     wanted = {"all_to_all": 2, "all_reduce": 0}.get(line.function.removeprefix("comm."), len(dims))
-    plain = given.reduction == "sum" and all(c == Cut(c.dim, 1, (), ()) for c in cuts)
+    plain = given.reduction == "sum" and all(c == Sharded(c.dim, 1, (), ()) for c in cuts)
     known = all(type(d) is int and 0 <= d < len(tensor.shape) for d in dims) and len(set(dims)) == len(dims) == wanted
     if not plain or not known:
         message = f"`{line.text}` communicates over an axis of one rank with arguments that nothing calls for"

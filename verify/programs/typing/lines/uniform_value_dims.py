@@ -21,9 +21,10 @@ from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import is_legal, output_states, shards_of
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Replicated, Sharded, State, shape_of_rank
+from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
+from nnscaler.layout import INVARIANT, Invariant, Layout, Replicated, Sharded, State
 
 Dims = frozenset[int]
 NO_DIMS: Dims = frozenset()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, product
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Layout
+from nnscaler.layout import Layout
 from verify.programs.typing.lines.canonical_calls import NoCall, canonical
 from verify.programs.typing.lines.chunked_region import JOIN, entered, left, number_of_pieces
 from verify.programs.typing.lines.conversions import convert

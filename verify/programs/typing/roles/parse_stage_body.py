@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nnscaler.ir.graph import Region
-from nnscaler.ir.layout import State
+from nnscaler.layout import State
 from nnscaler.runtime.role import Stage
 from verify.programs.typing.lines.canonical_calls import python_operator
 from verify.programs.typing.roles.rank_program_syntax import (

@@ -15,7 +15,7 @@ from op_registry.call import DType, instances_in
 from op_registry.rank_expression import Expression, by_index, index
 
 from nnscaler.ir.graph import Region
-from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, State
+from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
 
 ALIAS = "="  # the function of a line that only names a tensor anew
 ITEM = "[]"  # the function of a line that takes one of the results of another: (variable, number)

@@ -10,7 +10,7 @@ from itertools import permutations
 
 from torch import Tensor
 
-from nnscaler.ir.layout import MICRO
+from nnscaler.layout import MICRO
 from nnscaler.runtime.shards import same_bits
 from verify.self_test.programs.mutants.editable_program import DeclarationEntry, RightProgram, Statement
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Edits, StateEdit

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from random import Random
 
-from nnscaler.ir.layout import MICRO
+from nnscaler.layout import MICRO
 from verify.self_test.programs.mutants.editable_program import DeclarationEntry
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.soundness.role_draft import FED, STORED, Draft, Propose

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeVar
 
-from nnscaler.ir.layout import MICRO, SLICE
+from nnscaler.layout import MICRO, SLICE
 from verify.self_test.programs.mutants.editable_program import (
     DeclarationEntry,
     RightProgram,

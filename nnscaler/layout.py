@@ -1,11 +1,14 @@
-"""Device meshes, and how a logical tensor lies on one: per axis a pair (value, gradient).
-| state               | value on each rank | gradient on each rank |
-|---------------------|--------------------|-----------------------|
-| Invariant           | full, equal        | full, equal           |
-| Replicated          | full, equal        | partial sum           |
-| Sharded(dim, outer) | a shard            | the same shard        |
-| Partial(reduction)  | partial sum        | full, equal           |
-| Prefix(dim)         | rows up to its own | a term of those rows  |
+"""Device meshes, and how a logical tensor lies on one: per axis a pair (value, gradient), paired as <v, g>.
+
+Of plans, of the text of rank programs and of what runs them: standard library alone, as ranks import it.
+
+| state               | value on each rank | gradient on each rank | pairing <v, g>      |
+|---------------------|--------------------|-----------------------|---------------------|
+| Invariant           | full, equal        | full, equal           | v . g on one rank   |
+| Replicated          | full, equal        | partial sum           | v . sum_r g_r       |
+| Sharded(dim, outer) | a shard            | the same shard        | sum_r v_r . g_r     |
+| Partial(reduction)  | partial sum        | full, equal           | (sum_r v_r) . g     |
+| Prefix(dim)         | rows up to its own | a term of those rows  | v . sum_r g_r       |
 
 `Prefix` is one of slices in time alone: the shard of a slice together with those of all slices before it. Its gradient
 is a sum of terms that reach back, so that slices run backward in reverse order.
@@ -29,9 +32,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-
-from op_registry.annotation.splits import explain_sizes
-from op_registry.rank_expression import Expression, by_index
 
 # Device meshes: an n-d array of ranks with named axes.
 
@@ -95,23 +95,64 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
+    """One dim, viewed as (outer, parts, inner), is split into its parts.
+
+    dim        that is split
+    outer      how many blocks it has, each of which is split
+    sections   sizes of concatenated parts, each of which is split
+    sizes      of unequal pieces of each block, one per rank
+    """
+
     dim: int
     outer: int = 1
     sections: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if self.sections:
             return f"Sharded({self.dim}, sections={self.sections})"
         outer = f", outer={self.outer}" if self.outer > 1 else ""
         return f"Sharded({self.dim}{outer}, sizes={self.sizes})" if self.sizes else f"Sharded({self.dim}{outer})"
+
+    def range_in_block(self, size: int, parts: int, index: int) -> tuple[int, int]:
+        """Return where in each block of a dim of `size` the piece of `index` starts, and how long it is. Raises
+        ValueError when the dim does not divide."""
+        if self.sizes:
+            if self.sections or len(self.sizes) != parts or sum(self.sizes) * self.outer != size:
+                raise ValueError(f"sizes {self.sizes} of a dim of size {size} over {parts} parts")
+            return sum(self.sizes[:index]), self.sizes[index]
+        if size % (self.outer * parts):
+            raise ValueError(f"a dim of size {size} does not divide by {self.outer} x {parts}")
+        length = size // (self.outer * parts)
+        return index * length, length
+
+    def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
+        """Return where in a dim of `size` the entries of the piece of `index` lie: (first, how many) of each run, in
+        the order of the piece. Raises ValueError when the dim does not divide, and for sections."""
+        if self.sections:
+            raise ValueError(f"sections {self.sections} are no blocks of one size")
+        start, length = self.range_in_block(size, parts, index)
+        return [(start + block * (size // self.outer), length) for block in range(self.outer)]
+
+    def shape_of(self, whole: Sequence[int], parts: int, index: int) -> tuple[int, ...]:
+        """Return the shape of the piece of `index`, from that of the whole, which is taken to divide."""
+        size = whole[self.dim] // parts
+        if self.sizes:  # of each block
+            size = whole[self.dim] // max(sum(self.sizes), 1) * self.sizes[index]
+        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
+
+    def shape_at(self, piece: Sequence[int], index: int) -> tuple[int, ...]:
+        """Return the shape of the piece of `index`, from the shape of any of them."""
+        if not self.sizes:
+            return tuple(piece)
+        return (*piece[: self.dim], self.sizes[index] * self.outer, *piece[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
     reduction: str = "sum"  # "sum" | "max"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "Partial()" if self.reduction == "sum" else f"Partial({self.reduction!r})"
 
 
@@ -128,7 +169,7 @@ class Prefix:
     sizes: tuple[int, ...] = ()
     terms: bool = False
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         sizes = f", sizes={self.sizes}" if self.sizes else ""
         return f"Prefix({self.dim}{sizes}{', terms=True' if self.terms else ''})"
 
@@ -136,9 +177,14 @@ class Prefix:
         """Return by slice the number of rows up to its last one, of a dim of `size` in `parts` slices."""
         return tuple(accumulate(self.sizes or (size // parts,) * parts))
 
+    def shape_of(self, whole: Sequence[int], parts: int, index: int) -> tuple[int, ...]:
+        """Return the shape of what the slice of `index` has, from that of the whole."""
+        return (*whole[: self.dim], self.ends(whole[self.dim], parts)[index], *whole[self.dim + 1 :])
+
 
 State = Invariant | Replicated | Sharded | Partial | Prefix
 Layout = tuple[State, ...]
+States = Mapping[str, State]  # by axis name; an axis that is missing is Invariant
 
 INVARIANT = Invariant()
 REPLICATED = Replicated()
@@ -157,11 +203,6 @@ def gradient_state(state: State) -> State:
     return REPLICATED if isinstance(state, Partial) else state
 
 
-def letter(state: State) -> str:
-    """Return I, R, S, P or, for a prefix, <: for compact listings."""
-    return "<" if isinstance(state, Prefix) else type(state).__name__[0]
-
-
 def intervals_nest(outer_a: int, parts_a: int, outer_b: int, parts_b: int) -> bool:
     """Return whether two axes may split one dim: their radix intervals do not overlap, and the digits divide."""
     return outer_b % (outer_a * parts_a) == 0 or outer_a % (outer_b * parts_b) == 0
@@ -172,90 +213,26 @@ def is_owned(state: State) -> bool:
     return isinstance(state, Sharded) and sum(size > 0 for size in state.sizes) == 1
 
 
-def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], *, at_rest: bool = False) -> str | None:
-    """Say why `layout` cannot hold a tensor of `shape` on a mesh with these axis sizes; None if it can. `at_rest`:
-    nothing computes on it, and a rank may have nothing of it."""
-    on_dim: dict[int, list[tuple[int, int]]] = {}
-    uneven: dict[int, list[int]] = {}  # dim -> outers of unequal cuts
-    alone: dict[int, str] = {}  # dims that one axis takes whole, and how they are
-    for state, parts in zip(layout, sizes, strict=True):
-        if isinstance(state, Prefix):  # the same rows as shards, kept: alone on their dim
-            shards = Sharded(state.dim, sizes=state.sizes)
-            reason = explain_illegal((shards,), (parts,), shape)
-            if reason:
-                return reason
-            alone[state.dim], state = "cumulated", shards
-        if not isinstance(state, Sharded):
-            continue
-        if state.dim >= len(shape):
-            return f"dim {state.dim} of a tensor with {len(shape)} dims"
-        size = shape[state.dim]
-        if state.sections:
-            if sum(state.sections) != size or any(s % parts for s in state.sections):
-                return f"sections {state.sections} of dim {state.dim} (size {size}) do not divide by {parts}"
-            alone[state.dim] = "sectioned"
-        elif state.sizes:
-            owned = at_rest and is_owned(state) and len(state.sizes) == parts and sum(state.sizes) == size
-            reason = None if owned else explain_sizes(state.sizes, parts, state.outer, size)
-            if reason:
-                return f"dim {state.dim}: {reason}"
-            alone[state.dim] = "unevenly cut"
-            uneven.setdefault(state.dim, []).append(state.outer)
-        elif size % (state.outer * parts):
-            return f"dim {state.dim} of size {size} does not divide by {state.outer} x {parts}"
-        others = on_dim.setdefault(state.dim, [])
-        for outer, other_parts in others:
-            if not intervals_nest(outer, other_parts, state.outer, parts):
-                return f"two axes overlap on dim {state.dim}"
-        others.append((state.outer, parts))
-    for dim, word in alone.items():
-        if len(on_dim[dim]) > 1 and not (word == "unevenly cut" and _is_innermost(uneven[dim], on_dim[dim])):
-            return f"a second axis on the {word} dim {dim}"
-    return None
-
-
-def _is_innermost(uneven: Sequence[int], cuts: Sequence[tuple[int, int]]) -> bool:
-    """Return whether one axis alone cuts a dim unevenly, and cuts what whole parts of all others consist of.
-
-    `uneven`: outers of unequal cuts; `cuts`: (outer, parts) of every axis on the dim.
-    """
-    *others, (outer, _) = sorted(cuts)
-    return list(uneven) == [outer] and all(outer % (other * parts) == 0 for other, parts in others)
+def is_cut(state: State, parts: int) -> bool:
+    """Return whether an axis of `parts` ranks divides a tensor; not where one rank, its owner, has all of it."""
+    return isinstance(state, Sharded) and parts > 1 and not is_owned(state)
 
 
 def local_shape(
     layout: Layout, sizes: Sequence[int], shape: Sequence[int], at: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Return the shape of one rank's shard: of that with index `at[axis]` on each axis, or of the largest one."""
-    local = list(shape)
+    local = tuple(shape)
     for axis, (state, parts) in enumerate(zip(layout, sizes, strict=True)):
-        if isinstance(state, Sharded) and state.sizes:
-            size = max(state.sizes) if at is None else state.sizes[at[axis]]
-            local[state.dim] = local[state.dim] // sum(state.sizes) * size  # of each block
-        elif isinstance(state, Sharded):
-            local[state.dim] //= parts
-        elif isinstance(state, Prefix):
-            local[state.dim] = state.ends(shape[state.dim], parts)[-1 if at is None else at[axis]]
-    return tuple(local)
+        if isinstance(state, Sharded | Prefix):
+            largest = state.sizes.index(max(state.sizes)) if isinstance(state, Sharded) and state.sizes else parts - 1
+            local = state.shape_of(local, parts, largest if at is None else at[axis])
+    return local
 
 
 def is_uneven(layout: Layout) -> bool:
     """Return whether ranks have shards of unequal sizes."""
     return any(isinstance(state, Sharded | Prefix) and state.sizes for state in layout)
-
-
-def shape_of_rank(
-    layout: Layout, axes: Sequence[tuple[str, int]], shape: Sequence[int]
-) -> tuple[int | Expression, ...]:
-    """Return the shape of one rank's shard, as expressions of its place where shards differ. `axes`: (name, size)."""
-    local: list[int | Expression] = list(local_shape(layout, [parts for _, parts in axes], shape))
-    for position, (state, (axis, parts)) in enumerate(zip(layout, axes, strict=True)):
-        if isinstance(state, Sharded) and state.sizes:
-            outer = local_outer(layout, [n for _, n in axes], position)
-            local[state.dim] = by_index(axis, [size * outer for size in state.sizes])
-        elif isinstance(state, Prefix):
-            local[state.dim] = by_index(axis, state.ends(shape[state.dim], parts))
-    return tuple(local)
 
 
 def with_state(layout: Layout, axis: int, state: State) -> Layout:
@@ -296,7 +273,7 @@ _STATE = re.compile(r"(Invariant|Replicated|Sharded|Partial|Prefix)(?:\((.*)\))?
 
 @lru_cache(maxsize=4096)
 def parse_state(text: str) -> State:
-    """Read the text of `str(state)`. Raises ValueError on any other text."""
+    """Read the text of `str(state)` or `repr(state)`. Raises ValueError on any other text."""
     match = _STATE.match(text.strip())
     if not match:
         raise ValueError(f"not a layout state: {text!r}")
