@@ -113,6 +113,21 @@ def _sizes(annotation: object, split: Sequence[str], style: Style) -> tuple[tupl
     return tuple(choose_sizes(annotation, split, style).items())  # type: ignore[arg-type]
 
 
+def by_identifier(found: Sequence[Base]) -> Iterator[tuple[str, str, list[tuple[int, Base]]]]:
+    """Yield identifiers with their kind, and the sample calls whose annotation says that they may be split so."""
+    groups: dict[tuple[str, str], list[tuple[int, Base]]] = {}
+    for index, base in enumerate(found):
+        bound = base.signature.bound
+        assert bound is not None
+        for name in leaders_of(base.signature, ones=True):
+            mark = bound.marks.get(name, "")
+            reduction = bound.reductions.get(name, "sum")
+            kind = "spatial" if not mark else "reduction" if reduction == "sum" else f"reduction ({reduction})"
+            groups.setdefault((name, kind), []).append((index, base))
+    for (name, kind), group in groups.items():
+        yield name, kind, group
+
+
 class Enumerator:
     """Cases of one base. Wholes are run on the way: uninformative draws are replaced."""
 
