@@ -36,6 +36,7 @@ CROSSINGS = 8  # of one way
 ALONE = 4  # operands that are changed each alone
 SECONDS = 5.0  # of processor time for one claim
 PARTS = (2, 3)
+ENDLESS = 20  # times as many steps as on usual values
 SHARES = (1e-4, 0.2)  # numbers in the code that may be shares of elements: of so many that a few are beyond
 LARGEST = 1 << 16  # elements
 
@@ -98,8 +99,8 @@ class Search:
 
     def special(self, inputs: Inputs) -> None:
         """Run kinds of values that some code asks for, wherever the whole runs."""
-        for kind in (*KINDS, "given"):
-            self.decided(replace(inputs, kind=kind))
+        usual = [self.decided(replace(inputs, kind=kind)) or () for kind in (*KINDS, "given")]
+        self.watched.most = ENDLESS * max(1000, *map(len, usual))
         count = len(self.runner.concrete(inputs).tensors)
         for kind in SPECIAL:
             for factors in ((), (*(-1.0,) * count, 1.0)):
@@ -124,7 +125,7 @@ class Search:
 
     def well_conditioned(self, inputs: Inputs) -> None:
         """Run the cases where the whole is finite, and its rounding small enough to compare with."""
-        if self.over():
+        if self.over() or self.decided(inputs) is None:
             return
         try:
             prepared = self.runner.prepare(inputs)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import inf
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -33,13 +34,15 @@ class Watched:
 
     sides  of each place in a user's code that was reached: the places that came next
     asked  branches that hang on values: the first after a tensor was read
+    most   steps of a user's code in a run, beyond which it is stopped: on an infinity, some loops do not end
     """
 
     sides: dict[tuple[CodeType, int], set[int]] = field(default_factory=dict)
     asked: set[tuple[CodeType, int]] = field(default_factory=set)
+    most: float = inf
 
     def decisions(self, run: Callable[[], object]) -> Decisions | None:
-        """Return what a run decides; None where it raises, which is a decision too."""
+        """Return what a run decides; None where it raises or does not end, which is a decision too."""
         noted: list[Hashable] = []
         last: dict[FrameType, int] = {}
 
@@ -52,6 +55,8 @@ class Watched:
                 if frame in last:
                     self.sides.setdefault((frame.f_code, last[frame]), set()).add(frame.f_lasti)
                 last[frame] = frame.f_lasti
+                if len(noted) > self.most:
+                    raise _Endless
             return follow
 
         before = sys.gettrace()
@@ -73,6 +78,10 @@ class Watched:
             unseen = {places[at].argval, places[at + 1].offset} - self.sides.get((code, jump), set())
             if len(unseen) == 1 and not _raises(code, *unseen):
                 yield f"line {_line_of(code, jump)} of {Path(code.co_filename).name}"
+
+
+class _Endless(Exception):
+    """A run takes far more steps than others."""
 
 
 class _Watch(TorchDispatchMode):
