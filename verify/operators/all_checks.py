@@ -145,7 +145,7 @@ class Verification:
         calls = [base.signature.call for base in found]
         for parameter in self.spec.parameters if self.spec.target is not None else ():
             values = [dict(named_values(self.spec, call)).get(parameter.name) for call in calls]
-            if isinstance(parameter.default, bool | str) and all(value == values[0] for value in values):
+            if isinstance(parameter.default, bool | str | int | float) and all(value == values[0] for value in values):
                 yield parameter.name, values[0]
 
     def unused(self, found: list[Base]) -> Check | None:
