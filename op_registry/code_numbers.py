@@ -41,9 +41,8 @@ def _of_torch(module: str | None) -> bool:
     return (module or "").partition(".")[0] in ("torch", "builtins")
 
 
-def _values(functions: Sequence[Any]) -> Iterator[Any]:
-    """Yield the constants of functions, what they read from around them, and the same of functions that they call: of
-    their own package, and those that a closure holds."""
+def reached_from(functions: Sequence[Any]) -> Iterator[Any]:
+    """Yield functions and those that they call: of their own package, and those that a closure holds."""
     waiting, seen = [*functions], set()
     while waiting:
         function = inspect.unwrap(waiting.pop())
@@ -51,11 +50,23 @@ def _values(functions: Sequence[Any]) -> Iterator[Any]:
         if code is None or code in seen:
             continue
         seen.add(code)
-        read = [getattr(function, "__globals__", {}).get(name) for name in names_in(code)]
-        held = list(inspect.getclosurevars(function).nonlocals.values())
+        read, held = _around(function)
         waiting += [f for value in read if _beside(value, function) for f in _called(value)]
         waiting += [f for value in held for f in _called(value)]
-        yield from (*_constants(code), *read, *held, function.__defaults__, function.__kwdefaults__)
+        yield function
+
+
+def _around(function: Any) -> tuple[list[Any], list[Any]]:
+    """Return what a function reads from its module, and what its closure holds."""
+    read = [getattr(function, "__globals__", {}).get(name) for name in names_in(function.__code__)]
+    return read, list(inspect.getclosurevars(function).nonlocals.values())
+
+
+def _values(functions: Sequence[Any]) -> Iterator[Any]:
+    """Yield the constants of these functions and of those that they call, and what they read from around them."""
+    for function in reached_from(functions):
+        read, held = _around(function)
+        yield from (*_constants(function.__code__), *read, *held, function.__defaults__, function.__kwdefaults__)
 
 
 def _beside(value: Any, function: Any) -> bool:
@@ -70,6 +81,8 @@ def _called(value: Any) -> Sequence[Any]:
         return ()
     if isinstance(value, FunctionType):
         return (value,)
+    if isinstance(getattr(value, "__wrapped__", None), FunctionType):  # of functools.cache
+        return (value.__wrapped__,)
     return functions_of(value) if inspect.isclass(value) and issubclass(value, torch.autograd.Function) else ()
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from op_registry.kept_state import nothing_kept
+
 NAMESPACE = "nnscaler_user"
 
 
@@ -33,7 +35,10 @@ class TorchOperators:
             kernels = self._kernels
 
             def run(*args: Any, **kwargs: Any) -> Any:
-                return kernels[operator](*args, **kwargs)
+                if not torch.compiler.is_exporting():
+                    return kernels[operator](*args, **kwargs)
+                with nothing_kept(kernels[operator]):
+                    return kernels[operator](*args, **kwargs)
 
             self._library.define(operator + schema)
             self._library.impl(operator, run, "CompositeImplicitAutograd")

@@ -19,6 +19,7 @@ class Inputs:
     sample            which sample call; None: drawn from the annotation
     sizes             of identifiers: all of them when drawn, changes to the sample's otherwise
     without_gradient  floating inputs (by index) that do not ask for a gradient
+    factors           of each tensor, and of the cotangents at the end: of those with a fraction
     whole_numbers     drawn operands (by position) that hold integers below an identifier's size, or booleans ("")
     """
 
@@ -29,6 +30,7 @@ class Inputs:
     dtype: str = "float64"
     without_gradient: tuple[int, ...] = ()
     whole_numbers: tuple[tuple[int, str], ...] = ()
+    factors: tuple[float, ...] = ()
 
     def generator(self) -> torch.Generator:
         """Return a generator at its start: the same draws each time."""

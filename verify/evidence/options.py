@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["integers", "normal", "sparse", "positive", "negative", "bits", "given"]
+Kind = Literal[
+    "integers", "normal", "sparse", "positive", "negative", "bits", "given",
+    "spiked", "nan", "infinite", "zeros", "constant", "rising",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse")
+SPECIAL: tuple[Kind, ...] = ("nan", "infinite", "zeros", "constant", "rising")  # some code asks for them
 DRAWS = 3  # informative draws that each partition is compared on
 
 

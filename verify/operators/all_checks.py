@@ -18,10 +18,19 @@ from nnscaler.errors import AnnotationError
 from verify.evidence.cases import SplitCase
 from verify.evidence.options import DRAWS, OpOptions
 from verify.evidence.oracle.cases_beyond_bounds import beyond_bounds
+from verify.evidence.oracle.cases_beyond_values import try_values
 from verify.evidence.oracle.check import TargetOutcome, as_check, check_target, run_cases
 from verify.evidence.oracle.claims import Claimed, Target, claims_of, kind_of, untested
-from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, leaders_of, why_unused
-from verify.evidence.oracle.findings import does_not_fit, not_tested, refuted_by_proof, survived, unusable, wrong
+from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, by_identifier, leaders_of, why_unused
+from verify.evidence.oracle.findings import (
+    does_not_fit,
+    not_tested,
+    refuted_by_proof,
+    survived,
+    unusable,
+    went_one_way,
+    wrong,
+)
 from verify.evidence.oracle.first_inputs import Unusable
 from verify.evidence.oracle.needs_input_grad import check_subsets
 from verify.evidence.oracle.runner import CaseResult, OperatorRunner
@@ -124,6 +133,8 @@ class Verification:
             if not claim.outcome.failures and claim.name != "two axes":
                 pairs = [(self.tested[i], target, strengths.get((i, target), TESTED)) for i, target in claim.needs]
                 run_cases(self.runner, (c for pair in pairs for c in beyond_bounds(self.spec, *pair)), claim.outcome)
+                for pair in pairs if not claim.outcome.failures else ():
+                    claim.outcome.add_beyond(try_values(self.runner, *pair))
                 self.explain(claim.outcome)
             if strength.counter_example is not None and not claim.outcome.failures and claim.name != "two axes":
                 self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
@@ -134,7 +145,7 @@ class Verification:
         calls = [base.signature.call for base in found]
         for parameter in self.spec.parameters if self.spec.target is not None else ():
             values = [dict(named_values(self.spec, call)).get(parameter.name) for call in calls]
-            if isinstance(parameter.default, bool | str) and all(value == values[0] for value in values):
+            if isinstance(parameter.default, bool | str | int | float) and all(value == values[0] for value in values):
                 yield parameter.name, values[0]
 
     def unused(self, found: list[Base]) -> Check | None:
@@ -233,7 +244,7 @@ class Verification:
 
     def singles(self, found: list[Base]) -> None:
         """Check every identifier, over all sample calls that have it."""
-        for name, kind, group in _identifiers(found):
+        for name, kind, group in by_identifier(found):
             started = time.perf_counter()
             outcome = TargetOutcome()
             shown = [(index, base) for index, base in group if name in base.leaders]
@@ -306,6 +317,8 @@ class Verification:
             line = self.reproduce(finding.code, smallest.case) if self.reproduce is not None else None
             self.counter_examples[len(self.findings)] = smallest
             self.findings.append(finding.with_reproduce(line))
+        elif outcome.unseen and (open_ := went_one_way(self.spec, outcome.unseen)) not in self.findings:
+            self.findings.append(open_)
 
     def conclude(
         self,
@@ -378,18 +391,3 @@ def verify_record(
         {**environment(), "dtype": "float64"},
         time.perf_counter() - started,
     )
-
-
-def _identifiers(found: list[Base]) -> Iterator[tuple[str, str, list[tuple[int, Base]]]]:
-    """Yield identifiers with their kind, and the sample calls whose annotation says that they may be split so."""
-    groups: dict[tuple[str, str], list[tuple[int, Base]]] = {}
-    for index, base in enumerate(found):
-        bound = base.signature.bound
-        assert bound is not None
-        for name in leaders_of(base.signature, ones=True):
-            mark = bound.marks.get(name, "")
-            reduction = bound.reductions.get(name, "sum")
-            kind = "spatial" if not mark else "reduction" if reduction == "sum" else f"reduction ({reduction})"
-            groups.setdefault((name, kind), []).append((index, base))
-    for (name, kind), group in groups.items():
-        yield name, kind, group

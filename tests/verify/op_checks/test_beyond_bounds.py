@@ -79,3 +79,38 @@ def test_what_is_wrong_from_some_size_on_is_refuted(function: Any, annotation: s
 @pytest.mark.parametrize("function", [right_on_both_sides, lambda x: x * 40, torch.relu])
 def test_what_is_right_at_all_sizes_passes(function: Any) -> None:
     assert verified(function).verdict.passes
+
+
+def softmax_of_images(x: Tensor) -> Tensor:
+    return x.softmax(-1) if x.dim() == 4 else x * 1.0
+
+
+def softmax_of_vectors(x: Tensor) -> Tensor:
+    return x.softmax(0) if x.dim() == 1 else x * 1.0
+
+
+def centred_where_three(x: Tensor) -> Tensor:
+    return x - x.mean(0, keepdim=True) if x.dim() == 3 else x * 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "annotation"),
+    [
+        (softmax_of_images, "* -> *"),
+        (softmax_of_vectors, "* -> *"),
+        (centred_where_three, "* d^ -> * d^"),
+    ],
+)
+def test_what_is_wrong_with_some_number_of_dims_is_refuted(function: Any, annotation: str) -> None:
+    report = verified(function, annotation)
+    assert report.verdict is Verdict.REFUTED
+    assert {finding.code for finding in report.findings} == {"annotation_wrong"}
+
+
+def test_what_runs_with_one_number_of_dims_only_passes() -> None:
+    def of_two(x: Tensor) -> Tensor:
+        rows, columns = x.shape
+        return x * 2.0 if rows * columns else x
+
+    assert verified(of_two, "* -> *").verdict.passes
+    assert verified(softmax_of_images, "* d^ -> * d^").verdict.passes

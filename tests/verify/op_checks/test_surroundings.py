@@ -18,6 +18,7 @@ from torch.distributed import is_initialized
 from op_registry.spec import OperatorSpec, SourceLocation
 
 from nnscaler.ir.placement import Split
+from tests.verify import stateful_operators
 from tests.verify.lemmas.planted import called, floats, proved, stated
 from verify.evidence.options import OpOptions
 from verify.operators.run.fingerprint import Opaque, fingerprint
@@ -26,13 +27,13 @@ from verify.programs.lemmas import check_claims
 from verify.results.verdict import Verdict
 
 
-def spec_of(function: Any) -> OperatorSpec:
-    return OperatorSpec("planted", "a b -> a b", target=function, where=SourceLocation("my_ops.py", 7))
+def spec_of(function: Any, annotation: str = "a b -> a b") -> OperatorSpec:
+    return OperatorSpec("planted", annotation, target=function, where=SourceLocation("my_ops.py", 7))
 
 
-def verdicts(function: Any) -> tuple[Verdict, Verdict, str]:
+def verdicts(function: Any, annotation: str = "a b -> a b") -> tuple[Verdict, Verdict, str]:
     """Of `verify-op`, of the lemmas of a program, and the code of the first finding."""
-    spec = spec_of(function)
+    spec = spec_of(function, annotation)
     lemmas = proved(stated(spec, called("planted", [(64, 8)], floats(64, 8)), Split("a")))
     report = verify_spec(spec, OpOptions())
     return report.verdict, lemmas.verdict, report.findings[0].code if report.findings else ""
@@ -69,6 +70,17 @@ def test_another_result_on_another_rank_is_refuted(variable: str, monkeypatch: p
     before = dict(os.environ)
     assert verdicts(ranked) == (Verdict.REFUTED, Verdict.REFUTED, "not_repeatable")
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("function", stateful_operators.WRONG)
+def test_what_the_first_call_fixes_is_refuted(function: Any) -> None:
+    """Here that call is of the whole, and on each rank it is of a shard."""
+    assert verdicts(function) == (Verdict.REFUTED, Verdict.REFUTED, "not_repeatable")
+
+
+@pytest.mark.parametrize("function", stateful_operators.RIGHT)
+def test_what_is_kept_and_changes_nothing_passes(function: Any) -> None:
+    assert all(verdict.passes for verdict in verdicts(function, "a b^ -> a b^")[:2])
 
 
 def test_a_variable_that_changes_nothing_passes() -> None:

@@ -7,7 +7,7 @@ its own, so that a mix-up of dims shows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ Style = Literal["distinct", "smooth", "equal"]
 SPLIT_SIZE = 12
 SECOND_SIZE = 18  # of the second identifier of a pair
 WILDCARD_DIMS = 2
+OTHER_DIMS = (1, 3, 4)  # that `*` stands for, in calls of a user's operator: it may do something else there
 _OTHERS: Mapping[Style, tuple[int, ...]] = {
     "distinct": (5, 7, 3, 9, 4, 11, 8, 10),
     "smooth": (8, 16, 4, 24, 32, 6, 20, 28),  # for operators that divide a size by a number of their own
@@ -38,18 +39,20 @@ _OTHERS: Mapping[Style, tuple[int, ...]] = {
 }
 
 
-def identifiers_of(annotation: Annotation) -> tuple[str, ...]:
-    """Return every identifier once, with `*` expanded as `bind` does."""
+def identifiers_of(annotation: Annotation, dims: int = WILDCARD_DIMS) -> tuple[str, ...]:
+    """Return every identifier once, with `*` expanded as `bind` does, to that many."""
     names: dict[str, None] = {}
     for identifier in annotation.identifiers():
-        for name in _expanded(identifier):
+        for name in _expanded(identifier, dims):
             names[name] = None
     return tuple(names)
 
 
-def choose_sizes(annotation: Annotation, split: Sequence[str], style: Style) -> dict[str, int]:
+def choose_sizes(
+    annotation: Annotation, split: Sequence[str], style: Style, dims: int = WILDCARD_DIMS
+) -> dict[str, int]:
     """Return a size for every identifier: 12 for the first of `split`, 18 for the second; those split together with one
-    get multiples."""
+    get multiples. `dims`: that `*` stands for."""
     ties = tied_identifiers(annotation)
     together: dict[str, int] = {}
     for name, size in zip(split, (SPLIT_SIZE, SPLIT_SIZE if style == "equal" else SECOND_SIZE), strict=False):
@@ -57,7 +60,7 @@ def choose_sizes(annotation: Annotation, split: Sequence[str], style: Style) -> 
             together[member] = size * (1 + number)
     others = iter(_OTHERS[style])
     sizes: dict[str, int] = {}
-    for name in identifiers_of(annotation):
+    for name in identifiers_of(annotation, dims):
         sizes[name] = together[name] if name in together else next(others, 2 + len(sizes))
     return sizes
 
@@ -192,15 +195,20 @@ def _replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
-def _expanded(identifier: Identifier) -> list[str]:
-    return [f"*{i}" for i in range(WILDCARD_DIMS)] if identifier.is_wildcard else [identifier.name]
+def dims_of(sizes: Iterable[str]) -> int:
+    """Return how many dims `*` stands for, among names of identifiers."""
+    return sum(name.startswith("*") for name in sizes)
+
+
+def _expanded(identifier: Identifier, dims: int) -> list[str]:
+    return [f"*{i}" for i in range(dims)] if identifier.is_wildcard else [identifier.name]
 
 
 def _shape(operand: Operand, sizes: Mapping[str, int]) -> tuple[int, ...]:
     shape: list[int] = []
     for dim in operand.dims:
         if isinstance(dim, Identifier):
-            shape += [sizes[name] for name in _expanded(dim)]
+            shape += [sizes[name] for name in _expanded(dim, dims_of(sizes))]
         else:
             shape.append(_dim_size(dim, sizes))
     return tuple(shape)

@@ -15,8 +15,11 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
 
     integers: of 1 to 3, signed, on which sums and products are exact and no kink at 0 is hit. normal: real ones.
     sparse: every second one is 0. positive, negative: away from 0, for operators whose domain is a half-line.
-    bits: 0 or 1, the simplest counter-examples.
+    bits: 0 or 1, the simplest counter-examples. spiked: one that is larger than all others together. nan, infinite: one
+    that is so. zeros, constant: all alike. rising: along every dim.
     """
+    if kind in ("zeros", "constant"):
+        return torch.full(tuple(shape), 0.0 if kind == "zeros" else 2.0, dtype=torch.float64)
     if kind in ("integers", "sparse"):
         values = torch.randint(1, 7, shape, generator=generator)
         values = torch.where(values > 3, 3 - values, values).double()
@@ -26,7 +29,24 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
         return -values if kind == "negative" else values
     if kind == "bits":
         return torch.randint(0, 2, shape, generator=generator).double()
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind == "rising":
+        return values.flatten().sort().values.reshape(values.shape)
+    return with_one(values * 1e-3, 1.0, generator) if kind == "spiked" else as_special(values, kind, generator)
+
+
+def as_special(values: Tensor, kind: str, generator: torch.Generator) -> Tensor:
+    """Return values of which one is NaN or infinite, where the kind is so; else as they are."""
+    one = {"nan": float("nan"), "infinite": float("inf")}.get(kind)
+    return values if one is None else with_one(values, one, generator)
+
+
+def with_one(values: Tensor, one: float, generator: torch.Generator) -> Tensor:
+    """Return the values with `one` in a place that is drawn."""
+    values = values.clone(memory_format=torch.contiguous_format)
+    if values.numel():
+        values.view(-1)[int(torch.randint(0, values.numel(), (1,), generator=generator))] = one
+    return values
 
 
 def _in_order(tensor: Tensor) -> bool:
@@ -40,7 +60,10 @@ def fill_whole_numbers(
     """Return integers from `low` to `below` - 1, both of which occur (once, in a sparse draw: what depends on the
     largest id of a shard then shows); booleans where `below` is `low`."""
     if below == low:
-        return torch.rand(tuple(shape), generator=generator) < 0.4
+        share = {"zeros": 0.0, "constant": 1.0}.get(kind, 0.4)
+        return torch.rand(tuple(shape), generator=generator) < share
+    if kind in ("zeros", "constant"):
+        return torch.full(tuple(shape), low if kind == "zeros" else below - 1)
     inside = kind == "sparse" and below - low > 2
     drawn = torch.randint(low + inside, below - inside, tuple(shape), generator=generator)
     if drawn.numel() > 1:
@@ -79,6 +102,8 @@ def refill(tensor: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
     flat = tensor.flatten()
     if flat.numel() < 2 or _in_order(tensor):
         return tensor
+    if kind in ("zeros", "constant"):
+        return (flat.min() if kind == "zeros" else flat.max()).expand(shape).clone()
     inner = flat
     if kind == "sparse" and tensor.dtype != torch.bool:  # the smallest and the largest occur once
         between = flat[(flat > flat.min()) & (flat < flat.max())]

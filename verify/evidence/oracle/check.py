@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from verify.evidence.cases import SplitCase
@@ -29,6 +29,8 @@ class TargetOutcome:
     exercised   claims that some case compared
     declined    claims of which the operator's hook refused a case
     untested    claims of the annotation that no case compared
+    unseen      places in the operator's code where a branch on values went one way always
+    cut         not all values were tried, for want of time
     """
 
     cases: int = 0
@@ -41,6 +43,8 @@ class TargetOutcome:
     exercised: set[Claimed] = field(default_factory=set)
     declined: set[Claimed] = field(default_factory=set)
     untested: tuple[Claimed, ...] = ()
+    unseen: tuple[str, ...] = ()
+    cut: bool = False
 
     def add(self, result: CaseResult) -> None:
         """Add the result of one case."""
@@ -65,6 +69,15 @@ class TargetOutcome:
             self.count += 1
         if result.failed:
             self.failures.append(result)
+
+    def add_beyond(self, other: TargetOutcome) -> None:
+        """Add cases on values that need not tell a wrong result from the right one: all alike, or not finite."""
+        self.cases += other.cases
+        self.count += other.count
+        self.exact += other.exact
+        self.failures += other.failures
+        self.unseen = tuple(dict.fromkeys((*self.unseen, *other.unseen)))
+        self.cut |= other.cut
 
     def survived(self, draws: int) -> list[str]:
         """Return the wrong variants that nothing tells from the right result."""
@@ -120,6 +133,11 @@ def run_cases(
     return outcome
 
 
+def one_way(places: Sequence[str]) -> str:
+    """Say of branches on values that one side of them was never seen."""
+    return f"{' and '.join(places)}: a branch on values that went one way on all inputs tried"
+
+
 def as_check(name: str, outcome: TargetOutcome, seconds: float, strength: Strength = TESTED) -> Check:
     """Return the check of one target.
 
@@ -129,17 +147,20 @@ def as_check(name: str, outcome: TargetOutcome, seconds: float, strength: Streng
     details: list[str] = []
     if refuted:
         verdict = Verdict.REFUTED
-    elif not outcome.count or outcome.untested or outcome.survived(DRAWS):
+    elif not outcome.count or outcome.untested or outcome.unseen or outcome.survived(DRAWS):
         verdict = Verdict.INCONCLUSIVE
     else:
         verdict = strength.verdict
     if outcome.count and verdict.passes:
         details.append(f"{outcome.cases} cases")
+        if outcome.cut:
+            details.append("not all values were tried, for want of time")
         if void := outcome.void(DRAWS):
             details.append(f"constant along the split: {', '.join(void)}")
         if strength.reason:
             details.append(f"not proved for all sizes: {strength.reason}")
     elif not refuted:
+        details += [one_way(outcome.unseen)] if outcome.unseen else []
         details += outcome.survived(DRAWS) or [f"not tested: {claim}" for claim in outcome.untested[:SHOWN]]
         details = details or list(outcome.skipped)
     return Check(name, verdict, outcome.count, refuted, seconds, "; ".join(details))

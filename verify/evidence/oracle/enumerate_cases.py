@@ -20,7 +20,7 @@ from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.cases import Inputs, SplitCase
-from verify.evidence.inputs.draw_calls import SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes
+from verify.evidence.inputs.draw_calls import OTHER_DIMS, SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes, dims_of
 from verify.evidence.options import DRAWS, Kind, OpOptions
 from verify.evidence.oracle.claims import Claimed, Target, form_of
 from verify.evidence.oracle.first_inputs import Unusable, first_inputs, first_line
@@ -79,7 +79,22 @@ def bases(runner: OperatorRunner) -> list[Base]:
         return found
     style, inputs = first_inputs(runner)
     signature = runner.prepare(inputs).signature
-    return [Base(inputs, signature, leaders_of(signature), signature.linear, style)]
+    return [
+        Base(inputs, signature, leaders_of(signature), signature.linear, style),
+        *_of_other_dims(runner, inputs, style),
+    ]
+
+
+def _of_other_dims(runner: OperatorRunner, inputs: Inputs, style: Style) -> Iterator[Base]:
+    """Yield calls in which `*` stands for fewer and for more dims, where a user's operator runs on such."""
+    annotation = parse_checked(str(runner.spec.annotation))
+    for dims in OTHER_DIMS if runner.spec.target is not None and dims_of(dict(inputs.sizes)) else ():
+        other = replace(inputs, sizes=tuple(choose_sizes(annotation, (), style, dims).items()))
+        try:
+            signature = runner.prepare(other).signature
+        except (WholeRaised, AnnotationError, KeyError):  # a name of `whole_numbers` may not be there
+            continue
+        yield Base(other, signature, leaders_of(signature), signature.linear, style)
 
 
 def _raise_unusable(runner: OperatorRunner) -> None:
@@ -109,8 +124,19 @@ def _sample_base(runner: OperatorRunner, index: int) -> Base | None:
     return None
 
 
-def _sizes(annotation: object, split: Sequence[str], style: Style) -> tuple[tuple[str, int], ...]:
-    return tuple(choose_sizes(annotation, split, style).items())  # type: ignore[arg-type]
+def by_identifier(found: Sequence[Base]) -> Iterator[tuple[str, str, list[tuple[int, Base]]]]:
+    """Yield identifiers with their kind, and the sample calls whose annotation says that they may be split so."""
+    groups: dict[tuple[str, str], list[tuple[int, Base]]] = {}
+    for index, base in enumerate(found):
+        bound = base.signature.bound
+        assert bound is not None
+        for name in leaders_of(base.signature, ones=True):
+            mark = bound.marks.get(name, "")
+            reduction = bound.reductions.get(name, "sum")
+            kind = "spatial" if not mark else "reduction" if reduction == "sum" else f"reduction ({reduction})"
+            groups.setdefault((name, kind), []).append((index, base))
+    for (name, kind), group in groups.items():
+        yield name, kind, group
 
 
 class Enumerator:
@@ -165,7 +191,8 @@ class Enumerator:
         bound = self.base.signature.bound
         assert bound is not None
         if self.drawn:
-            found = _sizes(parse_checked(str(self.runner.spec.annotation)), names, self.base.style)
+            annotation, dims = parse_checked(str(self.runner.spec.annotation)), dims_of(dict(self.base.inputs.sizes))
+            found = tuple(choose_sizes(annotation, names, self.base.style, dims).items())
             if self.prepared(replace(self.base.inputs, sizes=found)) is not None:
                 return found
             # The others may depend on each other (k of the largest of n): they stay as they are.

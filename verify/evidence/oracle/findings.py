@@ -8,6 +8,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
+from verify.evidence.oracle.check import one_way
 from verify.evidence.oracle.claims import Claimed
 from verify.evidence.oracle.enumerate_cases import Unusable
 from verify.evidence.oracle.runner import CaseResult
@@ -70,6 +71,8 @@ def counter_example(result: CaseResult) -> dict[str, str]:
     facts["shapes"] = ", ".join(str(t.shape) for t in result.signature.call.tensors())
     facts["dtype"] = case.inputs.dtype
     facts["values"] = case.inputs.kind
+    if case.inputs.factors:
+        facts["factors"] = f"{', '.join(f'{f:.6g}' for f in case.inputs.factors)} (the last of the cotangents)"
     if result.raised is not None:
         shapes = ", ".join(map(str, result.raised.shapes))
         rank = result.raised.rank[0] if len(result.raised.rank) == 1 else result.raised.rank
@@ -149,6 +152,13 @@ def not_tested(spec: OperatorSpec, claims: Sequence[Claimed], reasons: Sequence[
             f" strided and unequal shards; or freeze it: `{first.target}^`"
         )
     return Finding("claim_not_tested", message, spec.where, shown, cause="; ".join(reasons[:SHOWN]) or None, help=help)
+
+
+def went_one_way(spec: OperatorSpec, places: Sequence[str]) -> Finding:
+    """Make the finding on branches on values of which only one side was ever run."""
+    message = f"`{spec.name}` decides by values, and one side of that was not seen: {one_way(places)}"
+    help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs that go the other way too"
+    return Finding("claim_not_tested", message, spec.where, help=help)
 
 
 def survived(spec: OperatorSpec, target: str, variants: list[str]) -> Finding:

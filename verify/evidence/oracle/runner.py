@@ -106,6 +106,18 @@ class OperatorRunner:
 
     def concrete(self, inputs: Inputs, integers: bool = True) -> ConcreteCall:
         """Return the call with its tensors. `integers`: whether integer tensors of samples are drawn anew too."""
+        call = self._drawn(inputs, integers)
+        if not inputs.factors:
+            return call
+        pairs = zip(call.tensors, inputs.factors, strict=False)
+        return replace(call, tensors=tuple(t * f if t.is_floating_point() or t.is_complex() else t for t, f in pairs))
+
+    def exact(self, inputs: Inputs) -> WholeRun:
+        """Run the whole operator in float64, and nothing besides. Raises whatever it raises."""
+        call = self.concrete(inputs)
+        return self._run(self.function(call), call, inputs, torch.float64)
+
+    def _drawn(self, inputs: Inputs, integers: bool) -> ConcreteCall:
         generator = inputs.generator()
         if inputs.sample is None:
             return from_annotation(self.spec, dict(inputs.sizes), inputs.kind, generator, inputs.whole_numbers)
@@ -234,7 +246,8 @@ class OperatorRunner:
     def _run(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs, dtype: torch.dtype) -> WholeRun:
         without = frozenset(inputs.without_gradient) | call.constants
         cotangents = torch.Generator().manual_seed(inputs.seed + 1)
-        return run_whole(function, call, cotangents, dtype, without, self.options.safeguards.random_cotangents)
+        factor = inputs.factors[-1] if inputs.factors else 1.0
+        return run_whole(function, call, cotangents, dtype, without, self.options.safeguards.random_cotangents, factor)
 
     def _moved(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs) -> WholeRun | None:
         """Return the run with every floating input moved by one unit of rounding, up or down."""

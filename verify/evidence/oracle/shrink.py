@@ -57,6 +57,8 @@ def _simpler(result: CaseResult) -> Iterator[SplitCase]:
     if inputs.dtype != "float64":
         yield replace(case, inputs=replace(inputs, dtype="float64"))
     yield from _smaller(result)
+    if inputs.factors:
+        yield replace(case, inputs=replace(inputs, factors=()))
     if inputs.kind != "bits":
         yield replace(case, inputs=replace(inputs, kind="bits"))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, plain_of, with_tensors
+from verify.evidence.inputs.values import as_special
 from verify.results.tolerance import is_finite, largest
 
 
@@ -70,17 +71,20 @@ def run_whole(
     dtype: torch.dtype = torch.float64,
     without_gradient: frozenset[int] = frozenset(),
     random_cotangents: bool = True,
+    factor: float = 1.0,
 ) -> WholeRun:
     """Run the operator with floating tensors in `dtype`. Raises whatever it raises.
 
-    `without_gradient`: input tensors (by index) that do not ask for a gradient.
+    `without_gradient`: input tensors (by index) that do not ask for a gradient; `factor`: of the cotangents.
     """
     leaves = as_leaves(concrete.tensors, dtype, without_gradient)
     args, kwargs = with_tensors(concrete.call, leaves, {}, dtype)
     with torch.enable_grad():
         result = function(*args, **kwargs)
     outputs = outputs_of(result)
-    cotangents = tuple(draw_cotangent(o, generator, random_cotangents) if o is not None else None for o in outputs)
+    drawn = [draw_cotangent(o, generator, random_cotangents) if o is not None else None for o in outputs]
+    kind = concrete.kind
+    cotangents = tuple(None if c is None else as_special(c * factor, kind, generator) for c in drawn)
     gradients = gradients_of([outputs], [cotangents], [leaves])[0]
     detached = tuple(None if o is None else o.detach() for o in outputs)
     return WholeRun(concrete, detached, cotangents, gradients, plain_of(result), dtype, without_gradient)

@@ -28,6 +28,7 @@ from op_registry.spec import OperatorSpec
 from verify.evidence.inputs import random_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.handwritten import plain
+from verify.operators.audit.history import depends_on_history
 from verify.operators.audit.surroundings import as_second_rank, asks_distributed
 from verify.operators.audit.watched_run import (
     BackwardRaised,
@@ -133,6 +134,7 @@ def _probe(subject: _Audit, strides: bool) -> None:
         _depends_on_grad_mode(subject, unrecorded, first)
     if subject.spec.target is not None:
         _depends_on_rank(subject, first, asked)
+        _depends_on_history(subject)
     _dtypes(subject)
     if strides and subject.compare and not subject.found("random_operator", "not_repeatable"):
         _strides(subject, first)
@@ -292,6 +294,18 @@ def _depends_on_rank(subject: _Audit, first: Watched, asked: str) -> None:
         facts = {"runs": "the same inputs, as the only rank and as the second of two", **apart}
         message = f"`{name}` computes something else on another rank"
         subject.find("not_repeatable", message, facts, "it reads `RANK` or a variable like it")
+
+
+def _depends_on_history(subject: _Audit) -> None:
+    if subject.found("random_operator", "not_repeatable") or not subject.compare:
+        return
+    subject.count += 1
+    if depends_on_history(subject.spec, subject.concrete, subject.seed):
+        facts = {"runs": "the same inputs, as the first call of a process and after calls of other sizes and values"}
+        message = f"`{subject.spec.name}` computes something else after other calls"
+        cause = "it keeps something of the calls before, and on ranks these are of shards"
+        help = "compute it anew, or key what is kept by all that it depends on"
+        subject.find("not_repeatable", message, facts, cause, help)
 
 
 def _dtypes(subject: _Audit) -> None:

@@ -13,6 +13,7 @@ from nnscaler.errors import AnnotationError, NnscalerError
 from verify.evidence.inputs.concrete_call import with_tensors
 from verify.evidence.inputs.find_operator import annotated
 from verify.evidence.options import DRAWS, OpOptions
+from verify.evidence.oracle.cases_beyond_values import try_values
 from verify.evidence.oracle.check import TargetOutcome, as_check, check_target
 from verify.evidence.oracle.claims import Claimed, claims_of, untested
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator, Unusable, bases
@@ -21,7 +22,7 @@ from verify.operators.all_checks import Verification, verify_record
 from verify.operators.suggest.linear import derive_linear
 from verify.operators.suggest.repeatable_call import Question
 from verify.results.report import Check, Report
-from verify.results.verdict import Verdict
+from verify.results.verdict import TESTED, Verdict
 
 FEW = 12  # cases of one identifier
 
@@ -111,10 +112,12 @@ def derived_linear(runner: OperatorRunner, base: Base) -> tuple[Check | None, li
     for slots in found:
         other = OperatorRunner(replace(runner.spec, linear=(slots,)), runner.options, runner.progress)
         try:
-            outcome = check_target(Enumerator(other, bases(other)[0]), slots)
+            first = bases(other)[0]
+            outcome = check_target(Enumerator(other, first), slots)
+            outcome.add_beyond(TargetOutcome() if outcome.failures else try_values(other, first, slots, TESTED))
         except (Unusable, WholeRaised, NnscalerError, IndexError):
             continue
-        if outcome.failures or not outcome.cases:
+        if outcome.failures or outcome.unseen or not outcome.cases:
             continue
         holds.cases += outcome.cases
         holds.count += outcome.count

@@ -20,7 +20,8 @@ from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.dimension_types.check_localize_hooks import composes, left_alone
 from verify.evidence.dimension_types.prove import NO_GRADIENT
 from verify.evidence.options import DRAWS, Kind
-from verify.evidence.oracle.check import TargetOutcome, as_check, run_cases
+from verify.evidence.oracle.cases_beyond_values import Search, has_own_values
+from verify.evidence.oracle.check import TargetOutcome, as_check, one_way, run_cases
 from verify.evidence.oracle.enumerate_cases import USERS_LOW, Base, Target
 from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
 from verify.evidence.oracle.runner import CaseResult, WholeRaised
@@ -264,7 +265,23 @@ def prove(subject: ClaimedCall, tested: Mapping[Claim, Evidence], deadline: floa
             continue
         leant_on = [found[s] for s in _alone(claim) if s in found]
         found[claim] = replace(found[claim], open=any(e.open for e in leant_on))
-    return found
+    return {c: _on_more_values(subject, c, e) if c in undecided else e for c, e in found.items()}
+
+
+def _on_more_values(subject: ClaimedCall, claim: Claim, found: Evidence) -> Evidence:
+    """Run a user's operator on both sides of whatever it decides by values, where that is not proved for all."""
+    small = _sized(subject.small, claim)
+    spec = small.runner.spec
+    if found.verdict is not Verdict.TESTED_EXACT or not has_own_values(spec):
+        return found
+    search = Search(small.runner, lambda inputs: _cases(claim, inputs, subject.strided))
+    search.all_of(_cut_alike(claim, small.inputs))
+    if search.outcome.failures:
+        finding = _finding(small, search.outcome.failures[0])
+        return replace(found, verdict=Verdict.REFUTED, blocker="", finding=finding, open=False)
+    if search.outcome.unseen:
+        return replace(found, verdict=Verdict.INCONCLUSIVE, blocker=one_way(search.outcome.unseen), open=False)
+    return replace(found, count=found.count + search.outcome.count)
 
 
 def _alone(claim: Claim) -> tuple[Splits, ...]:

@@ -1,0 +1,32 @@
+"""An operator that does something else on some values is looked at there, wherever they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.verify.op_checks.test_beyond_bounds import verified
+from tests.verify.value_branches import RIGHT, WRONG, Operator, in_a_narrow_window, never_on_the_other_side, rows_alone
+from verify.results.verdict import Verdict
+
+
+@pytest.mark.parametrize("function", WRONG)
+@pytest.mark.parametrize("annotation", ["b d -> b d", "b d^ -> b d^"])
+def test_what_is_wrong_on_some_values_is_refuted(function: Operator, annotation: str) -> None:
+    report = verified(function, annotation)
+    assert report.verdict is Verdict.REFUTED
+    assert {finding.code for finding in report.findings} == {"annotation_wrong"}
+
+
+@pytest.mark.parametrize(
+    ("function", "annotation"), [*((function, "b d -> b d") for function in RIGHT), (rows_alone, "b d^ -> b d^")]
+)
+def test_what_is_right_on_all_values_passes(function: Operator, annotation: str) -> None:
+    assert verified(function, annotation).verdict.passes
+
+
+@pytest.mark.parametrize("function", [never_on_the_other_side, in_a_narrow_window])
+def test_a_side_that_no_value_reaches_leaves_the_check_open(function: Operator) -> None:
+    report = verified(function)
+    assert report.verdict is Verdict.INCONCLUSIVE
+    (finding,) = report.findings
+    assert finding.code == "claim_not_tested" and "value_branches.py" in finding.message
