@@ -7,7 +7,6 @@ where they change the two sides are brought together: the whole has crossed then
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -34,7 +33,7 @@ STEPPED = (1e-9, 1e-4, 1e-2, 1e2, 1e4, 1e9)  # tried as they are too: what is co
 NEAR = 1.01  # the two sides of a decision
 CROSSINGS = 8  # of one way
 ALONE = 4  # operands that are changed each alone
-SECONDS = 5.0  # of processor time for one claim
+STEPS = 1_000_000  # of watched runs, for one claim: bytecodes and operators
 PARTS = (2, 3)
 ENDLESS = 20  # times as many steps as on usual values
 SHARES = (1e-4, 0.2)  # numbers in the code that may be shares of elements: of so many that a few are beyond
@@ -74,12 +73,11 @@ def has_own_values(spec: OperatorSpec) -> bool:
 
 class Search:
     """Runs the cases that `forms` makes of inputs, and collects what they show. Does nothing more after a failure, or
-    when its time is spent."""
+    when its work is spent."""
 
     def __init__(self, runner: OperatorRunner, forms: Forms) -> None:
         self.runner, self.forms = runner, forms
         self.outcome, self.watched = TargetOutcome(), Watched()
-        self.deadline = time.thread_time() + SECONDS
 
     def all_of(self, inputs: Inputs) -> None:
         """Run special values, and the two sides of each decision, along every way."""
@@ -89,8 +87,8 @@ class Search:
         self.outcome.unseen = tuple(dict.fromkeys(self.watched.one_sided()))
 
     def over(self) -> bool:
-        """Return whether enough is known, or no time is left."""
-        self.outcome.cut |= time.thread_time() > self.deadline
+        """Return whether enough is known, or no work is left."""
+        self.outcome.cut |= self.watched.steps > STEPS
         budget = self.runner.options.cases
         return bool(self.outcome.failures) or self.outcome.cut or (budget or inf) <= self.outcome.cases
 

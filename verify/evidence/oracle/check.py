@@ -30,7 +30,7 @@ class TargetOutcome:
     declined    claims of which the operator's hook refused a case
     untested    claims of the annotation that no case compared
     unseen      places in the operator's code where a branch on values went one way always
-    cut         not all values were tried, for want of time
+    cut         not all values were tried, as its code takes many steps
     """
 
     cases: int = 0
@@ -154,7 +154,7 @@ def as_check(name: str, outcome: TargetOutcome, seconds: float, strength: Streng
     if outcome.count and verdict.passes:
         details.append(f"{outcome.cases} cases")
         if outcome.cut:
-            details.append("not all values were tried, for want of time")
+            details.append("not all values were tried, as its code takes many steps")
         if void := outcome.void(DRAWS):
             details.append(f"constant along the split: {', '.join(void)}")
         if strength.reason:

@@ -35,11 +35,13 @@ class Watched:
     sides  of each place in a user's code that was reached: the places that came next
     asked  branches that hang on values: the first after a tensor was read
     most   steps of a user's code in a run, beyond which it is stopped: on an infinity, some loops do not end
+    steps  of all runs: bytecodes of the user's code, and operators
     """
 
     sides: dict[tuple[CodeType, int], set[int]] = field(default_factory=dict)
     asked: set[tuple[CodeType, int]] = field(default_factory=set)
     most: float = inf
+    steps: int = 0
 
     def decisions(self, run: Callable[[], object]) -> Decisions | None:
         """Return what a run decides; None where it raises or does not end, which is a decision too."""
@@ -68,6 +70,7 @@ class Watched:
             return None
         finally:
             sys.settrace(before)
+            self.steps += len(noted)
         return tuple(noted)
 
     def one_sided(self) -> Iterator[str]:
