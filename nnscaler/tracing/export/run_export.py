@@ -30,7 +30,7 @@ from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_auto
 from nnscaler.tracing.export.known_values import KnownValues
 from nnscaler.tracing.export.locations import OURS, TORCH, location_of_exception
 from nnscaler.tracing.export.loss_module import LossModule
-from nnscaler.tracing.export.mutated_attributes import attributes_kept
+from nnscaler.tracing.export.mutated_attributes import attributes_kept, draws_kept
 from nnscaler.tracing.export.recompute_regions import checkpoints_marked
 from nnscaler.tracing.export.vmaps import vmaps_expanded
 
@@ -158,12 +158,14 @@ class Exported:
     opaque    by operator, the unregistered autograd.Functions that the program calls
     notes     for the user
     changed   by name, Python attributes that forward changes
+    drawn     Python's generators that it draws from
     """
 
     program: ExportedProgram
     opaque: Mapping[str, OpaqueFunction]
     notes: tuple[str, ...]
     changed: Mapping[str, str]
+    drawn: frozenset[str]
 
 
 def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: bool = False) -> Exported:
@@ -173,23 +175,23 @@ def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: boo
     `draft_export`), with a note. Otherwise that is an error: the program would be right for such batches only.
     Raises NnscalerError "trace_failed".
     """
-    changed: dict[str, str] = {}  # by the last forward that ran
+    changed, drawn = dict[str, str](), set[str]()  # by the last forward that ran
     with (
         checkpoints_marked() as checkpoints,
         opaque_autograd_functions(checkpoints) as opaque,
         more_fake_kernels(),
         vmaps_expanded(),
     ):
-        program, notes = _export_some_way(module, tensors, specialise, changed)
+        program, notes = _export_some_way(module, tensors, specialise, changed, drawn)
     notes = (*notes, *checkpoints.notes(), *opaque.notes())
-    return Exported(program, opaque.found, notes, changed)
+    return Exported(program, opaque.found, notes, changed, frozenset(drawn))
 
 
 def _export_some_way(
-    module: LossModule, tensors: tuple[Tensor, ...], specialise: bool, changed: dict[str, str]
+    module: LossModule, tensors: tuple[Tensor, ...], specialise: bool, changed: dict[str, str], drawn: set[str]
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Export as eager runs; where that fails, as the model runs when it is told that it is exported."""
-    eager, exporting = (partial(_around, module.model, changed, eager) for eager in (True, False))
+    eager, exporting = (partial(_around, module.model, changed, drawn, eager) for eager in (True, False))
     module.around = eager
     first = _attempt(module, tensors)
     if isinstance(first, ExportedProgram):
@@ -223,11 +225,12 @@ def _attempt(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram
 
 
 @contextlib.contextmanager
-def _around(model: nn.Module, changed: dict[str, str], eager: bool) -> Iterator[None]:
+def _around(model: nn.Module, changed: dict[str, str], drawn: set[str], eager: bool) -> Iterator[None]:
     """Around each forward of the model. Attributes are compared before export puts some of them back."""
     changed.clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_kept(model, changed))
+        stack.enter_context(draws_kept(drawn))
         if eager:
             known = stack.enter_context(KnownValues())
             stack.enter_context(as_eager(known.is_known))
