@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -275,12 +277,10 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
 
 
 def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str) -> Any:
-    import torch
-
     from nnscaler.runtime.program.load_python import without_arguments
 
     if seed is not None:
-        torch.manual_seed(seed)
+        seed_generators(seed)
     try:
         with without_arguments(str(path)):
             return function()
@@ -294,6 +294,16 @@ def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str
             raise NnscalerError("out_of_memory", message, place, help) from error
         message = f"{what} of {path.name} raises {_say(error)}"
         raise NnscalerError("model_raised", message, place, _of_arguments(error, place)) from error
+
+
+def seed_generators(seed: int) -> None:
+    """Seed what users' files draw random numbers from: torch, Python and, where it is in use, numpy."""
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed % 2**32)
 
 
 def _say(error: BaseException) -> str:

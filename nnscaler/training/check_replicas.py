@@ -142,6 +142,36 @@ def checksum(tensor: Tensor) -> Tensor:
     return torch.stack([bits.sum(), (bits * weights).sum()]).cpu()
 
 
+def row_checksum(tensor: Tensor) -> Tensor:
+    """Return one sum over the bits, weighted by the place in dim 0, for a look at every batch: in one pass."""
+    flat = tensor.detach().contiguous()
+    flat = torch.view_as_real(flat) if flat.is_complex() else flat
+    rows = flat.reshape(flat.shape[0] if flat.ndim else 1, -1).view(_INTEGERS[flat.element_size()]).sum(1)
+    weights = torch.arange(1, len(rows) + 1, device=rows.device) * _ODD
+    return (rows * weights).sum().reshape(1).cpu()
+
+
+def check_same_stream(communicator: Communicator, checksum: int) -> None:
+    """Check that all ranks read one stream of samples. Every rank calls it, with a checksum of what it read.
+
+    Raises NnscalerError("batch_differs").
+    """
+    told = communicator.all_gather(torch.tensor([checksum]), tuple(range(communicator.world_size)))
+    other = next((rank for rank, found in enumerate(told) if int(found) != checksum), None)
+    if other is not None:
+        raise NnscalerError(
+            "batch_differs",
+            f"rank {other} reads other samples of the stream than rank {communicator.rank}",
+            help=ONE_STREAM,
+        )
+
+
+ONE_STREAM = (
+    "every data part reads the whole stream and takes its rows of each batch: give the dataset no part of it by rank, "
+    "and shuffle with a generator of a fixed seed"
+)
+
+
 def _odd_ones(held: Mapping[int, tuple[int, ...]]) -> list[int]:
     """Return the ranks that differ from what most have; of as many on both sides, from the first rank."""
     counted = Counter(held.values())

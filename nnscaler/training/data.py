@@ -12,17 +12,22 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
+from zlib import crc32
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data._utils import worker as worker_loop
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import seed_generators
 from nnscaler.runtime.training.batch import DataPart
+from nnscaler.training.check_replicas import ONE_STREAM
 from nnscaler.training.packing import pack
 
 Collate = Callable[[list[Any]], Any]
@@ -126,22 +131,46 @@ class _Collated:
         return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch) if form else batch
 
 
-class _Stream(IterableDataset[tuple[Any, int, Any]]):
-    """This part's rows of each batch of a stream, the batch's size, and the stream's state after it.
+class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
+    """This part's rows of each batch of a stream, the batch's size, and the stream's state after it; with the first one
+    that a worker makes, a checksum of the first batch that it read.
 
-    Every part reads the whole stream. Of several worker processes each makes one batch in turn.
+    Every part reads the whole stream, and so does each of several worker processes, which make one batch in turn: it is
+    not told that there are others, and draws the same random numbers as they.
     """
 
     def __init__(self, dataset: Any, order: SampleOrder, part: DataPart, collate: Collate, place: _Place) -> None:
         self._dataset, self._order, self._part, self._place = dataset, order, part, place
         self._collate = _Collated(collate)
 
-    def __iter__(self) -> Iterator[tuple[Any, int, Any]]:
-        place, worker = self._place, get_worker_info()
+    def __iter__(self) -> Iterator[tuple[Any, int, Any, int | None]]:
+        worker = get_worker_info()
         turn, turns = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is not None:
+            seed_generators(worker.seed - worker.id)
+        with _as_only_worker():
+            rows = self._started()
+        number, first = 0, None
+        while True:
+            with _as_only_worker():
+                batch = list(islice(rows, self._order.batch_size))
+                state = self._state(rows)
+            if not batch or (len(batch) < self._order.batch_size and self._order.drop_last):
+                return
+            if not number:
+                first = _checksum(batch)
+            if number % turns == turn:
+                mine = rows_of(self._part, len(batch))
+                found = (batch[mine.start : mine.stop] or batch[:1], not mine)
+                yield self._collate(found), len(batch), state, first
+                first = None
+            number += 1
+
+    def _started(self) -> Iterator[Any]:
+        """Return the samples from the place on."""
+        place, own = self._place, hasattr(self._dataset, "load_state_dict")
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(place.epoch)
-        own = hasattr(self._dataset, "load_state_dict")
         if place.stream is not None and own:
             self._dataset.load_state_dict(place.stream)
         rows = iter(self._dataset)
@@ -149,21 +178,34 @@ class _Stream(IterableDataset[tuple[Any, int, Any]]):
             next(islice(rows, place.samples, place.samples), None)
         elif not own:
             rows.load_state_dict(place.stream)  # it gave the state
-        number = 0
-        while batch := list(islice(rows, self._order.batch_size)):
-            if len(batch) < self._order.batch_size and self._order.drop_last:
-                return
-            if number % turns == turn:
-                mine = rows_of(self._part, len(batch))
-                found = (batch[mine.start : mine.stop] or batch[:1], not mine)
-                yield self._collate(found), len(batch), self._state(rows)
-            number += 1
+        return rows  # type: ignore[no-any-return]
 
     def _state(self, rows: Iterator[Any]) -> Any:
         for holder in (self._dataset, rows):
             if hasattr(holder, "state_dict"):
                 return copy.deepcopy(holder.state_dict())
         return None
+
+
+@contextmanager
+def _as_only_worker() -> Iterator[None]:
+    """While open, a dataset that takes a part of its data by `get_worker_info` takes all of it."""
+    known, worker_loop._worker_info = worker_loop._worker_info, None
+    try:
+        yield
+    finally:
+        worker_loop._worker_info = known
+
+
+def _checksum(samples: list[Any]) -> int:
+    """Return a number that tells other samples from these."""
+    leaves = (
+        leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf).encode()
+        for leaf in tree_leaves(samples)
+    )
+    return crc32(b"|".join(leaves))
 
 
 class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
@@ -173,9 +215,11 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
     StatefulDataLoader's own, of each worker, would tie a run to their number.
 
     ends_known  read a stream a batch ahead, so that the last batch of an epoch is known to be the last
+    agree       is called on every rank with a checksum of each epoch's first batch of a stream, as this rank read it
     """
 
     ends_known = False
+    agree: Callable[[int], None] | None = None
 
     def __init__(
         self, dataset: Any, order: SampleOrder, part: DataPart, collate: Collate, options: Mapping[str, Any]
@@ -183,6 +227,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         self.order, self.part = order, part
         self._place = _Place()
         self._streams = isinstance(dataset, IterableDataset)
+        self._first: int | None = None  # checksum of the epoch's first batch
         self._known = -1 if self._streams else len(dataset)
         options = {"snapshot_every_n_steps": None, **options}
         with warnings.catch_warnings():
@@ -221,11 +266,12 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         return int(super().__len__())
 
     def __iter__(self) -> Iterator[Any]:
-        place = self._place
+        place, self._first = self._place, None
         ahead = self._streams and self.ends_known
         for found, last in _with_last(super().__iter__()) if ahead else ((b, False) for b in super().__iter__()):
             if self._streams:
-                batch, size, place.stream = found
+                batch, size, place.stream, checksum = found
+                self._check_stream(checksum)
                 place.samples += size
                 place.at_end = last
             else:
@@ -234,6 +280,17 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
                 place.at_end = place.samples == end
             yield batch
         self.set_epoch(place.epoch + 1)
+
+    def _check_stream(self, checksum: int | None) -> None:
+        """Check that all workers and ranks read one stream. Raises NnscalerError "batch_differs"."""
+        if checksum is None:
+            return
+        if self._first is None:
+            self._first = checksum
+            if self.agree is not None:
+                self.agree(checksum)
+        elif checksum != self._first:
+            raise NnscalerError("batch_differs", "two workers read other samples of the stream", help=ONE_STREAM)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run is, as of the batch that was handed out last: the same on all parts."""

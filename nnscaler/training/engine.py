@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.boxes import gathered_state
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
-from nnscaler.training.check_replicas import check_replicas, check_same_model
+from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.program_runner import EngineSettings, Running, named_buffers, run_program, stages_of_roles
@@ -200,7 +201,9 @@ class Engine:
     def loader(self, dataset: Any, batch_size: int, *, shuffle: bool = False, **options: Any) -> Loader:
         """Return a loader of this part's rows of each batch; `options`: of `data.SampleOrder` and `data.loader`."""
         order = SampleOrder(batch_size, shuffle, options.pop("seed", 0), options.pop("drop_last", False))
-        return loader(dataset, order, self.data_part, **options)
+        made = loader(dataset, order, self.data_part, **options)
+        made.agree = partial(check_same_stream, self.communicator)
+        return made
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that the norm of the whole model's is at most `max_norm`; return the norm before."""
@@ -332,9 +335,7 @@ class Engine:
     def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:
         """Return the program for this batch, with the buffers as they are now, and the rows that it takes."""
         named = self._named(batch)
-        local = [(entry.name, tuple(named[entry.name].shape)) for entry in self.manifest.inputs]
-        whole = {name: tensor for name, tensor in named.items() if name not in self._carried}
-        shapes, rows = agreed(local, self.communicator, self._carried, self.data_part.index, whole)
+        shapes, rows = agreed(named, self.communicator, self._carried, self.data_part)
         size = self.size = SizeClass(shapes, training or not self._has_modes)
         running = self._running.get(size)
         if running is None:

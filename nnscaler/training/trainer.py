@@ -13,7 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,7 @@ from nnscaler.training.assemble import (
     training_order,
 )
 from nnscaler.training.check_replicas import check_replicas
-from nnscaler.training.data import Loader, SampleOrder, loader
+from nnscaler.training.data import Loader, SampleOrder
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
@@ -217,7 +217,7 @@ class Trainer:
 
     def _loader(self, dataset: Any, order: SampleOrder) -> Loader:
         data = self.settings.data
-        return loader(dataset, order, self.engine.data_part, workers=data.workers, packed=data.packed or None)
+        return self.engine.loader(dataset, **asdict(order), workers=data.workers, packed=data.packed or None)
 
     def _count_steps(self) -> int:
         """Return how many steps the run has; 0 where only the end of a stream tells."""

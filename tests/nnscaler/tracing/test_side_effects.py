@@ -162,7 +162,9 @@ def test_state_of_python_that_changes_results(case: str) -> None:
 
 
 def test_draws_of_python_that_change_nothing() -> None:
-    with pytest.warns(UserWarning, match=r"test_side_effects\.py:\d+.*: forward draws numbers from `random`, not from torch"):
+    with pytest.warns(
+        UserWarning, match=r"test_side_effects\.py:\d+.*: forward draws numbers from `random`, not from torch"
+    ):
         assert len(trace(Drops(0.0), (X,)).notes) == 1
 
 

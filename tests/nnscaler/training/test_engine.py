@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import nnscaler
 import verify
@@ -182,6 +183,41 @@ def test_an_input_that_is_no_rows_of_the_batch_has_the_same_values_on_all_ranks(
     assert len(set(on_ranks(program, lambda engine: work(engine, False)))) == 1
     with pytest.raises(NnscalerError, match="'shift' has other values on rank 1 than on rank 0"):
         on_ranks(program, lambda engine: work(engine, True))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_ranks_of_one_data_part_have_the_same_rows(plan: str) -> None:
+    """Random numbers of a dataset that differ between them give gradients of no batch at all."""
+    program = compiled(model(), plan, 2)
+    rows = [batch(12, seed) for seed in (0, 0, 1)]
+
+    def work(engine: Engine, step: int) -> None:
+        engine.step(rows[step + engine.rank])
+
+    on_ranks(program, lambda engine: work(engine, 0))
+    with pytest.raises(NnscalerError, match=r"'x' has other values on rank 1 .*one data part between them") as caught:
+        on_ranks(program, lambda engine: work(engine, 1))
+    assert caught.value.code == "batch_differs"
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """24 samples, from the rank's own place on or all of them."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        whole = batch(24)
+        return iter([{name: tensor[i] for name, tensor in whole.items()} for i in range(self.start, 24)])
+
+
+def test_a_stream_that_is_read_by_parts_is_refused() -> None:
+    """Every part takes its rows of the whole stream: of one that a rank has a part of, samples would be left out."""
+    program = compiled(model(), "dp=2", 2)
+    on_ranks(program, lambda engine: [engine.step(rows) for rows in engine.loader(Stream(0), 12)])
+    with pytest.raises(NnscalerError, match="reads other samples of the stream than rank") as caught:
+        on_ranks(program, lambda engine: next(iter(engine.loader(Stream(engine.rank), 12))))
+    assert caught.value.code == "batch_differs"
 
 
 @pytest.mark.long
