@@ -96,7 +96,7 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return TrainingStep(
         {name: tensor.detach() for name, tensor in found.tensors.items()},
-        {t.fqns[0]: parameters[t.fqns[0]].grad for t in graph.with_role("parameter")},
+        {t.fqns[0]: _dense(parameters[t.fqns[0]].grad) for t in graph.with_role("parameter")},
         {t.fqns[0]: buffers[t.fqns[0]].detach() for t in graph.with_role("buffer")},
     )
 
@@ -191,7 +191,7 @@ def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs,
     found: tuple[Tensor | None, ...] = (None,) * len(trainable)
     if loss is not None and loss.requires_grad:
         found = torch.autograd.grad(loss, [leaves[n] for n in trainable], allow_unused=True)
-    by_name = dict(zip(trainable, found, strict=True))
+    by_name = dict(zip(trainable, map(_dense, found), strict=True))
     after = {graph.tensors[name].fqns[0]: values[value].detach() for name, value in graph.updates}
     return TrainingStep(
         {name: _returned(graph, name, values[tensor].detach(), precision) for name, tensor in graph.results},
@@ -249,6 +249,11 @@ def _zero_gradients(eager: TrainingStep, traced: TrainingStep) -> tuple[str, ...
     names = [n for n, g in eager.gradients.items() if g is not None and traced.gradients[n] is None]
     listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (f"the gradient of {listed} is zero in eager, and there is none in the traced graph",) if names else ()
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """Return the gradient of an embedding with `sparse=True` as any other one."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _size(tensor: Tensor) -> float:

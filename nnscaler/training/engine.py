@@ -349,8 +349,8 @@ class Engine:
             if rows != wanted:
                 message = f"the data parts have {list(rows)} rows, and the program takes {list(wanted)}"
                 raise NnscalerError("batch_differs", message, help="engine.loader gives every part its rows")
-            return running, named
-        return running, {name: self._whole(name, tensor) for name, tensor in named.items()}
+        whole = running.whole if running.cut else named
+        return running, {name: self._whole(name, t) if name in whole else t for name, t in named.items()}
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         names = [entry.name for entry in self.manifest.inputs]

@@ -19,6 +19,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.training.batch import DataPart
+from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_runner import EngineSettings
 from tests.sampling import every
@@ -83,7 +84,7 @@ def on_ranks(program: Program, work: Callable[[Engine], Any], settings: EngineSe
 
 
 def eager(module: nn.Module, batches: Sequence[dict[str, Tensor]], **options: Any) -> list[float]:
-    module.double()
+    convert_floats(module, torch.float64)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
     losses = []
     for whole in batches:
@@ -116,6 +117,47 @@ def test_the_curve_is_that_of_the_eager_model(plan: str, ranks: int) -> None:
     batches = [batch(12, seed) for seed in range(5)]
     expected = eager(model(), batches)
     for losses in on_ranks(compiled(model(), plan, ranks), lambda engine: curve(engine, batches)):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class Fourier(Model):
+    """A complex parameter: its gradients count in the norm, with both parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6), y)
+
+
+class Ids(Model):
+    """Embeddings with `sparse=True`, for which a program has dense gradients."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.ids, self.bags = nn.Embedding(3, 6, sparse=sparse), nn.EmbeddingBag(3, 6, mode="sum", sparse=sparse)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + self.ids(y) + self.bags(y[:, None]), y)
+
+
+class Mixes(Model):
+    """Reads rows of other data parts, which a rank is then given too."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + x.sort(0).values.flip(0), y)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "tp=2"])
+@pytest.mark.parametrize("kind", [Fourier, Ids, Mixes])
+def test_curves_of_models_that_are_not_as_others(kind: type[Model], plan: str) -> None:
+    torch.manual_seed(0)
+    module, batches = kind(), [batch(rows, rows) for rows in (12, 12, 5, 1)]
+    plain = Ids(sparse=False) if isinstance(module, Ids) else kind()
+    plain.load_state_dict(module.state_dict())
+    expected = eager(plain, batches)
+    for losses in on_ranks(compiled(module, plan, 2), lambda engine: curve(engine, batches)):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
