@@ -15,11 +15,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_steps import StepModule
-from nnscaler.tracing.sample_inputs import flatten_inputs
+from nnscaler.tracing.sample_inputs import flatten_inputs, numbers_and_texts
 from nnscaler.training.engine import Engine
 from nnscaler.training.optimizers import check_update
 
@@ -120,7 +119,7 @@ class Fixed:
 
 
 def _numbers_and_texts(batch: Any) -> tuple[list[int | float], list[str | bytes]]:
-    leaves = tree_leaves(batch)
+    leaves = numbers_and_texts(batch)
     return [x for x in leaves if isinstance(x, int | float)], [x for x in leaves if isinstance(x, str | bytes)]
 
 

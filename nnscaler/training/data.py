@@ -19,7 +19,7 @@ from typing import Any, cast
 from zlib import crc32
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
 from torch.utils.data._utils import worker as worker_loop
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -127,8 +127,31 @@ class _Collated:
 
     def __call__(self, found: tuple[list[Any], bool]) -> Any:
         samples, form = found
-        batch = self.collate(samples)
+        try:
+            batch = self.collate(samples)
+        except (TypeError, RuntimeError, KeyError) as error:
+            unlike = _unlike(samples) if self.collate is default_collate else ""
+            if not unlike:
+                raise
+            raise NnscalerError(
+                "bad_data", f"the rows of a batch cannot be stacked: {unlike}", help=_STACKED
+            ) from error
         return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch) if form else batch
+
+
+def _unlike(samples: list[Any]) -> str:
+    """Say in what samples are not alike that cannot be stacked; "" where that is not seen."""
+    known: dict[str, str] = {}
+    for number, sample in enumerate(samples):
+        leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(sample)[0]}
+        for path, leaf in leaves.items():
+            kind = f"of shape {list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
+            if known.setdefault(path, kind) != kind or leaf is None:
+                first = f", and that of row 0 is {known[path]}" if known[path] != kind else ""
+                return f"{path or 'the row'} of row {number} is {kind}{first}"
+        if number and leaves.keys() != known.keys():
+            return f"row {number} has {', '.join(leaves)}, and row 0 {', '.join(known)}"
+    return ""
 
 
 class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
@@ -320,6 +343,9 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 _OF_ORDER = {"seed": "seed", "shuffle": "shuffle", "length": "a number of samples of"}
 _OTHER = "give what the run had, or call set_epoch(n) instead, which starts an epoch"
 _NO_LENGTH = "count steps instead of epochs"
+_STACKED = (
+    "pad rows to one shape, or give a function that makes a batch of rows: `collate` of [data], or of engine.loader"
+)
 _STREAM = "shuffle the stream itself, or give a dataset with __len__ and __getitem__"
 _FORMS = "a dataset has __len__ and __getitem__, or is a torch.utils.data.IterableDataset"
 

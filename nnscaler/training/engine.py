@@ -36,6 +36,7 @@ from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.boxes import gathered_state
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
+from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.optimizers import build_optimizer
@@ -46,6 +47,7 @@ from nnscaler.training.recompilation import (
     agreed,
     carried_inputs,
     compile_size,
+    constants_of,
     described,
     has_modes,
     sent,
@@ -114,7 +116,7 @@ class Engine:
         self.compilations: list[str] = []
         self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
         self._first_size = self.size = SizeClass(shapes_of(program.manifest), True)
-        self._carried = carried_inputs(program)
+        self._carried, self._constants = carried_inputs(program), constants_of(program)
         self._has_modes = has_modes(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [self] if share is None else share._family
@@ -354,19 +356,17 @@ class Engine:
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         names = [entry.name for entry in self.manifest.inputs]
-        if not isinstance(batch, Mapping):
-            if len(batch) != len(names):
-                raise NnscalerError("batch_differs", f"a batch of {len(batch)} tensors, and the model takes {names}")
-            return dict(zip(names, batch, strict=True))
-        missing = [name for name in names if name not in batch]
-        if missing:
-            raise NnscalerError("batch_differs", f"the batch has {sorted(batch)}, and the model takes {names}")
+        named = named_tensors(batch, names)
+        self._constants.check(batch)
+        if named is None:
+            given = sorted(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
+            raise NnscalerError("batch_differs", f"the batch has {given}, and the model takes {names}")
         dims = {entry.name: len(entry.shape) for entry in self.manifest.inputs}
-        wrong = next((name for name in names if batch[name].dim() != dims[name]), None)
+        wrong = next((name for name in names if named[name].dim() != dims[name]), None)
         if wrong is not None:
-            message = f"input {wrong!r} has {batch[wrong].dim()} dims, and the model was compiled for {dims[wrong]}"
+            message = f"input {wrong!r} has {named[wrong].dim()} dims, and the model was compiled for {dims[wrong]}"
             raise NnscalerError("batch_differs", message)
-        return {name: batch[name] for name in names}
+        return named
 
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
         made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch)

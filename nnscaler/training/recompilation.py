@@ -22,6 +22,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.batch import DataPart
+from nnscaler.tracing.sample_inputs import BatchConstants
 from nnscaler.training.check_replicas import row_checksum
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a global batch, by input
@@ -61,6 +62,11 @@ def carried_inputs(program: Program) -> frozenset[str]:
     """Return the inputs whose dim 0 is the batch: that of the first input that has dims."""
     inputs = [entry for entry in program.manifest.inputs if entry.shape]
     return frozenset(entry.name for entry in inputs if entry.shape[0] == inputs[0].shape[0])
+
+
+def constants_of(program: Program) -> BatchConstants:
+    """Return the constants that the sample batch of a program had; none where it is not known."""
+    return BatchConstants((), {}) if program.origin is None else BatchConstants(*program.origin.rebuild(program.inputs))
 
 
 def has_modes(program: Program) -> bool:
