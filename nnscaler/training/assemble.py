@@ -284,6 +284,17 @@ def step_schedule(schedule: Any, times: int = 1, validation_loss: float | None =
 _FOLLOWING = torch.optim.lr_scheduler.ReduceLROnPlateau  # the validation loss
 
 
+def told_of_dtypes(program: Program) -> str | None:
+    """Name an input of another floating dtype than the parameters have, which torch's operators do not mix; None where
+    there is none."""
+    floating = {t.dtype for t in program.state.values() if t.is_floating_point()}
+    for name, tensor in program.inputs.items():
+        if floating and tensor.is_floating_point() and tensor.dtype not in floating:
+            has, want = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, next(iter(floating))))
+            return f"the rows have {name} as {has}, and the model is {want}: let the dataset return tensors of {want}"
+    return None
+
+
 def flops_of_step(program: Program) -> float:
     """Return the floating point operations of forward and backward, of the batch that was compiled for."""
     return 3.0 * sum(s.flops for s in signatures(program.graph, default_registry()).values())

@@ -128,6 +128,7 @@ def run(options: argparse.Namespace) -> int:
 def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
     """Train. What the runtime finds wrong is the user's to read, without our frames."""
     from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
+    from nnscaler.training.assemble import told_of_dtypes
     from nnscaler.training.trainer import Trainer
     from verify.programs.pre_run_check import vouch
 
@@ -151,7 +152,8 @@ def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
         help = "another rank has ended, or the connection; the same command goes on from the newest checkpoint"
         raise NnscalerError("rank_lost", str(error), help=help) from error
     except ProgramError as error:
-        raise NnscalerError("cannot_train", str(error)) from error
+        engine = getattr(trainer, "engine", None)
+        raise NnscalerError("cannot_train", str(error), help=engine and told_of_dtypes(engine.program)) from error
 
 
 @contextmanager

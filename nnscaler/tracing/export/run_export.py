@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import re
@@ -23,12 +24,12 @@ from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.runtime.start_autograd import start_autograd
 from nnscaler.runtime.training.autocast import AutocastUnknown
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_autograd_functions
 from nnscaler.tracing.export.known_values import KnownValues
-from nnscaler.tracing.export.locations import OURS, TORCH, location_of_exception
+from nnscaler.tracing.export.locations import OURS, TORCH, is_library, location_of_exception
 from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.mutated_attributes import attributes_kept, draws_kept
 from nnscaler.tracing.export.recompute_regions import checkpoints_marked
@@ -147,6 +148,14 @@ _HELP_AUTOCAST = (
     "with torch.autocast(x.device.type, torch.bfloat16): ..."
 )
 _READS_NUMBER = "Could not extract specialized"
+_PAST_AUTOGRAD = (
+    "forward goes past autograd, by `.data` or torch.autograd.grad, and torch.export cannot follow it there"
+)
+_HELP_PAST = (
+    "change buffers under `with torch.no_grad():`, and a parameter after the step instead; put what takes a gradient "
+    "inside of forward, such as a penalty, in a function and register it: @nnscaler.register_op"
+)
+_PAST = re.compile(r"\.data\b|autograd\.grad\(")
 _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part that fails in a function and register it"
 
 
@@ -200,6 +209,8 @@ def _export_some_way(
     second = _attempt(module, tensors)
     if isinstance(second, ExportedProgram):
         return second, (f"{_place(first)}: {_NOT_EAGER} ({type(first).__name__})",)
+    if _FAKE_CONSTANT in str(first):
+        raise NnscalerError("trace_failed", _PAST_AUTOGRAD, _line_past_autograd(module.model), _HELP_PAST) from None
     if not isinstance(first, _DATA_DEPENDENT):
         raise _trace_failed(first, _HELP_OTHER) from None
     help_text = _HELP_LABELS if _LABEL.search(_line(first)) else _HELP_DATA
@@ -235,6 +246,19 @@ def _around(model: nn.Module, changed: dict[str, str], drawn: set[str], eager: b
             known = stack.enter_context(KnownValues())
             stack.enter_context(as_eager(known.is_known))
         yield
+
+
+def _line_past_autograd(model: nn.Module) -> SourceLocation | None:
+    """Return the first line of a forward of the user's that looks as if it were the cause: export names none."""
+    for kind in dict.fromkeys(type(part) for part in model.modules()):
+        code = getattr(kind.forward, "__code__", None)
+        if code is None or is_library(code.co_filename):
+            continue
+        lines, first = inspect.getsourcelines(code)
+        for number, line in enumerate(lines, first):
+            if _PAST.search(line):
+                return SourceLocation(code.co_filename, number, line.strip())
+    return None
 
 
 def _line(error: BaseException) -> str:

@@ -62,6 +62,12 @@ def broken():
     return points
 
 
+def wide():
+    points = Points(44, 0)
+    points.x = points.x.double()
+    return points
+
+
 class Raising(Points):
     def __getitem__(self, index):
         return {"x": self.x[index], "labels": torch.tensor(int("many"))}
@@ -261,7 +267,8 @@ def test_steps_are_profiled(folder: Path) -> None:
 BAD = {
     "--model=none.py": "there is no file 'none.py'",
     "--data.source=model.py::nothing": "has no function nothing()",
-    "--data.source=model.py::raising": "model.py:48   return",
+    "--data.source=model.py::raising": "model.py:54   return",
+    "--data.source=model.py::wide": "help: the rows have x as float64, and the model is float32",
     "--optimizer.name=AdamX": "torch.optim has no such class",
     "--optimizer.momentun=1": "AdamW takes no 'momentun', which [optimizer] sets",
     "--schedule.name=Cosine": "`schedule.name` is 'Cosine'",
@@ -279,7 +286,7 @@ def test_what_cannot_be_trained_is_told(
     folder: Path, word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert train(word, "--steps=1", "--validation.every=0") == 2
+    assert train(word, "--steps=1", "--validation.every=0", "--dtype=") == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert BAD[word] in told
