@@ -285,8 +285,13 @@ _FOLLOWING = torch.optim.lr_scheduler.ReduceLROnPlateau  # the validation loss
 
 
 def told_of_dtypes(program: Program) -> str | None:
-    """Name an input of another floating dtype than the parameters have, which torch's operators do not mix; None where
-    there is none."""
+    """Name an input of another floating dtype than the parameters have, or a buffer of another than they are cast to,
+    which torch's operators do not mix; None where there is none."""
+    param = program.plan.precision.param if program.plan.precision else None
+    for entry in program.manifest.buffers if param else ():
+        if entry.dtype != param and getattr(torch, entry.dtype).is_floating_point:
+            name = entry.fqns[0]
+            return f"buffers stay as they are, and `{name}` is {entry.dtype}: cast it in forward, `{name}.to(x.dtype)`"
     floating = {t.dtype for t in program.state.values() if t.is_floating_point()}
     for name, tensor in program.inputs.items():
         if floating and tensor.is_floating_point() and tensor.dtype not in floating:

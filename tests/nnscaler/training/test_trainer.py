@@ -35,6 +35,15 @@ class Model(torch.nn.Module):
         return F.cross_entropy(self.second(h), labels)
 
 
+class Shifted(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.ones(6))
+
+    def forward(self, x, labels):
+        return super().forward(x + self.shift, labels)
+
+
 class Points(torch.utils.data.Dataset):
     def __init__(self, count, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -267,7 +276,7 @@ def test_steps_are_profiled(folder: Path) -> None:
 BAD = {
     "--model=none.py": "there is no file 'none.py'",
     "--data.source=model.py::nothing": "has no function nothing()",
-    "--data.source=model.py::raising": "model.py:54   return",
+    "--data.source=model.py::raising": "model.py:63   return",
     "--data.source=model.py::wide": "help: the rows have x as float64, and the model is float32",
     "--optimizer.name=AdamX": "torch.optim has no such class",
     "--optimizer.momentun=1": "AdamW takes no 'momentun', which [optimizer] sets",
@@ -279,6 +288,12 @@ BAD = {
     "--checkpoints.folder=model.py/a": "model.py",
     "--loggers.tensorboard=logs": "pip install tensorboard",
 }
+
+
+def test_a_buffer_that_is_not_cast_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--model=model.py::Shifted", "--steps=1", "--dtype=", "--precision.param=bfloat16") == 2
+    told = capsys.readouterr().err
+    assert "(model.py:15  `h = F.dropout(" in told and "buffers stay as they are, and `shift` is float32" in told
 
 
 @pytest.mark.parametrize("word", BAD)
