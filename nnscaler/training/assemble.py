@@ -180,19 +180,20 @@ def make_program(
         plan = plan_source(request)
         schedule = None if isinstance(plan, Plan) else schedule_of_request(request)
         _check_steps(plan, schedule, settings.clip)
-        program = parallelize(
-            model,
-            batch,
-            ranks=ranks,
-            plan=plan,
-            schedule=schedule,
-            micro_batches=request.micro_batches,
-            model=parts.described,
-            loss_fn=loss_fn,
-            precision=precision if chosen.param or chosen.reduce or chosen.output else None,
-            optimizer_bytes=_optimizer_bytes(settings.optimizer),
-            progress=progress,
-        )
+        with _as_run_says():
+            program = parallelize(
+                model,
+                batch,
+                ranks=ranks,
+                plan=plan,
+                schedule=schedule,
+                micro_batches=request.micro_batches,
+                model=parts.described,
+                loss_fn=loss_fn,
+                precision=precision if chosen.param or chosen.reduce or chosen.output else None,
+                optimizer_bytes=_optimizer_bytes(settings.optimizer),
+                progress=progress,
+            )
         if not program.graph.loss:
             help = "return the loss from forward, or name a function of the outputs and the batch: `loss` of the run"
             raise NnscalerError("no_loss", "the model returns no scalar loss with a gradient", help=help)
@@ -201,6 +202,32 @@ def make_program(
         return program
 
     return compile_once(compiled, model, batch, loss_fn)
+
+
+# What helps of other commands name, and a run has under another name.
+_OF_A_RUN = {
+    "a smaller batch of sample_inputs()": "a smaller `batch_size` of [data]",
+    "change sample_inputs()": "change `batch_size` of [data]",
+    "the sample batch": "a batch of the data",
+    "return a dict of forward's keyword arguments, or a tuple of its positional ones": "let a row of the data have "
+    "what forward takes, by name or in its order, and nothing else; or let forward take the rest, as `**others`",
+    "--micro-batches ": "--micro_batches=",
+    "--loss-fn ": "--loss=",
+    "; or pass --specialise to take the branch that the sample batch takes: the program is then right for such batches "
+    "only": "",
+}
+
+
+@contextmanager
+def _as_run_says() -> Iterator[None]:
+    """Errors name keys and options that a run has."""
+    try:
+        yield
+    except NnscalerError as error:
+        message, help = error.message, error.help
+        for name, own in reversed(_OF_A_RUN.items()):
+            message, help = message.replace(name, own), help and help.replace(name, own)
+        raise NnscalerError(error.code, message, error.where, help) from error
 
 
 def _check_steps(plan: object, schedule: str | ScheduleKind | None, clip: float) -> None:

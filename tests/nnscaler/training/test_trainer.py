@@ -71,10 +71,26 @@ def broken():
     return points
 
 
+class Branches(Model):
+    def forward(self, x, labels):
+        x = -x if x.mean() > 0 else x
+        return super().forward(x, labels)
+
+
+class Counts(Model):
+    seen = 0
+
+    def forward(self, x, labels):
+        self.seen += 1
+        return super().forward(x, labels)
+
+
+def more():
+    return [{**row, "id": i} for i, row in enumerate(Points(44, 0))]
+
+
 def wide():
-    points = Points(44, 0)
-    points.x = points.x.double()
-    return points
+    return [{**row, "x": row["x"].double()} for row in Points(44, 0)]
 
 
 class Raising(Points):
@@ -114,9 +130,7 @@ def tell_rate(trainer):
 
 
 def slow(trainer):
-    import time
-
-    time.sleep(0.5)
+    __import__("time").sleep(0.5)
 """
 RUN = """\
 model = "model.py"
@@ -276,8 +290,10 @@ def test_steps_are_profiled(folder: Path) -> None:
 BAD = {
     "--model=none.py": "there is no file 'none.py'",
     "--data.source=model.py::nothing": "has no function nothing()",
-    "--data.source=model.py::raising": "model.py:63   return",
+    "--data.source=model.py::raising": "model.py:79   return",
     "--data.source=model.py::wide": "help: the rows have x as float64, and the model is float32",
+    "--data.source=model.py::more": "help: let a row of the data have what forward takes",
+    "--model=model.py::Branches": "in a function and register it: @nnscaler.register_op\n",
     "--optimizer.name=AdamX": "torch.optim has no such class",
     "--optimizer.momentun=1": "AdamW takes no 'momentun', which [optimizer] sets",
     "--schedule.name=Cosine": "`schedule.name` is 'Cosine'",
@@ -288,6 +304,11 @@ BAD = {
     "--checkpoints.folder=model.py/a": "model.py",
     "--loggers.tensorboard=logs": "pip install tensorboard",
 }
+
+
+def test_a_note_on_the_model_is_a_warning_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--model=model.py::Counts", "--steps=1", "--schedule.total_steps=1") == 0
+    assert capsys.readouterr().err.startswith("warning: forward changes attributes that are no buffers")
 
 
 def test_a_buffer_that_is_not_cast_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
