@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from textwrap import indent
@@ -268,7 +269,8 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
     known = f" (it defines {', '.join(others)})" if others else ""
     hint = ""
     if name not in ("build_model", "sample_inputs"):
-        hint = f"{path.name}::{others[0]} names a factory" if others else f"define {name}() in {path.name}"
+        close = (get_close_matches(name, others, n=1) or others)[:1]
+        hint = f"did you mean {path.name}::{close[0]}?" if close else f"define {name}() in {path.name}"
     raise NnscalerError(
         "model_incomplete",
         f"{path} has no function {name}(){known}",

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
@@ -166,6 +167,28 @@ def check_same_stream(communicator: Communicator, checksum: int) -> None:
         )
 
 
+def check_same_objects(communicator: Communicator, states: Mapping[str, Any]) -> None:
+    """Check that the tensors in states by name are those of rank 0 on every rank, which all call this.
+
+    Raises NnscalerError("replicas_differ").
+    """
+    sums = []
+    for state in states.values():
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        each = [checksum(t) + _number(str(t.shape)) % 2**32 for t in tensors]
+        sums.append(torch.stack(each).sum(0) if each else torch.zeros(2, dtype=torch.int64))
+    told = communicator.all_gather(torch.stack(sums), tuple(range(communicator.world_size)))
+    for rank, found in enumerate(told):
+        for number, name in enumerate(states):
+            if not torch.equal(found[number], told[0][number]):
+                message = f"{name!r} has other tensors on rank {rank} than on rank 0, whose checkpoints would have"
+                raise NnscalerError("replicas_differ", message, help=_SHARDS)
+
+
+_SHARDS = (
+    "register what all ranks have alike, such as averages of `engine.state_dict()`; averages of a rank's own shards can "
+    "be kept by the optimizer, in a class of yours: `self.state[p]['average']` is saved like its moments"
+)
 ONE_STREAM = (
     "every data part reads the whole stream and takes its rows of each batch: give the dataset no part of it by rank, "
     "and shuffle with a generator of a fixed seed"
