@@ -181,13 +181,13 @@ def check_same_objects(communicator: Communicator, states: Mapping[str, Any]) ->
     for rank, found in enumerate(told):
         for number, name in enumerate(states):
             if not torch.equal(found[number], told[0][number]):
-                message = f"{name!r} has other tensors on rank {rank} than on rank 0, whose checkpoints would have"
+                message = f"{name!r} has other tensors on rank {rank} than on rank 0, whose a checkpoint has"
                 raise NnscalerError("replicas_differ", message, help=_SHARDS)
 
 
 _SHARDS = (
-    "register what all ranks have alike, such as averages of `engine.state_dict()`; averages of a rank's own shards can "
-    "be kept by the optimizer, in a class of yours: `self.state[p]['average']` is saved like its moments"
+    "register what all ranks have alike, such as averages of `engine.state_dict()`; an optimizer of yours can keep those "
+    "of a rank's shards: `self.state[p]['average']` is saved like moments"
 )
 ONE_STREAM = (
     "every data part reads the whole stream and takes its rows of each batch: give the dataset no part of it by rank, "
