@@ -186,8 +186,8 @@ def check_same_objects(communicator: Communicator, states: Mapping[str, Any]) ->
 
 
 _SHARDS = (
-    "register what all ranks have alike, such as averages of `engine.state_dict()`; an optimizer of yours can keep those "
-    "of a rank's shards: `self.state[p]['average']` is saved like moments"
+    "register what all ranks have alike, such as averages of `engine.state_dict()`; an optimizer of yours can keep "
+    "those of a rank's shards: `self.state[p]['average']` is saved like moments"
 )
 ONE_STREAM = (
     "every data part reads the whole stream and takes its rows of each batch: give the dataset no part of it by rank, "
