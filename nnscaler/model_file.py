@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from textwrap import indent
@@ -266,7 +269,8 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
     known = f" (it defines {', '.join(others)})" if others else ""
     hint = ""
     if name not in ("build_model", "sample_inputs"):
-        hint = f"{path.name}::{others[0]} names a factory" if others else f"define {name}() in {path.name}"
+        close = (get_close_matches(name, others, n=1) or others)[:1]
+        hint = f"did you mean {path.name}::{close[0]}?" if close else f"define {name}() in {path.name}"
     raise NnscalerError(
         "model_incomplete",
         f"{path} has no function {name}(){known}",
@@ -275,12 +279,10 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
 
 
 def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str) -> Any:
-    import torch
-
     from nnscaler.runtime.program.load_python import without_arguments
 
     if seed is not None:
-        torch.manual_seed(seed)
+        seed_generators(seed)
     try:
         with without_arguments(str(path)):
             return function()
@@ -294,6 +296,16 @@ def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str
             raise NnscalerError("out_of_memory", message, place, help) from error
         message = f"{what} of {path.name} raises {_say(error)}"
         raise NnscalerError("model_raised", message, place, _of_arguments(error, place)) from error
+
+
+def seed_generators(seed: int) -> None:
+    """Seed what users' files draw random numbers from: torch, Python and, where it is in use, numpy."""
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed % 2**32)
 
 
 def _say(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
-from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, check_same_rows, with_tensors_of
+from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module, with_tensors_of
 from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, WEIGHT, Options, StepModule, beside_tensors
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.runtime.communication.join_process_group import ProcessPlace
@@ -206,10 +206,7 @@ class NnscalerStrategy(DDPStrategy):
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         batch = args[0] if args else next(iter(kwargs.values()))
         self._fixed.check(batch)
-        named = dict(flatten_inputs(self._steps, (batch,)).tensors)
-        if self._part.count < self.world_size:
-            check_same_rows(named, self.engine)
-        return named
+        return dict(flatten_inputs(self._steps, (batch,)).tensors)
 
     def _log(self, logged: Mapping[str, Tensor], *, training: bool) -> None:
         """Log the values of the global batch as the step did, which ran as it was traced on rank 0."""

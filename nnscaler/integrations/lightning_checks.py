@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch.callbacks
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_steps import StepModule
-from nnscaler.tracing.sample_inputs import flatten_inputs
-from nnscaler.training.check_replicas import checksum
+from nnscaler.tracing.sample_inputs import flatten_inputs, numbers_and_texts
 from nnscaler.training.engine import Engine
 from nnscaler.training.optimizers import check_update
 
@@ -122,7 +119,7 @@ class Fixed:
 
 
 def _numbers_and_texts(batch: Any) -> tuple[list[int | float], list[str | bytes]]:
-    leaves = tree_leaves(batch)
+    leaves = numbers_and_texts(batch)
     return [x for x in leaves if isinstance(x, int | float)], [x for x in leaves if isinstance(x, str | bytes)]
 
 
@@ -183,18 +180,3 @@ def with_tensors_of(optimizer: Optimizer, steps: StepModule, engine: Engine) -> 
         if "param_names" in group:
             group["param_names"] = wanted
     return optimizer
-
-
-def check_same_rows(batch: Mapping[str, Tensor], engine: Engine) -> None:
-    """Check that the ranks of a data part loaded the same. Raises NnscalerError("batch_differs") on every rank."""
-    sums = [checksum(tensor) for tensor in batch.values()]
-    own = torch.cat([torch.tensor([engine.data_part.index]), *sums]).to(engine.device)
-    found = engine.communicator.all_gather(own, tuple(range(engine.world_size)))
-    first: dict[int, int] = {}
-    for rank, told in enumerate(found):
-        other = first.setdefault(int(told[0]), rank)
-        if not torch.equal(told, found[other]):
-            name = list(batch)[int((told != found[other])[1:].nonzero()[0]) // 2]
-            message = f"ranks {other} and {rank} have one data part between them, and loaded other values of {name!r}"
-            help = "let both load alike: seed_everything(...) without workers=True, and a sampler by `Trainer`"
-            raise NnscalerError("batch_differs", message, help=help)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType
 from typing import Any, ClassVar
 
 import torch
@@ -369,17 +369,6 @@ def place_of(stage: Stage) -> str:
     """file:line of the stage's forward: where its messages are declared to come and go."""
     code = stage.forward.__code__
     return f"{code.co_filename}:{code.co_firstlineno}"
-
-
-def last_place(module: ModuleType, traceback: TracebackType | None) -> str | None:
-    """Return file:line of the innermost frame of a role module in a traceback."""
-    place = None
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if frame.f_globals is module.__dict__:
-            place = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
 
 
 def piece_shape(slices: Slices) -> tuple[int, ...]:

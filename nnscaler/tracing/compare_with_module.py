@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +15,20 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.export.loss_module import results_of
-from nnscaler.tracing.export.mutated_attributes import attributes_kept
+from nnscaler.tracing.export.mutated_attributes import (
+    Again,
+    attributes_kept,
+    draws_located,
+    generator_states,
+    set_generator_states,
+)
 from nnscaler.tracing.float64_run import exact, exact_tensor, run_backward, without_dropout
 from nnscaler.tracing.run_graph import run_graph
 from nnscaler.tracing.sample_inputs import SampleInputs
 
 EXACT_TOLERANCE = 1e-9  # relative, in float64
+_ROUNDING = 1e-5  # relative, between two runs of the same operations in the model's own dtype
+_DRAWS = 16  # forwards that may draw other numbers
 GLOBAL_SHARE = 1e-3  # a tensor is measured against its own maximum, or this share of the largest of its family
 
 _HELP = (
@@ -90,25 +97,71 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return TrainingStep(
         {name: tensor.detach() for name, tensor in found.tensors.items()},
-        {t.fqns[0]: parameters[t.fqns[0]].grad for t in graph.with_role("parameter")},
+        {t.fqns[0]: _dense(parameters[t.fqns[0]].grad) for t in graph.with_role("parameter")},
         {t.fqns[0]: buffers[t.fqns[0]].detach() for t in graph.with_role("buffer")},
     )
 
 
-def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str] | None:
-    """Find the Python attributes that a second forward changes, on a copy of the module; None where that cannot be
-    seen."""
+def second_forward(module: nn.Module, sample: SampleInputs) -> Again | None:
+    """Run a copy of the module twice, from the same tensors, and see what its Python attributes change; None where that
+    cannot be seen."""
     changed: dict[str, str] = {}
     try:
         model = copy.deepcopy(module)
-        with without_dropout(model), torch.no_grad(), torch.random.fork_rng(devices=_generators()):
-            for step in range(2):
-                args, kwargs = sample.rebuild(_inputs(sample, None))
-                with attributes_kept(model, changed) if step else nullcontext():
-                    model(*args, **kwargs)
+        first = _forward(model, sample)
+        with attributes_kept(model, changed):
+            second = _forward(model, sample)
     except Exception:  # noqa: BLE001 - a module may hold and raise anything; the self-check tells what it is
         return None
-    return changed
+    return Again(changed, _first_difference(first, second))
+
+
+def forwards_of_draws(module: nn.Module, sample: SampleInputs) -> Again | None:
+    """Run a copy of the module from several states of Python's generators; None where that cannot be seen."""
+    places: dict[str, SourceLocation | None] = {}
+    before = generator_states()
+    try:
+        model = copy.deepcopy(module)
+        with draws_located(places), attributes_kept(model, {}):
+            first = _forward(model, sample)
+        for _ in range(_DRAWS):  # the generators go on
+            with attributes_kept(model, {}):
+                differs = _first_difference(first, _forward(model, sample))
+            if differs:
+                return Again({}, differs, places)
+    except Exception:  # noqa: BLE001 - as above
+        return None
+    finally:
+        set_generator_states(before)
+    return Again({}, "", places)
+
+
+def _forward(model: nn.Module, sample: SampleInputs) -> dict[str, Tensor]:
+    """Return the results of a forward, and the buffers that it leaves, in words; what the model has stays."""
+    held = [(part._buffers, dict(part._buffers)) for part in model.modules()]
+    values = {t: t.clone() for _, tensors in held for t in tensors.values() if t is not None}
+    try:
+        with without_dropout(model), torch.no_grad(), torch.random.fork_rng(devices=_generators()):
+            torch.manual_seed(0)
+            args, kwargs = sample.rebuild(_inputs(sample, None))
+            results = results_of(model(*args, **kwargs)).tensors
+        found = {"the loss" if name == LOSS else f"the result `{name}`": t.clone() for name, t in results.items()}
+        return {**found, **{f"the buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}}
+    finally:
+        for now, before in held:
+            now.clear()
+            now.update(before)
+        for tensor, value in values.items():
+            tensor.data = value
+
+
+def _first_difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> str:
+    """Name what differs by more than rounding; "" where nothing does."""
+    for name, value in first.items():
+        other = second.get(name)
+        if other is None or _difference(value, other) > _ROUNDING * (_size(value) or 1.0):
+            return f"{name} differs"
+    return ""
 
 
 def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> TrainingStep:
@@ -139,7 +192,7 @@ def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs,
     found: tuple[Tensor | None, ...] = (None,) * len(trainable)
     if loss is not None and loss.requires_grad:
         found = torch.autograd.grad(loss, [leaves[n] for n in trainable], allow_unused=True)
-    by_name = dict(zip(trainable, found, strict=True))
+    by_name = dict(zip(trainable, map(_dense, found), strict=True))
     after = {graph.tensors[name].fqns[0]: values[value].detach() for name, value in graph.updates}
     return TrainingStep(
         {name: _returned(graph, name, values[tensor].detach(), precision) for name, tensor in graph.results},
@@ -197,6 +250,11 @@ def _zero_gradients(eager: TrainingStep, traced: TrainingStep) -> tuple[str, ...
     names = [n for n, g in eager.gradients.items() if g is not None and traced.gradients[n] is None]
     listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (f"the gradient of {listed} is zero in eager, and there is none in the traced graph",) if names else ()
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """Return the gradient of an embedding with `sparse=True` as any other one."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _size(tensor: Tensor) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.tracing.rewrite import TensorName
@@ -54,12 +55,61 @@ def flatten_inputs(module: nn.Module, sample_inputs: Any) -> SampleInputs:
     _check_arguments(module, sample_inputs)
     if isinstance(sample_inputs, Mapping):
         kwargs = {str(k): _flatten(v, str(k), tensors) for k, v in sample_inputs.items()}
-        return SampleInputs(tensors, (), kwargs)
+        return SampleInputs(_owned(tensors), (), kwargs)
     is_plain_sequence = isinstance(sample_inputs, tuple | list) and not hasattr(sample_inputs, "_fields")
     items: Sequence[Any] = sample_inputs if is_plain_sequence else (sample_inputs,)
     names = _positional_names(module, len(items))
     args = tuple(_flatten(v, name, tensors) for v, name in zip(items, names, strict=True))
-    return SampleInputs(tensors, args, {})
+    return SampleInputs(_owned(tensors), args, {})
+
+
+def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def named_tensors(batch: Any, names: Sequence[str]) -> dict[str, Tensor] | None:
+    """Return the tensors of a batch that has the form of a sample batch; None where they are not as many.
+
+    `names`: those of the sample's tensors, in order.
+    """
+    found: dict[str, Tensor] = {}
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    for key, value in items:
+        _flatten(value, str(key) if isinstance(batch, Mapping) else f"input_{key}", found)
+    if isinstance(batch, Mapping):
+        return {name: found[name] for name in names} if found.keys() >= set(names) else None
+    return dict(zip(names, found.values(), strict=True)) if len(found) == len(names) else None
+
+
+@dataclass(frozen=True)
+class BatchConstants:
+    """The arguments of a sample batch, whose numbers and texts are constants of the program.
+
+    args    positional ones
+    kwargs  by name
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def check(self, batch: Any) -> None:
+        """Check that another batch has the same ones. Raises NnscalerError "batch_differs"."""
+        if isinstance(batch, Mapping):
+            pairs = [(name, batch[name], value) for name, value in self.kwargs.items() if name in batch]
+        else:
+            pairs = [(f"item {i}", *pair) for i, pair in enumerate(zip(batch, self.args, strict=False))]
+        for name, given, known in pairs:
+            found, wanted = numbers_and_texts(given), numbers_and_texts(known)
+            if found != wanted:
+                message = f"the batch has {name} = {found}, and the program was compiled with {wanted}"
+                help = "numbers and texts are constants of a program: make a tensor of what changes (the collate "
+                help += "function may), and leave out what forward does not read"
+                raise NnscalerError("batch_differs", message, help=help)
+
+
+def numbers_and_texts(value: Any) -> list[int | float | str | bytes]:
+    """Return what a nested value has besides tensors."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, int | float | str | bytes)]
 
 
 def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
@@ -117,7 +167,7 @@ def _identifier(path: str, taken: Mapping[str, Tensor]) -> str:
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         name = _identifier(path, tensors)
-        tensors[name] = value.detach().clone()
+        tensors[name] = value
         return TensorName(name)
     return _rebuild(value, lambda key, item: _flatten(item, f"{path}_{key}", tensors))
 

@@ -13,7 +13,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.precision import Precision
 from nnscaler.runtime.training.autocast import Regions, autocast_on
-from nnscaler.tracing.compare_with_module import check_trace, second_forward
+from nnscaler.tracing.compare_with_module import check_trace, forwards_of_draws, second_forward
 from nnscaler.tracing.export.custom_gradients import (
     GradientHooks,
     OpaqueFunction,
@@ -22,7 +22,7 @@ from nnscaler.tracing.export.custom_gradients import (
     refuse_stored_hooks,
 )
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, result_notes
-from nnscaler.tracing.export.mutated_attributes import notes_of
+from nnscaler.tracing.export.mutated_attributes import told_of_attributes, told_of_draws
 from nnscaler.tracing.float64_run import device_of
 from nnscaler.tracing.fsdp_precision import mixed, with_masters
 from nnscaler.tracing.passes import run_passes
@@ -96,7 +96,10 @@ def _trace(module: nn.Module, sample_inputs: Any, self_check: bool, specialise: 
         _refuse_autocast(stitched.raw.graph)
     graph = run_passes(stitched.raw)
     state = _read_by(graph, stitched)
-    changes = notes_of(exported.changed, lambda: None if meta else second_forward(module, sample))
+    changed, drawn = exported.changed, exported.drawn
+    changes = told_of_attributes(
+        module, changed, second_forward(module, sample) if changed and not meta else None, specialise
+    ) + told_of_draws(drawn, forwards_of_draws(module, sample) if drawn and not meta else None, specialise)
     mode = mode_note(module)
     notes = (
         *(() if mode is None else (mode,)),

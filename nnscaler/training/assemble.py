@@ -27,7 +27,7 @@ from nnscaler.runtime.training.batch import DataPart
 from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.training.compile_once import compile_once
-from nnscaler.training.data import Loader, SampleOrder, loader
+from nnscaler.training.data import Collate, Loader, SampleOrder, loader
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import state_bytes
 from nnscaler.training.read_settings import compile_request
@@ -48,6 +48,7 @@ class Parts:
     described   the model, for the program's manifest
     training    dataset
     validation  dataset; None without one
+    collate     makes a batch of rows; None: they are stacked
     hooks       point -> functions
     """
 
@@ -55,6 +56,7 @@ class Parts:
     described: Mapping[str, str]
     training: Any
     validation: Any
+    collate: Collate | None
     hooks: Mapping[str, tuple[Hook, ...]]
 
 
@@ -97,15 +99,17 @@ def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: An
         raise NnscalerError("bad_data", message, help=help)
     points = {item.name: getattr(settings.hooks, item.name) for item in fields(HookSettings)}
     hooks = {name: tuple(_function(t, name) for t in ts) for name, ts in points.items()}
-    return Parts(build, described, training, validation, hooks)
+    collate = _function(settings.data.collate, "collate") if settings.data.collate else None
+    return Parts(build, described, training, validation, collate, hooks)
 
 
-def first_batch(settings: TrainSettings, dataset: Any, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:
+def first_batch(settings: TrainSettings, parts: Parts, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:
     """Return the first global batch, by which the model is traced and the program compiled."""
+    dataset = parts.training
     before = dataset.state_dict() if hasattr(dataset, "state_dict") else None
     order, packed = training_order(settings, dataset), settings.data.packed or None
     with _reading(settings.data.source):
-        whole = loader(dataset, order, DataPart(0, 1), packed=packed)
+        whole = loader(dataset, order, DataPart(0, 1), collate=parts.collate, packed=packed)
     batch = next(read_batches(whole, settings.data.source), None)
     if before is not None:
         dataset.load_state_dict(before)
@@ -167,7 +171,7 @@ def make_program(
     """
     request = compile_request(settings, ranks)
     model = parts.build()
-    batch = first_batch(settings, parts.training, model)
+    batch = first_batch(settings, parts, model)
     chosen, loss = settings.precision, settings.loss
     precision = Precision(chosen.param or None, chosen.reduce or None, chosen.output or None, chosen.cast_inputs)
     loss_fn = (load_loss_function(loss) if isinstance(loss, str) else loss) if loss else None
@@ -176,24 +180,54 @@ def make_program(
         plan = plan_source(request)
         schedule = None if isinstance(plan, Plan) else schedule_of_request(request)
         _check_steps(plan, schedule, settings.clip)
-        program = parallelize(
-            model,
-            batch,
-            ranks=ranks,
-            plan=plan,
-            schedule=schedule,
-            micro_batches=request.micro_batches,
-            model=parts.described,
-            loss_fn=loss_fn,
-            precision=precision if chosen.param or chosen.reduce or chosen.output else None,
-            optimizer_bytes=_optimizer_bytes(settings.optimizer),
-            progress=progress,
-        )
+        with _as_run_says():
+            program = parallelize(
+                model,
+                batch,
+                ranks=ranks,
+                plan=plan,
+                schedule=schedule,
+                micro_batches=request.micro_batches,
+                model=parts.described,
+                loss_fn=loss_fn,
+                precision=precision if chosen.param or chosen.reduce or chosen.output else None,
+                optimizer_bytes=_optimizer_bytes(settings.optimizer),
+                progress=progress,
+            )
+        if not program.graph.loss:
+            help = "return the loss from forward, or name a function of the outputs and the batch: `loss` of the run"
+            raise NnscalerError("no_loss", "the model returns no scalar loss with a gradient", help=help)
         if vouch is not None:
             vouch(program)
         return program
 
     return compile_once(compiled, model, batch, loss_fn)
+
+
+# What helps of other commands name, and a run has under another name.
+_OF_A_RUN = {
+    "a smaller batch of sample_inputs()": "a smaller `batch_size` of [data]",
+    "change sample_inputs()": "change `batch_size` of [data]",
+    "the sample batch": "a batch of the data",
+    "return a dict of forward's keyword arguments, or a tuple of its positional ones": "let a row of the data have "
+    "what forward takes, by name or in its order, and nothing else; or let forward take the rest, as `**others`",
+    "--micro-batches ": "--micro_batches=",
+    "--loss-fn ": "--loss=",
+    "; or pass --specialise to take the branch that the sample batch takes: the program is then right for such batches "
+    "only": "",
+}
+
+
+@contextmanager
+def _as_run_says() -> Iterator[None]:
+    """Errors name keys and options that a run has."""
+    try:
+        yield
+    except NnscalerError as error:
+        message, help = error.message, error.help
+        for name, own in reversed(_OF_A_RUN.items()):
+            message, help = message.replace(name, own), help and help.replace(name, own)
+        raise NnscalerError(error.code, message, error.where, help) from error
 
 
 def _check_steps(plan: object, schedule: str | ScheduleKind | None, clip: float) -> None:
@@ -235,11 +269,12 @@ def _optimizer_bytes(settings: OptimizerSettings) -> float | None:
         return None
 
 
-def make_schedule(settings: ScheduleSettings, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+def make_schedule(run: TrainSettings, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     """Return the schedule of the learning rate; None where it stays. `steps`: of the run; 0: not known.
 
     Raises NnscalerError `bad_settings`.
     """
+    settings = run.schedule
     if not settings.name:
         return None
     cls, arguments = _schedule_class(settings), dict(settings.arguments)
@@ -248,19 +283,48 @@ def make_schedule(settings: ScheduleSettings, optimizer: torch.optim.Optimizer, 
         if steps and asked is not None and name not in arguments and not {"epochs", "steps_per_epoch"} & set(arguments):
             arguments[name] = steps
     try:
-        return cls(optimizer, **arguments)
+        made = cls(optimizer, **arguments)
     except (TypeError, ValueError) as error:
         raise NnscalerError("bad_settings", f"[schedule] {cls.__name__}: {error}") from error
+    if isinstance(made, _FOLLOWING) and not run.validation.every:
+        message = f"[schedule] {cls.__name__} goes on after each validation, and the run has none"
+        raise NnscalerError("bad_settings", message, help="[validation] every = 100")
+    return made
 
 
-def step_schedule(schedule: Any) -> None:
-    """Go on by a step. Raises NnscalerError("bad_settings") where the schedule has no more."""
+def step_schedule(schedule: Any, times: int = 1, validation_loss: float | None = None) -> None:
+    """Go on by some steps, where the schedule goes on with steps; or by a validation, of this loss, where it goes on
+    with these. Raises NnscalerError("bad_settings") where the schedule has no more."""
+    follows = isinstance(schedule, _FOLLOWING)
     try:
-        schedule.step()
+        if follows and validation_loss is not None:
+            schedule.step(validation_loss)
+        elif schedule is not None and not follows and validation_loss is None:
+            for _ in range(times):
+                schedule.step()
     except ValueError as error:
         message = f"[schedule] {type(schedule).__name__}: {error}"
         help = "a checkpoint has the schedule of the run that saved it: give that run its steps, or another folder"
         raise NnscalerError("bad_settings", message, help=help) from error
+
+
+_FOLLOWING = torch.optim.lr_scheduler.ReduceLROnPlateau  # the validation loss
+
+
+def told_of_dtypes(program: Program) -> str | None:
+    """Name an input of another floating dtype than the parameters have, or a buffer of another than they are cast to,
+    which torch's operators do not mix; None where there is none."""
+    param = program.plan.precision.param if program.plan.precision else None
+    for entry in program.manifest.buffers if param else ():
+        if entry.dtype != param and getattr(torch, entry.dtype).is_floating_point:
+            name = entry.fqns[0]
+            return f"buffers stay as they are, and `{name}` is {entry.dtype}: cast it in forward, `{name}.to(x.dtype)`"
+    floating = {t.dtype for t in program.state.values() if t.is_floating_point()}
+    for name, tensor in program.inputs.items():
+        if floating and tensor.is_floating_point() and tensor.dtype not in floating:
+            has, want = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, next(iter(floating))))
+            return f"the rows have {name} as {has}, and the model is {want}: let the dataset return tensors of {want}"
+    return None
 
 
 def flops_of_step(program: Program) -> float:

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
@@ -140,6 +141,58 @@ def checksum(tensor: Tensor) -> Tensor:
     bits = flat.view(_INTEGERS[flat.element_size()]).long()
     weights = torch.arange(1, len(bits) + 1, device=bits.device) * _ODD
     return torch.stack([bits.sum(), (bits * weights).sum()]).cpu()
+
+
+def row_checksum(tensor: Tensor) -> Tensor:
+    """Return one sum over the bits, weighted by the place in dim 0, for a look at every batch: in one pass."""
+    flat = tensor.detach().contiguous()
+    flat = torch.view_as_real(flat) if flat.is_complex() else flat
+    rows = flat.reshape(flat.shape[0] if flat.ndim else 1, -1).view(_INTEGERS[flat.element_size()]).sum(1)
+    weights = torch.arange(1, len(rows) + 1, device=rows.device) * _ODD
+    return (rows * weights).sum().reshape(1).cpu()
+
+
+def check_same_stream(communicator: Communicator, checksum: int) -> None:
+    """Check that all ranks read one stream of samples. Every rank calls it, with a checksum of what it read.
+
+    Raises NnscalerError("batch_differs").
+    """
+    told = communicator.all_gather(torch.tensor([checksum]), tuple(range(communicator.world_size)))
+    other = next((rank for rank, found in enumerate(told) if int(found) != checksum), None)
+    if other is not None:
+        raise NnscalerError(
+            "batch_differs",
+            f"rank {other} reads other samples of the stream than rank {communicator.rank}",
+            help=ONE_STREAM,
+        )
+
+
+def check_same_objects(communicator: Communicator, states: Mapping[str, Any]) -> None:
+    """Check that the tensors in states by name are those of rank 0 on every rank, which all call this.
+
+    Raises NnscalerError("replicas_differ").
+    """
+    sums = []
+    for state in states.values():
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        each = [checksum(t) + _number(str(t.shape)) % 2**32 for t in tensors]
+        sums.append(torch.stack(each).sum(0) if each else torch.zeros(2, dtype=torch.int64))
+    told = communicator.all_gather(torch.stack(sums), tuple(range(communicator.world_size)))
+    for rank, found in enumerate(told):
+        for number, name in enumerate(states):
+            if not torch.equal(found[number], told[0][number]):
+                message = f"{name!r} has other tensors on rank {rank} than on rank 0, whose a checkpoint has"
+                raise NnscalerError("replicas_differ", message, help=_SHARDS)
+
+
+_SHARDS = (
+    "register what all ranks have alike, such as averages of `engine.state_dict()`; an optimizer of yours can keep "
+    "those of a rank's shards: `self.state[p]['average']` is saved like moments"
+)
+ONE_STREAM = (
+    "every data part reads the whole stream and takes its rows of each batch: give the dataset no part of it by rank, "
+    "and shuffle with a generator of a fixed seed"
+)
 
 
 def _odd_ones(held: Mapping[int, tuple[int, ...]]) -> list[int]:

@@ -12,17 +12,22 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
+from zlib import crc32
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data._utils import worker as worker_loop
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import seed_generators
 from nnscaler.runtime.training.batch import DataPart
+from nnscaler.training.check_replicas import ONE_STREAM
 from nnscaler.training.packing import pack
 
 Collate = Callable[[list[Any]], Any]
@@ -122,26 +127,73 @@ class _Collated:
 
     def __call__(self, found: tuple[list[Any], bool]) -> Any:
         samples, form = found
-        batch = self.collate(samples)
+        try:
+            batch = self.collate(samples)
+        except (TypeError, RuntimeError, KeyError) as error:
+            unlike = _unlike(samples) if self.collate is default_collate else ""
+            if not unlike:
+                raise
+            raise NnscalerError(
+                "bad_data", f"the rows of a batch cannot be stacked: {unlike}", help=_STACKED
+            ) from error
         return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch) if form else batch
 
 
-class _Stream(IterableDataset[tuple[Any, int, Any]]):
-    """This part's rows of each batch of a stream, the batch's size, and the stream's state after it.
+def _unlike(samples: list[Any]) -> str:
+    """Say in what samples are not alike that cannot be stacked; "" where that is not seen."""
+    known: dict[str, str] = {}
+    for number, sample in enumerate(samples):
+        leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(sample)[0]}
+        for path, leaf in leaves.items():
+            kind = f"of shape {list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
+            if known.setdefault(path, kind) != kind or leaf is None:
+                first = f", and that of row 0 is {known[path]}" if known[path] != kind else ""
+                return f"{path or 'the row'} of row {number} is {kind}{first}"
+        if number and leaves.keys() != known.keys():
+            return f"row {number} has {', '.join(leaves)}, and row 0 {', '.join(known)}"
+    return ""
 
-    Every part reads the whole stream. Of several worker processes each makes one batch in turn.
+
+class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
+    """This part's rows of each batch of a stream, the batch's size, and the stream's state after it; with the first one
+    that a worker makes, a checksum of the first batch that it read.
+
+    Every part reads the whole stream, and so does each of several worker processes, which make one batch in turn: it is
+    not told that there are others, and draws the same random numbers as they.
     """
 
     def __init__(self, dataset: Any, order: SampleOrder, part: DataPart, collate: Collate, place: _Place) -> None:
         self._dataset, self._order, self._part, self._place = dataset, order, part, place
         self._collate = _Collated(collate)
 
-    def __iter__(self) -> Iterator[tuple[Any, int, Any]]:
-        place, worker = self._place, get_worker_info()
+    def __iter__(self) -> Iterator[tuple[Any, int, Any, int | None]]:
+        worker = get_worker_info()
         turn, turns = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is not None:
+            seed_generators(worker.seed - worker.id)
+        with _as_only_worker():
+            rows = self._started()
+        number, first = 0, None
+        while True:
+            with _as_only_worker():
+                batch = list(islice(rows, self._order.batch_size))
+                state = self._state(rows)
+            if not batch or (len(batch) < self._order.batch_size and self._order.drop_last):
+                return
+            if not number:
+                first = _checksum(batch)
+            if number % turns == turn:
+                mine = rows_of(self._part, len(batch))
+                found = (batch[mine.start : mine.stop] or batch[:1], not mine)
+                yield self._collate(found), len(batch), state, first
+                first = None
+            number += 1
+
+    def _started(self) -> Iterator[Any]:
+        """Return the samples from the place on."""
+        place, own = self._place, hasattr(self._dataset, "load_state_dict")
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(place.epoch)
-        own = hasattr(self._dataset, "load_state_dict")
         if place.stream is not None and own:
             self._dataset.load_state_dict(place.stream)
         rows = iter(self._dataset)
@@ -149,21 +201,34 @@ class _Stream(IterableDataset[tuple[Any, int, Any]]):
             next(islice(rows, place.samples, place.samples), None)
         elif not own:
             rows.load_state_dict(place.stream)  # it gave the state
-        number = 0
-        while batch := list(islice(rows, self._order.batch_size)):
-            if len(batch) < self._order.batch_size and self._order.drop_last:
-                return
-            if number % turns == turn:
-                mine = rows_of(self._part, len(batch))
-                found = (batch[mine.start : mine.stop] or batch[:1], not mine)
-                yield self._collate(found), len(batch), self._state(rows)
-            number += 1
+        return rows  # type: ignore[no-any-return]
 
     def _state(self, rows: Iterator[Any]) -> Any:
         for holder in (self._dataset, rows):
             if hasattr(holder, "state_dict"):
                 return copy.deepcopy(holder.state_dict())
         return None
+
+
+@contextmanager
+def _as_only_worker() -> Iterator[None]:
+    """While open, a dataset that takes a part of its data by `get_worker_info` takes all of it."""
+    known, worker_loop._worker_info = worker_loop._worker_info, None
+    try:
+        yield
+    finally:
+        worker_loop._worker_info = known
+
+
+def _checksum(samples: list[Any]) -> int:
+    """Return a number that tells other samples from these."""
+    leaves = (
+        leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf).encode()
+        for leaf in tree_leaves(samples)
+    )
+    return crc32(b"|".join(leaves))
 
 
 class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
@@ -173,9 +238,11 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
     StatefulDataLoader's own, of each worker, would tie a run to their number.
 
     ends_known  read a stream a batch ahead, so that the last batch of an epoch is known to be the last
+    agree       is called on every rank with a checksum of each epoch's first batch of a stream, as this rank read it
     """
 
     ends_known = False
+    agree: Callable[[int], None] | None = None
 
     def __init__(
         self, dataset: Any, order: SampleOrder, part: DataPart, collate: Collate, options: Mapping[str, Any]
@@ -183,6 +250,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         self.order, self.part = order, part
         self._place = _Place()
         self._streams = isinstance(dataset, IterableDataset)
+        self._first: int | None = None  # checksum of the epoch's first batch
         self._known = -1 if self._streams else len(dataset)
         options = {"snapshot_every_n_steps": None, **options}
         with warnings.catch_warnings():
@@ -221,11 +289,12 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         return int(super().__len__())
 
     def __iter__(self) -> Iterator[Any]:
-        place = self._place
+        place, self._first = self._place, None
         ahead = self._streams and self.ends_known
         for found, last in _with_last(super().__iter__()) if ahead else ((b, False) for b in super().__iter__()):
             if self._streams:
-                batch, size, place.stream = found
+                batch, size, place.stream, checksum = found
+                self._check_stream(checksum)
                 place.samples += size
                 place.at_end = last
             else:
@@ -234,6 +303,17 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
                 place.at_end = place.samples == end
             yield batch
         self.set_epoch(place.epoch + 1)
+
+    def _check_stream(self, checksum: int | None) -> None:
+        """Check that all workers and ranks read one stream. Raises NnscalerError "batch_differs"."""
+        if checksum is None:
+            return
+        if self._first is None:
+            self._first = checksum
+            if self.agree is not None:
+                self.agree(checksum)
+        elif checksum != self._first:
+            raise NnscalerError("batch_differs", "two workers read other samples of the stream", help=ONE_STREAM)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run is, as of the batch that was handed out last: the same on all parts."""
@@ -263,6 +343,9 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 _OF_ORDER = {"seed": "seed", "shuffle": "shuffle", "length": "a number of samples of"}
 _OTHER = "give what the run had, or call set_epoch(n) instead, which starts an epoch"
 _NO_LENGTH = "count steps instead of epochs"
+_STACKED = (
+    "pad rows to one shape, or give a function that makes a batch of rows: `collate` of [data], or of engine.loader"
+)
 _STREAM = "shuffle the stream itself, or give a dataset with __len__ and __getitem__"
 _FORMS = "a dataset has __len__ and __getitem__, or is a torch.utils.data.IterableDataset"
 

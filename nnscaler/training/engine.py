@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.boxes import gathered_state
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
-from nnscaler.training.check_replicas import check_replicas, check_same_model
+from nnscaler.tracing.sample_inputs import named_tensors
+from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.program_runner import EngineSettings, Running, named_buffers, run_program, stages_of_roles
@@ -45,6 +47,7 @@ from nnscaler.training.recompilation import (
     agreed,
     carried_inputs,
     compile_size,
+    constants_of,
     described,
     has_modes,
     sent,
@@ -113,7 +116,7 @@ class Engine:
         self.compilations: list[str] = []
         self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
         self._first_size = self.size = SizeClass(shapes_of(program.manifest), True)
-        self._carried = carried_inputs(program)
+        self._carried, self._constants = carried_inputs(program), constants_of(program)
         self._has_modes = has_modes(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [self] if share is None else share._family
@@ -200,7 +203,9 @@ class Engine:
     def loader(self, dataset: Any, batch_size: int, *, shuffle: bool = False, **options: Any) -> Loader:
         """Return a loader of this part's rows of each batch; `options`: of `data.SampleOrder` and `data.loader`."""
         order = SampleOrder(batch_size, shuffle, options.pop("seed", 0), options.pop("drop_last", False))
-        return loader(dataset, order, self.data_part, **options)
+        made = loader(dataset, order, self.data_part, **options)
+        made.agree = partial(check_same_stream, self.communicator)
+        return made
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that the norm of the whole model's is at most `max_norm`; return the norm before."""
@@ -332,9 +337,7 @@ class Engine:
     def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:
         """Return the program for this batch, with the buffers as they are now, and the rows that it takes."""
         named = self._named(batch)
-        local = [(entry.name, tuple(named[entry.name].shape)) for entry in self.manifest.inputs]
-        whole = {name: tensor for name, tensor in named.items() if name not in self._carried}
-        shapes, rows = agreed(local, self.communicator, self._carried, self.data_part.index, whole)
+        shapes, rows = agreed(named, self.communicator, self._carried, self.data_part)
         size = self.size = SizeClass(shapes, training or not self._has_modes)
         running = self._running.get(size)
         if running is None:
@@ -348,24 +351,22 @@ class Engine:
             if rows != wanted:
                 message = f"the data parts have {list(rows)} rows, and the program takes {list(wanted)}"
                 raise NnscalerError("batch_differs", message, help="engine.loader gives every part its rows")
-            return running, named
-        return running, {name: self._whole(name, tensor) for name, tensor in named.items()}
+        whole = running.whole if running.cut else named
+        return running, {name: self._whole(name, t) if name in whole else t for name, t in named.items()}
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         names = [entry.name for entry in self.manifest.inputs]
-        if not isinstance(batch, Mapping):
-            if len(batch) != len(names):
-                raise NnscalerError("batch_differs", f"a batch of {len(batch)} tensors, and the model takes {names}")
-            return dict(zip(names, batch, strict=True))
-        missing = [name for name in names if name not in batch]
-        if missing:
-            raise NnscalerError("batch_differs", f"the batch has {sorted(batch)}, and the model takes {names}")
+        named = named_tensors(batch, names)
+        self._constants.check(batch)
+        if named is None:
+            given = sorted(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
+            raise NnscalerError("batch_differs", f"the batch has {given}, and the model takes {names}")
         dims = {entry.name: len(entry.shape) for entry in self.manifest.inputs}
-        wrong = next((name for name in names if batch[name].dim() != dims[name]), None)
+        wrong = next((name for name in names if named[name].dim() != dims[name]), None)
         if wrong is not None:
-            message = f"input {wrong!r} has {batch[wrong].dim()} dims, and the model was compiled for {dims[wrong]}"
+            message = f"input {wrong!r} has {named[wrong].dim()} dims, and the model was compiled for {dims[wrong]}"
             raise NnscalerError("batch_differs", message)
-        return {name: batch[name] for name in names}
+        return named
 
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
         made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch)

@@ -18,6 +18,7 @@ from nnscaler.runtime.program.program_directory import rank_with_loss
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.training.async_pipeline import executor_of
 from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.training.batch import inputs_read_whole
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.recompilation import SentProgram, Vouch, folder_of
@@ -53,6 +54,7 @@ class Running:
     source    the rank that tells all others the loss; NO_LOSS where the program has none, EVERY_RANK where it is summed
               over all ranks
     cut       batches are cut into data parts; else each rank computes the whole of them
+    whole     inputs that a rank reads whole all the same, because the model mixes their rows
     program   itself
     stages    of all roles
     """
@@ -60,6 +62,7 @@ class Running:
     executor: RankExecutor
     source: int
     cut: bool
+    whole: frozenset[str]
     program: SentProgram
     stages: tuple[type[Stage], ...]
 
@@ -107,7 +110,8 @@ def run_program(
     executor = executor_of(module)(module, rank, communicator, state, chosen, share=share)
     stages = stages_of_roles(program, settings.cache)
     keep_freed_memory()
-    return Running(executor, _source_of_loss(stages), bool(program.data_axes), program, tuple(stages))
+    whole = inputs_read_whole(stages, program.data_axes)
+    return Running(executor, _source_of_loss(stages), bool(program.data_axes), whole, program, tuple(stages))
 
 
 def _source_of_loss(stages: Sequence[type[Stage]]) -> int:

@@ -38,7 +38,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 _LEAST: Mapping[str, int] = MappingProxyType({"accumulation": 1, "data.batch_size": 1, "loggers.every": 1})
 _OPEN = ("optimizer", "schedule")  # tables whose other keys are arguments
-_CODE = ("loss", "optimizer.name", "schedule.name")  # and hooks: a function or class itself in Python
+_CODE = ("loss", "data.collate", "optimizer.name", "schedule.name")  # and hooks: a function or class itself in Python
 _WANTED = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
@@ -268,7 +268,9 @@ def _relative(settings: TrainSettings, folder: Path) -> TrainSettings:
         loss=_at(settings.loss, folder),
         plan=_at(settings.plan, folder),
         pipeline=_at(settings.pipeline, folder),
-        data=replace(settings.data, source=_at(settings.data.source, folder)),
+        data=replace(
+            settings.data, source=_at(settings.data.source, folder), collate=_at(settings.data.collate, folder)
+        ),
         optimizer=replace(settings.optimizer, name=_at(settings.optimizer.name, folder)),
         schedule=replace(settings.schedule, name=_at(settings.schedule.name, folder)),
         search=replace(settings.search, **search),

@@ -21,7 +21,9 @@ from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.training.check_replicas import checksum
+from nnscaler.runtime.training.batch import DataPart
+from nnscaler.tracing.sample_inputs import BatchConstants
+from nnscaler.training.check_replicas import row_checksum
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a global batch, by input
 Vouch = Callable[[Program], None]
@@ -60,6 +62,11 @@ def carried_inputs(program: Program) -> frozenset[str]:
     """Return the inputs whose dim 0 is the batch: that of the first input that has dims."""
     inputs = [entry for entry in program.manifest.inputs if entry.shape]
     return frozenset(entry.name for entry in inputs if entry.shape[0] == inputs[0].shape[0])
+
+
+def constants_of(program: Program) -> BatchConstants:
+    """Return the constants that the sample batch of a program had; none where it is not known."""
+    return BatchConstants((), {}) if program.origin is None else BatchConstants(*program.origin.rebuild(program.inputs))
 
 
 def has_modes(program: Program) -> bool:
@@ -229,20 +236,19 @@ def _written(folder: Path, sources: Mapping[str, str]) -> Path:
 
 
 def agreed(
-    local: Sequence[tuple[str, tuple[int, ...]]],
-    communicator: Communicator,
-    carried: frozenset[str],
-    part: int,
-    whole: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor], communicator: Communicator, carried: frozenset[str], part: DataPart
 ) -> tuple[Shapes, tuple[int, ...]]:
     """Return the shapes of the global batch, and the rows of each data part. Every rank calls it.
 
-    `local`: shapes of this rank's rows; `carried`: inputs whose dim 0 is the batch; `part`: this rank's data part;
-    `whole`: the other inputs, which every part has whole. Raises NnscalerError("batch_differs") where ranks of one part
-    have other rows, or other inputs other shapes or values.
+    `inputs`: this rank's rows; `carried`: inputs whose dim 0 is the batch; `part`: this rank's data part. The other
+    inputs every part has whole. Raises NnscalerError("batch_differs") where ranks of one part have other rows, or other
+    inputs other shapes or values.
     """
-    numbers = torch.tensor([part, *(size for _, shape in local for size in shape)])
-    sums = [checksum(tensor) for tensor in whole.values()] if communicator.world_size > 1 else []
+    local = [(name, tuple(tensor.shape)) for name, tensor in inputs.items()]
+    copied = communicator.world_size > part.count
+    compared = [name for name in inputs if communicator.world_size > 1 and (copied or name not in carried)]
+    numbers = torch.tensor([part.index, *(size for _, shape in local for size in shape)])
+    sums = [row_checksum(inputs[name]) for name in compared]
     gathered = communicator.all_gather(torch.cat([numbers, *sums]), tuple(range(communicator.world_size)))
     found = [tuple(row) for row in torch.stack(gathered).tolist()]
     parts: dict[int, int] = {}  # data part -> rows
@@ -260,16 +266,26 @@ def agreed(
         if other is not None:
             raise _differ(name, other, each[other], f"on rank 0 {list(each[0])}: pad to one length on all ranks")
         shapes.append((name, tuple(shape)))
-    for name, _ in zip(whole, sums, strict=False):
-        other = next(
-            (r for r, row in enumerate(found) if row[position : position + 2] != found[0][position:][:2]), None
-        )
-        position += 2
-        if other is not None:
-            message = f"input {name!r} has other values on rank {other} than on rank 0, and its dim 0 is not the batch"
-            help = "give every rank the same, or make it rows of the batch: as many as the first input has"
-            raise NnscalerError("batch_differs", message, help=help)
+    for name in compared:
+        first: dict[int, int] = {}  # data part -> a rank of it
+        for rank, row in enumerate(found):
+            one = first.setdefault(row[0] if name in carried else 0, rank)
+            if row[position] != found[one][position]:
+                raise _other_values(name, one, rank, name in carried)
+        position += 1
     return tuple(shapes), tuple(parts[index] for index in sorted(parts))
+
+
+def _other_values(name: str, one: int, other: int, rows: bool) -> NnscalerError:
+    message = f"input {name!r} has other values on rank {other} than on rank {one}"
+    if rows:
+        message += ", and both have one data part between them"
+        help = "both must read the same rows: let random numbers of a dataset come from a generator of the sample's "
+        help += "number and the epoch, and give a stream no part of its data by rank"
+    else:
+        message += ", and its dim 0 is not the batch"
+        help = "give every rank the same, or make it rows of the batch: as many as the first input has"
+    return NnscalerError("batch_differs", message, help=help)
 
 
 def _differ(name: str, rank: int, shape: Sequence[int], why: str) -> NnscalerError:

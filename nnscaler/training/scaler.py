@@ -89,7 +89,8 @@ class LossScaler:
 def has_nonfinite(engine: Engine) -> bool:
     """Return whether a gradient on this rank is not finite. A sum shows it, and is many times as fast as a look at each
     element; only one that overflows needs that."""
-    gradients = [p.grad for p in engine.parameters.values() if p.grad is not None]
+    found = (p.grad for p in engine.parameters.values() if p.grad is not None)
+    gradients = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in found]
     if not gradients or bool(torch.stack([gradient.sum().float() for gradient in gradients]).isfinite().all()):
         return False
     return any(not bool(torch.isfinite(gradient).all()) for gradient in gradients)

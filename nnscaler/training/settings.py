@@ -22,6 +22,7 @@ class DataSettings:
     drop_last   leave out a last batch that is short
     workers     processes that read, for each rank
     packed      pack documents of tokens into rows of this length; 0: the dataset has rows
+    collate     `file.py::function` of a list of rows that makes a batch of them, of each data part's; empty: stacked
     """
 
     source: str = ""
@@ -30,6 +31,7 @@ class DataSettings:
     drop_last: bool = False
     workers: int = 0
     packed: int = 0
+    collate: Code = ""
 
 
 @dataclass(frozen=True)

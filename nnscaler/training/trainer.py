@@ -13,7 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
@@ -39,7 +40,7 @@ from nnscaler.training.assemble import (
     training_order,
 )
 from nnscaler.training.check_replicas import check_replicas
-from nnscaler.training.data import Loader, SampleOrder, loader
+from nnscaler.training.data import Loader, SampleOrder
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
@@ -111,8 +112,9 @@ class Trainer:
         if settings is not None and fields:
             raise NnscalerError("bad_settings", "settings are given, and fields besides", help="dataclasses.replace")
         self.settings = settings_of(fields) if settings is None else settings
-        for given, name in ((module or self.settings.model, "model"), (datasets or self.settings.data.source, "data")):
-            if not given:
+        there = {"model": (module, self.settings.model), "data": (datasets, self.settings.data.source)}
+        for name, (given, said) in there.items():
+            if given is None and not said:
                 raise NnscalerError("bad_settings", f"the run has no {name}")
         self._module, self._datasets, self._write = module, datasets, write
         self._say, self._warn = progress or (lambda text: None), warn
@@ -186,7 +188,7 @@ class Trainer:
         self.loader = self._loader(self._parts.training, training_order(settings, self._parts.training))
         self._steps = self._count_steps()
         self.loader.ends_known = settings.schedule.per == "epoch"
-        self.schedule = make_schedule(settings.schedule, self.optimizer, self._units())
+        self.schedule = make_schedule(settings, self.optimizer, self._units())
         chosen = settings.checkpoints
         if chosen.folder:
             self.checkpoints = Checkpoints(
@@ -217,7 +219,8 @@ class Trainer:
 
     def _loader(self, dataset: Any, order: SampleOrder) -> Loader:
         data = self.settings.data
-        return loader(dataset, order, self.engine.data_part, workers=data.workers, packed=data.packed or None)
+        how: dict[str, Any] = {"collate": self._parts.collate, "workers": data.workers, "packed": data.packed or None}
+        return self.engine.loader(dataset, **asdict(order), **how)
 
     def _count_steps(self) -> int:
         """Return how many steps the run has; 0 where only the end of a stream tells."""
@@ -258,9 +261,7 @@ class Trainer:
                 if not math.isfinite(self.loss) or not math.isfinite(norm or 0.0):
                     return self._not_finite(norm)
                 self._report(group, norm, time.perf_counter() - begin)
-                if self.schedule is not None:
-                    for _ in range(1 if settings.schedule.per == "step" else self.loader.completed - epochs):
-                        step_schedule(self.schedule)
+                step_schedule(self.schedule, 1 if settings.schedule.per == "step" else self.loader.completed - epochs)
                 if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
                     check_replicas(self.engine, self.optimizer)
                 self._call("on_step")
@@ -342,6 +343,7 @@ class Trainer:
         self.validation_loss = total / rows
         if self.checkpoints is not None:
             self.checkpoints.score(self.validation_loss)
+        step_schedule(self.schedule, validation_loss=self.validation_loss)
         report = ValidationReport(self.step, self.validation_loss, count, time.perf_counter() - begin)
         for logger in self._loggers:
             logger.validation(report)
@@ -364,7 +366,6 @@ class Trainer:
                 logger.step(report)
 
     def _described(self, group: Sequence[Batch], norm: float | None, seconds: float) -> StepReport:
-        firsts = [next(iter(b.values())) if hasattr(b, "values") else b[0] for b in group]
         utilisation = self._flops * len(group) / seconds / self._peak if self._peak and seconds else None
         return StepReport(
             self.step,
@@ -373,7 +374,7 @@ class Trainer:
             float(self.optimizer.param_groups[0]["lr"]),
             norm,
             seconds,
-            sum(tensor.numel() for tensor in firsts) * self.engine.data_part.count,
+            sum(tree_leaves(batch)[0].numel() for batch in group) * self.engine.data_part.count,
             utilisation,
             memory_in_use(self.engine.device),
         )

@@ -221,9 +221,13 @@ def _coupled(op: Operation, signature: Signature) -> NnscalerError:
     cure = "compute this value from the inputs alone, so that it can be computed once per step"
     if signature.bound is None:
         cure = f"say how it splits, which nothing says yet: nnscaler.register_op annotates {op.operator}"
+    what = f"{op.operator} ({op.name}, in {op.module or 'the model'})"
+    if op.operator.startswith("nnscaler.batch_"):  # nobody wrote that name
+        what = f"batch norm `{op.module}` takes its statistics over the whole batch: it"
+        cure = "dp or tp in the place of pp; or a norm of each sample, such as GroupNorm"
     return NnscalerError(
         "micro_batches_coupled",
-        f"{op.operator} ({op.name}, in {op.module or 'the model'}) needs the values of all micro-batches at once",
+        f"{what} needs the values of all micro-batches at once",
         where=op.where,
-        help=f"use one micro-batch (--micro-batches 1); or {cure}",
+        help=f"use one micro-batch (--micro-batches 1), with which stages wait for each other; or {cure}",
     )

@@ -130,8 +130,15 @@ def test_a_scaled_loss_starts_backward_from_the_scale(saved: ProgramDirectory, b
 
 
 def test_a_scale_that_the_dtype_lacks(saved: ProgramDirectory, batch: Batch) -> None:
-    with pytest.raises(ProgramError, match="infinite in the loss's dtype"):
-        on_ranks(saved, lambda executor: executor.step(batch), loss_scale=1e300, precision="float32")
+    """It is infinite there, as torch's is, and no gradient is a number: the scaler skips the step and halves it."""
+
+    def work(executor: RankExecutor) -> list[bool]:
+        executor.step(batch)
+        gradients = [p.grad for p in executor.parameters.values() if p.grad is not None]
+        return [bool(gradient.isfinite().all()) for gradient in gradients if gradient.numel()]
+
+    found = on_ranks(saved, work, loss_scale=1e300, precision="float32")
+    assert any(found) and not any(map(all, filter(None, found)))
 
 
 def test_forward_only_is_the_loss_and_changes_nothing(saved: ProgramDirectory, batch: Batch) -> None:

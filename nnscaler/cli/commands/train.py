@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +128,7 @@ def run(options: argparse.Namespace) -> int:
 def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
     """Train. What the runtime finds wrong is the user's to read, without our frames."""
     from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
+    from nnscaler.training.assemble import told_of_dtypes
     from nnscaler.training.trainer import Trainer
     from verify.programs.pre_run_check import vouch
 
@@ -144,13 +146,33 @@ def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
     told = console.progress if first else None
     trainer = Trainer(settings, write=console.result, progress=told, warn=console.warning, vouch=proved)
     try:
-        with _ending_after_step(trainer, told or (lambda text: None)):
+        with _ending_after_step(trainer, told or (lambda text: None)), _notes_told(console if first else None):
             return trainer.fit()
     except CommunicationError as error:
         help = "another rank has ended, or the connection; the same command goes on from the newest checkpoint"
         raise NnscalerError("rank_lost", str(error), help=help) from error
     except ProgramError as error:
-        raise NnscalerError("cannot_train", str(error)) from error
+        engine = getattr(trainer, "engine", None)
+        raise NnscalerError("cannot_train", str(error), help=engine and told_of_dtypes(engine.program)) from error
+
+
+@contextmanager
+def _notes_told(console: Console | None) -> Iterator[None]:
+    """Tell notes on the model as notes, once, and without our lines; None: another rank tells them."""
+    from nnscaler.tracing.export.locations import OURS
+
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(*shown: Any, **named: Any) -> None:
+            message, _category, filename, *_ = shown
+            if not filename.startswith(OURS):
+                others(*shown, **named)
+            elif console is not None:
+                console.warning(str(message))
+
+        warnings.showwarning = show
+        yield
 
 
 @contextmanager

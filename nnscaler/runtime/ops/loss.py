@@ -30,13 +30,21 @@ def ce_sumexp(logits: Tensor, maximum: Tensor) -> Tensor:
     return (_wide(logits) - maximum.unsqueeze(1)).exp_().sum(1)  # in place: logits are the largest tensors of a model
 
 
-def ce_pick(logits: Tensor, labels: Tensor, ignore_index: int, first_class: int = 0) -> Tensor:
+def ce_pick(
+    logits: Tensor, labels: Tensor, ignore_index: int, first_class: int = 0, classes: int | None = None
+) -> Tensor:
     """[N, C], [N] -> [N]: the logit of the label; 0 where the label is ignored or not in this block of classes, which
-    begins at `first_class`."""
-    local = labels - first_class
-    here = (labels != ignore_index) & (local >= 0) & (local < logits.shape[1])
+    begins at `first_class`, of `classes` in all. Raises for a label that is none of the classes, as torch's does."""
+    local, counts = labels - first_class, labels != ignore_index
+    check_indices(torch.where(counts, labels, 0), logits.shape[1] if classes is None else classes, "label")
+    here = counts & (local >= 0) & (local < logits.shape[1])
     picked = _wide(cast(Tensor, _Pick.apply(logits, torch.where(here, local, 0).unsqueeze(1)))).squeeze(1)
     return torch.where(here, picked, 0.0)
+
+
+def check_indices(indices: Tensor, size: int, what: str) -> None:
+    """Raise for an index that is not in range(size); on a device when it comes to it, as torch's operators do."""
+    torch._assert_async(((indices >= 0) & (indices < size)).all(), f"a {what} is not in range({size})")
 
 
 class _Pick(torch.autograd.Function):

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import linecache
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.colliding_imports import claim_surroundings, package_module, package_of, spec_of
@@ -181,3 +182,30 @@ def _shown(path: str | Path) -> str:
     """Return the path as people know it: relative to the current folder when it is inside."""
     file = Path(path).resolve()
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+
+
+def last_place(module: ModuleType, traceback: TracebackType | None) -> str | None:
+    """Return file:line of the innermost frame of a role module in a traceback, and the model's line that it is of."""
+    place = None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_globals is module.__dict__:
+            file, line = frame.f_code.co_filename, traceback.tb_lineno
+            place = f"{file}:{line}{_of_model(linecache.getlines(file)[:line])}"
+        traceback = traceback.tb_next
+    return place
+
+
+_MODEL_LINE = re.compile(r"\s+# (\S+:\d+)  (.+)")
+
+
+def _of_model(text: Sequence[str]) -> str:
+    """Return the model's line that the last line of a role's text is of, as the last comment before it says; "" without
+    one."""
+    for line in reversed(text):
+        found = _MODEL_LINE.fullmatch(line.rstrip())
+        if found is not None:
+            return f" ({found[1]}  `{found[2]}`)"
+        if line.lstrip().startswith("def "):
+            break
+    return ""

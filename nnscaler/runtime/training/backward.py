@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nnscaler.instructions import Instruction
-from nnscaler.runtime.communication.communicator import Communicator, ProgramError
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
 from nnscaler.runtime.role import Stage, may_gather_again, number_of, place_of
 from nnscaler.runtime.saved_values import SavedValues
@@ -152,6 +152,5 @@ def _output(value: Tensor) -> _Output:
 
 
 def _gradient_of_loss(loss: _Output, scale: float) -> Tensor:
-    if scale > torch.finfo(loss.dtype).max:
-        raise ProgramError(f"a loss scale of {scale:g} is infinite in the loss's dtype, {loss.dtype}")
-    return torch.full(loss.shape, scale, dtype=loss.dtype, device=loss.device)
+    """Return the scale; a number beyond the loss's dtype is infinite, as in torch, and the scaler skips the step."""
+    return torch.full(loss.shape, scale, dtype=torch.float64, device=loss.device).to(loss.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,7 +20,8 @@ class BatchCutter:
     """Cuts inputs as their declarations say.
 
     shapes     input -> shape of the global batch that the program is for; another one is refused
-    cut_axes   axes over which the batch that is given has been cut already; none: it is the global batch
+    cut_axes   axes over which the batch that is given has been cut already; none: it is the global batch. An input that
+               is given whole all the same is cut here
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -32,17 +33,14 @@ class BatchCutter:
             raise ProgramError(f"the batch has no input {source.name!r}")
         given = batch[source.name].detach()
         logical = tuple(self.shapes.get(source.name, given.shape))
-        done = {axis: state for axis, state in source.states.items() if axis in self.cut_axes}
+        whole = tuple(given.shape) == logical
+        done = {axis: state for axis, state in source.states.items() if axis in self.cut_axes and not whole}
         here = stage.coordinates()
         wanted = local_shape(logical, done, stage.sizes(), here)
         if tuple(given.shape) != wanted:  # sizes and counts of means are in the program's text
             message = f"input {source.name!r} has shape {tuple(given.shape)}, and the program is for {wanted}"
             if done:
                 message += f" on this rank, {logical} in all"
-            elif self.cut_axes and given.shape[:1] != logical[:1]:
-                cut = ", ".join(self.cut_axes)
-                message += f" on every rank: the model mixes its rows, which a plan without {cut} leaves together"
-                raise ProgramError(message)
             raise ProgramError(f"{message}; compile one for each size, or pad the batch")
         try:
             if done:
@@ -78,6 +76,17 @@ def data_part(stages: Sequence[Stage], data_axes: Sequence[str]) -> DataPart:
     if len(found) != 1:
         raise ProgramError(f"the stages of one rank read different parts of the batch: {sorted(map(str, found))}")
     return found.pop()
+
+
+def inputs_read_whole(stages: Iterable[Stage | type[Stage]], data_axes: Sequence[str]) -> frozenset[str]:
+    """Return the inputs that a stage does not cut into rows over all data axes."""
+    return frozenset(
+        source.name
+        for stage in stages
+        for source in (*stage.inputs.values(), *stage.prepare_inputs.values())
+        for axis, size in stage.axes.items()
+        if axis in data_axes and size > 1 and not isinstance(source.states.get(axis), Sharded)
+    )
 
 
 def _check_nested(source: Input, stage: Stage, data_axes: Sequence[str]) -> None:

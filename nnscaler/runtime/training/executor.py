@@ -21,12 +21,12 @@ from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.communication.parameter_reads import ParameterReads
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
+from nnscaler.runtime.program.load_python import last_place
 from nnscaler.runtime.role import (
     Input,
     RunContext,
     Stage,
     enter,
-    last_place,
     number_of,
     parse_schedule,
     place_of,

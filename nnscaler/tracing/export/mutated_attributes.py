@@ -1,12 +1,25 @@
-"""Python attributes that a module changes in forward: a program has their values of one step in every step."""
+"""Python attributes that a module changes in forward, and numbers that it draws from Python's generators: a program has
+those of one step in every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import dis
+import linecache
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
+
+from op_registry.spec import SourceLocation
+
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing.export.locations import location_of_frames
 
 _TORCH = frozenset(vars(nn.Module()))  # what every module has
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -46,20 +59,130 @@ def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None
                 changed[f"{path}.{name}" if path else name] = text
 
 
-def notes_of(changed: Mapping[str, str], again: Callable[[], Mapping[str, str] | None]) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Again:
+    """What forwards after the first one do, on the same batch, parameters and buffers.
+
+    changed  the attributes that the second one changes, by name
+    differs  the first result or buffer that is another one than the first forward's; "" where all are equal
+    places   where forward draws from Python's generators
+    """
+
+    changed: Mapping[str, str]
+    differs: str
+    places: Mapping[str, SourceLocation | None] = field(default_factory=dict)
+
+
+def told_of_attributes(
+    module: nn.Module, changed: Mapping[str, str], again: Again | None, specialise: bool
+) -> tuple[str, ...]:
     """Return one note for all that changes in every forward. What is set to one value in each is as good as a constant.
 
-    `again`: gives what a second forward changes; None where that is not known, and all are told.
+    `changed`: what the first forward changes. `again`: None where that is not known, and all are told.
+    Raises NnscalerError "trace_unfaithful" where what is changed changes results, unless the trace is `specialise`d.
     """
-    second = again() if changed else None
-    if second is not None:
-        changed = {name: text for name, text in changed.items() if name in second}
+    if again is not None and not again.differs:
+        changed = {name: text for name, text in changed.items() if name in again.changed}
     if not changed:
         return ()
-    listed = ", ".join(f"{name}: {text}" for name, text in list(changed.items())[:3]) + (
-        ", ..." if len(changed) > 3 else ""
-    )
-    return (f"forward changes attributes that are no buffers, and the program has the first step's values: {listed}",)
+    listed = _listed([f"{name}: {text}" for name, text in changed.items()])
+    if again is None or not again.differs or specialise:
+        return (f"forward changes attributes that are no buffers, and {_FIRST}: {listed}",)
+    message = f"forward changes attributes that are no buffers, and with them {again.differs} in the next forward; "
+    where = _place_of_change(module, next(iter(changed)))
+    raise NnscalerError("trace_unfaithful", f"{message}{_FIRST}: {listed}", where, _HELP_ATTRIBUTES)
+
+
+def told_of_draws(drawn: Iterable[str], again: Again | None, specialise: bool) -> tuple[str, ...]:
+    """Return one note for each of Python's generators that forward draws from. Raises as `told_of_attributes`.
+
+    `again`: forwards from other states of these generators.
+    """
+    notes = []
+    for name in drawn:
+        where = None if again is None else again.places.get(name)
+        if (again is None or again.differs) and not specialise:
+            message = f"forward draws numbers from `{name}`, not from torch, and {_FIRST} in every step"
+            raise NnscalerError("trace_unfaithful", message, where, _HELP_DRAWS)
+        notes.append(f"{where or 'the model'}: forward draws numbers from `{name}`, not from torch, and {_FIRST}")
+    return tuple(notes)
+
+
+_FIRST = "the program has the first step's values"
+_HELP_ATTRIBUTES = (
+    "keep what changes in a buffer (self.register_buffer, changed in place), or give it as an input of the batch; what "
+    "only a first forward does, do in build_model()"
+)
+_HELP_DRAWS = (
+    "draw with torch, as a tensor: `keep = (torch.rand(()) < p).to(x.dtype)`, and multiply by it or give it to "
+    "torch.where; or draw where the data is made, and give it as an input of the batch"
+)
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of Python's generators of random numbers: a program has none of them."""
+    numpy = sys.modules.get("numpy.random")
+    return {"random": random.getstate()} | ({} if numpy is None else {"numpy.random": numpy.get_state(legacy=False)})
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Go on from states that `generator_states` gave."""
+    random.setstate(states["random"])
+    if "numpy.random" in states:
+        sys.modules["numpy.random"].set_state(states["numpy.random"])
+
+
+@contextmanager
+def draws_kept(drawn: set[str]) -> Iterator[None]:
+    """Put Python's generators back where they were; `drawn`, filled then, has those that gave numbers."""
+    before = generator_states()
+    try:
+        yield
+    finally:
+        drawn.clear()
+        drawn |= {
+            name for name, state in generator_states().items() if pickle.dumps(state) != pickle.dumps(before.get(name))
+        }
+        set_generator_states(before)
+
+
+@contextmanager
+def draws_located(places: dict[str, SourceLocation | None]) -> Iterator[None]:
+    """While open, `places` gets the line that first draws from each of Python's generators."""
+
+    def located(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            places.setdefault(name, location_of_frames())
+            return draw(*args, **kwargs)
+
+        return drawn
+
+    with ExitStack() as stack:
+        for name in generator_states():
+            module = sys.modules[name]
+            owner = module.random.__self__
+            draws = {k: v for k, v in vars(module).items() if getattr(v, "__self__", None) is owner}
+            for attribute, draw in draws.items():
+                stack.enter_context(patch.object(module, attribute, located(name, draw)))
+        yield
+
+
+def _place_of_change(module: nn.Module, name: str) -> SourceLocation | None:
+    """Return the line of forward that sets an attribute."""
+    path, _, attribute = name.rpartition(".")
+    forward: Any = type(module.get_submodule(path)).forward
+    if not hasattr(forward, "__code__"):
+        return None
+    file = forward.__code__.co_filename
+    for found in dis.get_instructions(forward.__code__):
+        line = found.positions.lineno if found.positions else None
+        if line and found.opname == "STORE_ATTR" and found.argval == attribute:
+            return SourceLocation(file, line, linecache.getline(file, line).strip())
+    return None
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")
 
 
 def _plain(part: nn.Module) -> dict[str, Any]:

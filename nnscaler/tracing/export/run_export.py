@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import re
@@ -23,14 +24,14 @@ from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.runtime.start_autograd import start_autograd
 from nnscaler.runtime.training.autocast import AutocastUnknown
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_autograd_functions
 from nnscaler.tracing.export.known_values import KnownValues
-from nnscaler.tracing.export.locations import OURS, TORCH, location_of_exception
+from nnscaler.tracing.export.locations import OURS, TORCH, is_library, location_of_exception
 from nnscaler.tracing.export.loss_module import LossModule
-from nnscaler.tracing.export.mutated_attributes import attributes_kept
+from nnscaler.tracing.export.mutated_attributes import attributes_kept, draws_kept
 from nnscaler.tracing.export.recompute_regions import checkpoints_marked
 from nnscaler.tracing.export.vmaps import vmaps_expanded
 
@@ -147,6 +148,14 @@ _HELP_AUTOCAST = (
     "with torch.autocast(x.device.type, torch.bfloat16): ..."
 )
 _READS_NUMBER = "Could not extract specialized"
+_PAST_AUTOGRAD = (
+    "forward goes past autograd, by `.data` or torch.autograd.grad, and torch.export cannot follow it there"
+)
+_HELP_PAST = (
+    "change buffers under `with torch.no_grad():`, and a parameter after the step instead; put what takes a gradient "
+    "inside of forward, such as a penalty, in a function and register it: @nnscaler.register_op"
+)
+_PAST = re.compile(r"\.data\b|autograd\.grad\(")
 _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part that fails in a function and register it"
 
 
@@ -158,12 +167,14 @@ class Exported:
     opaque    by operator, the unregistered autograd.Functions that the program calls
     notes     for the user
     changed   by name, Python attributes that forward changes
+    drawn     Python's generators that it draws from
     """
 
     program: ExportedProgram
     opaque: Mapping[str, OpaqueFunction]
     notes: tuple[str, ...]
     changed: Mapping[str, str]
+    drawn: frozenset[str]
 
 
 def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: bool = False) -> Exported:
@@ -173,23 +184,23 @@ def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: boo
     `draft_export`), with a note. Otherwise that is an error: the program would be right for such batches only.
     Raises NnscalerError "trace_failed".
     """
-    changed: dict[str, str] = {}  # by the last forward that ran
+    changed, drawn = dict[str, str](), set[str]()  # by the last forward that ran
     with (
         checkpoints_marked() as checkpoints,
         opaque_autograd_functions(checkpoints) as opaque,
         more_fake_kernels(),
         vmaps_expanded(),
     ):
-        program, notes = _export_some_way(module, tensors, specialise, changed)
+        program, notes = _export_some_way(module, tensors, specialise, changed, drawn)
     notes = (*notes, *checkpoints.notes(), *opaque.notes())
-    return Exported(program, opaque.found, notes, changed)
+    return Exported(program, opaque.found, notes, changed, frozenset(drawn))
 
 
 def _export_some_way(
-    module: LossModule, tensors: tuple[Tensor, ...], specialise: bool, changed: dict[str, str]
+    module: LossModule, tensors: tuple[Tensor, ...], specialise: bool, changed: dict[str, str], drawn: set[str]
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Export as eager runs; where that fails, as the model runs when it is told that it is exported."""
-    eager, exporting = (partial(_around, module.model, changed, eager) for eager in (True, False))
+    eager, exporting = (partial(_around, module.model, changed, drawn, eager) for eager in (True, False))
     module.around = eager
     first = _attempt(module, tensors)
     if isinstance(first, ExportedProgram):
@@ -198,6 +209,8 @@ def _export_some_way(
     second = _attempt(module, tensors)
     if isinstance(second, ExportedProgram):
         return second, (f"{_place(first)}: {_NOT_EAGER} ({type(first).__name__})",)
+    if _FAKE_CONSTANT in str(first):
+        raise NnscalerError("trace_failed", _PAST_AUTOGRAD, _line_past_autograd(module.model), _HELP_PAST) from None
     if not isinstance(first, _DATA_DEPENDENT):
         raise _trace_failed(first, _HELP_OTHER) from None
     help_text = _HELP_LABELS if _LABEL.search(_line(first)) else _HELP_DATA
@@ -223,15 +236,29 @@ def _attempt(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram
 
 
 @contextlib.contextmanager
-def _around(model: nn.Module, changed: dict[str, str], eager: bool) -> Iterator[None]:
+def _around(model: nn.Module, changed: dict[str, str], drawn: set[str], eager: bool) -> Iterator[None]:
     """Around each forward of the model. Attributes are compared before export puts some of them back."""
     changed.clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_kept(model, changed))
+        stack.enter_context(draws_kept(drawn))
         if eager:
             known = stack.enter_context(KnownValues())
             stack.enter_context(as_eager(known.is_known))
         yield
+
+
+def _line_past_autograd(model: nn.Module) -> SourceLocation | None:
+    """Return the first line of a forward of the user's that looks as if it were the cause: export names none."""
+    for kind in dict.fromkeys(type(part) for part in model.modules()):
+        code = getattr(kind.forward, "__code__", None)
+        if code is None or is_library(code.co_filename):
+            continue
+        lines, first = inspect.getsourcelines(code)
+        for number, line in enumerate(lines, first):
+            if _PAST.search(line):
+                return SourceLocation(code.co_filename, number, line.strip())
+    return None
 
 
 def _line(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing.passes.dataflow import mark_needs_grad, own_results, remove_dead_code, sum_before_cast
-from nnscaler.tracing.passes.decompositions import lower_attention_dropout, lower_batch_norm, lower_embedding_bag
+from nnscaler.tracing.passes.decompositions import lower_attention_dropout, lower_batch_norm, lower_embeddings
 from nnscaler.tracing.passes.in_place import to_values
 from nnscaler.tracing.passes.lower_cross_entropy import lower_cross_entropy
 from nnscaler.tracing.passes.normal_forms import drop_identities, spell_promotions, spell_shapes, tile_slices
@@ -20,7 +20,7 @@ def run_passes(raw: RawGraph) -> Graph:
     graph = lower_random_draws(graph)
     graph = lower_cross_entropy(graph)
     graph = lower_attention_dropout(graph)
-    graph = lower_embedding_bag(graph)
+    graph = lower_embeddings(graph)
     graph = sum_before_cast(own_results(tile_slices(graph)))
     return mark_needs_grad(remove_dead_code(graph))
 

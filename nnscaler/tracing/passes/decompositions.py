@@ -158,7 +158,7 @@ class _Lowering:
 
 # `aten.embedding_bag` becomes `nnscaler.embedding_bag`, which has the one result that models use.
 # Bags of one length, which `torch.nn.functional.embedding_bag` spells as a flat list of ids and an `arange` of
-# offsets, become a table of ids again, whose rows can be split.
+# offsets, become a table of ids again, whose rows can be split. Gradients are dense: `sparse=True` is left out.
 
 _NAMES = (
     "weight",
@@ -171,17 +171,24 @@ _NAMES = (
     "include_last_offset",
     "padding_idx",
 )
+_SPARSE = 4  # its position in the arguments of an embedding
 
 
-def lower_embedding_bag(graph: Graph) -> Graph:
-    """Calls whose other results (which bag an entry is in, sizes of bags, places of maxima) nobody reads."""
+def lower_embeddings(graph: Graph) -> Graph:
+    """Embeddings with dense gradients, and bags whose other results (which bag an entry is in, sizes of bags, places of
+    maxima) nobody reads."""
     builder = Builder(graph)
     read = {name for operation in graph.operations for name in operation.inputs} | graph.ends
     producers = {name: operation for operation in graph.operations for name in operation.outputs if name is not None}
     for operation in graph.operations:
         kind = operation.operator
         bag = kind in ("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
-        if not bag or not _lowered(operation, builder, read, producers):
+        if kind == "aten.embedding.default":
+            args, kwargs = builder.references(operation)
+            kwargs = {name: value for name, value in kwargs.items() if name != "sparse"}
+            output = builder.source.tensors[operation.outputs[0] or ""]
+            builder.emit(kind, args[:_SPARSE], kwargs, outputs=(output,), like=operation, name=operation.name)
+        elif not bag or not _lowered(operation, builder, read, producers):
             builder.keep(operation)
     return builder.finish()
 
@@ -189,8 +196,11 @@ def lower_embedding_bag(graph: Graph) -> Graph:
 def _lowered(operation: Operation, builder: Builder, read: set[str], producers: dict[str, Operation]) -> bool:
     args, kwargs = builder.references(operation)
     given: dict[str, Any] = dict(zip(_NAMES, args, strict=False)) | kwargs
-    counts_ids = given.get("scale_grad_by_freq") or given.get("sparse")
-    if counts_ids or operation.outputs[0] is None or any(o in read for o in operation.outputs[1:] if o is not None):
+    if (
+        given.get("scale_grad_by_freq")
+        or operation.outputs[0] is None
+        or any(o in read for o in operation.outputs[1:] if o is not None)
+    ):
         return False
     indices, offsets, weights = given["indices"], given["offsets"], given.get("per_sample_weights")
     length = _bag_length(producers.get(offsets.name), builder.tensor(indices.name).elements)

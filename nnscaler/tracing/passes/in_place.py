@@ -38,6 +38,7 @@ DROPOUTS = frozenset(
     f"aten.{name}.default" for name in "dropout feature_dropout alpha_dropout feature_alpha_dropout".split()
 )
 
+_REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}  # dtypes of the parts
 Emit = Callable[[str, tuple[Any, ...], LogicalTensor], str]
 
 
@@ -65,12 +66,7 @@ def write_through(view: Operation, output: int, base: LogicalTensor, value: Logi
     scattered = _scatter(kind, args, kwargs, output, base, value, emit)
     if scattered is not None:
         return scattered
-    raise NnscalerError(
-        "trace_failed",
-        f"an in-place change through {kind} cannot be traced",
-        where=view.where,
-        help="write it without the in-place operator",
-    )
+    raise _unwritable(view, f"an in-place change through {kind} cannot be traced")
 
 
 def _scatter(
@@ -89,8 +85,20 @@ def _scatter(
 
     old, new = TensorName(base.name), TensorName(value.name)
 
+    def scatter(operator: str, dim: int, *rest: Any) -> str:
+        dim %= len(base.shape)
+        if base.dtype not in _REAL:
+            return emit(operator, (old, new, dim, *rest), base)
+        # of complex numbers torch gives these no backward
+        pairs = [replace(t, shape=(*t.shape, 2), dtype=_REAL[base.dtype]) for t in (base, value)]
+        parts = [
+            TensorName(emit("aten.view_as_real.default", (name,), pair))
+            for name, pair in zip((old, new), pairs, strict=True)
+        ]
+        return emit("nnscaler.view_as_complex", (TensorName(emit(operator, (*parts, dim, *rest), pairs[0])),), base)
+
     def slice_scatter(dim: int, start: int, stop: int, step: int = 1) -> str:
-        return emit("aten.slice_scatter.default", (old, new, dim, start, stop, step), base)
+        return scatter("aten.slice_scatter.default", dim, start, stop, step)
 
     if kind == "aten.slice.Tensor":
         dim = get(1, "dim", 0) % len(base.shape)
@@ -101,9 +109,9 @@ def _scatter(
         start %= max(base.shape[dim], 1)
         return slice_scatter(dim, start, start + length)
     if kind == "aten.select.int":
-        return emit("aten.select_scatter.default", (old, new, args[1], args[2]), base)
+        return scatter("aten.select_scatter.default", args[1], args[2])
     if kind == "aten.unbind.int":
-        return emit("aten.select_scatter.default", (old, new, get(1, "dim", 0), output), base)
+        return scatter("aten.select_scatter.default", get(1, "dim", 0), output)
     if kind == "aten.diagonal.default":
         rest = (get(1, "offset", 0), get(2, "dim1", 0), get(3, "dim2", 1))
         return emit("aten.diagonal_scatter.default", (old, new, *rest), base)
@@ -136,12 +144,14 @@ def functional_form(
     kwargs: dict[str, Any],
     tensors: Callable[[str], LogicalTensor],
 ) -> list[Step]:
-    """Return the steps that give what the written tensor (`args[0]`) is worth afterwards, in its dtype and shape.
+    """Return the steps that give what the written tensor (`args[0]`, or `out`) is worth afterwards, in its dtype
+    and shape.
 
     Raises NnscalerError "trace_failed" when the operator has no functional form.
     """
     packet = operation.operator.split(".")[1]
-    target = tensors(args[0].name)
+    out, kwargs = kwargs.get("out"), {name: value for name, value in kwargs.items() if name != "out"}
+    target = tensors((out or args[0]).name)
     if packet == "copy_":
         return _fit(args[1], target, tensors)
     if packet == "zero_":
@@ -153,6 +163,8 @@ def functional_form(
     operator = _without_underscore(operation)
     result = infer(operator, args, kwargs, tensors)[0]
     assert result is not None, operator
+    if out and result[0] != target.shape:  # torch would give it other memory
+        raise _unwritable(operation, f"{operation.operator} gives {list(result[0])} for an out of {list(target.shape)}")
     steps: list[Step] = [(operator, args, kwargs)]
     if result[1] != target.dtype:
         steps.append(("aten.to.dtype", (..., DType(target.dtype)), {}))
@@ -179,14 +191,9 @@ def _without_underscore(operation: Operation) -> str:
         packet = packet[:-1]
     for candidate in (packet, f"{packet}_functional"):
         for name in _overloads(namespace, candidate, overload):
-            if name != operation.operator and _kinds(name) == _kinds(operation.operator):
+            if not written_inputs(name) and _kinds(name) == _kinds(operation.operator):
                 return name
-    raise NnscalerError(
-        "trace_failed",
-        f"the in-place operator {operation.operator} cannot be traced",
-        where=operation.where,
-        help="write it without the in-place operator",
-    )
+    raise _unwritable(operation, f"the in-place operator {operation.operator} cannot be traced")
 
 
 def _overloads(namespace: str, packet: str, first: str) -> list[str]:
@@ -197,9 +204,9 @@ def _overloads(namespace: str, packet: str, first: str) -> list[str]:
 
 
 def _kinds(operator: str) -> list[str]:
-    """Return the types of an operator's arguments."""
+    """Return the types of an operator's arguments, without `out`."""
     schema = torch_operator(operator)._schema  # type: ignore[attr-defined]
-    return [str(argument.type) for argument in schema.arguments]
+    return [str(argument.type) for argument in schema.arguments if not argument.is_out]
 
 
 def to_values(raw: RawGraph) -> Graph:
@@ -220,9 +227,10 @@ def to_values(raw: RawGraph) -> Graph:
 def _written_names(operation: Operation) -> list[str]:
     if operation.operator == RUNNING_STATISTIC:
         return [statistic_written(operation)[0]]
-    args, _kwargs = references(operation)
+    args, kwargs = references(operation)
     positions = written_inputs(operation.operator)
-    return [r.name for p in positions if p < len(args) for r in instances_in(args[p], TensorName)]
+    written = (*(args[p] for p in positions if p < len(args)), *(kwargs["out"] for _ in positions if "out" in kwargs))
+    return [r.name for argument in written for r in instances_in(argument, TensorName)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +333,7 @@ class _Values:
         new_args = tuple(map_references(a, current) for a in args)
         new_kwargs = {k: map_references(v, current) for k, v in kwargs.items()}
         source = self.raw.graph.tensors
-        value = new_args[0].name
+        value = self.value(target)
         form = functional_form(operation, new_args, new_kwargs, self.builder.tensor)
         for operator, form_args, form_kwargs in form:
             ready = tuple(TensorName(value) if a is ... else a for a in form_args)

@@ -95,9 +95,7 @@ class PartEngine(Engine):
 
     def forward(self, inputs: Mapping[str, Tensor], training: bool) -> PartCall:
         """Run forward of this data part's rows. Every rank calls it. Raises as `Engine.step`."""
-        local = [(name, tuple(tensor.shape)) for name, tensor in inputs.items()]
-        whole = {name: tensor for name, tensor in inputs.items() if name not in self._carried}
-        shapes, rows = agreed(local, self.communicator, self._carried, self.data_part.index, whole)
+        shapes, rows = agreed(inputs, self.communicator, self._carried, self.data_part)
         zeros = {name: self._zeros(name, kind, rows) for name, kind in self._kinds_for(shapes, inputs).items()}
         before = dict(self._buffers)
         running, given = self._prepared(self._cast({**inputs, **zeros}), training=training)

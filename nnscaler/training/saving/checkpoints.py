@@ -45,6 +45,7 @@ from nnscaler.runtime.training.saving.checkpoint import (
     telling,
 )
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, part_of, write_part
+from nnscaler.training.check_replicas import check_same_objects
 from nnscaler.training.engine import Engine
 from nnscaler.training.saving.checkpoint_rotation import RunFolder
 from nnscaler.training.saving.optimizer_state import Entries, optimizer_entries, read_optimizer, root_of
@@ -115,14 +116,20 @@ class Checkpoints:
         self._requested = False
         self._score: float | None = None
         self._more: dict[str, Stateful] = {}
+        self._loaded: Path | None = None
         self._saving: _Saving | None = None
         self._room: dict[tuple[str, ...], Tensor] = {}  # copies of what is written in the background
 
     # -- what a loop calls ----------------------------------------------------------------------------------------
 
     def register(self, name: str, state: Stateful) -> None:
-        """Keep the state of another object in each checkpoint, and give it back in `load`."""
+        """Keep the state of another object in each checkpoint, and give it back in `load`; at once after one, where the
+        checkpoint that was loaded has it."""
         self._more[name] = state
+        if self._loaded is not None:
+            with as_user_error("cannot_read"):
+                opened = Folder(self._loaded)
+                _read_parts(opened, {name: state} if name in opened.contents.objects else {})
 
     def request(self) -> None:
         """Let the next `save` save, whether its step is due or not. Every rank calls it."""
@@ -154,6 +161,8 @@ class Checkpoints:
             return False
         self.finish()
         self._requested = False
+        if self._more and engine.world_size > 1:
+            check_same_objects(engine.communicator, {name: part.state_dict() for name, part in self._more.items()})
         parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler, **self._more}
         given = {name: part for name, part in parts.items() if part is not None}
         shards, objects = self._begin(step, engine.communicator, lambda: self._entries(engine, optimizer, given))
@@ -229,6 +238,7 @@ class Checkpoints:
                 error = raised
             everywhere(communicator, error, f"loading {path}")
             check_known(engine, opened)
+        self._loaded = path
         return chosen
 
     def steps(self) -> list[int]:

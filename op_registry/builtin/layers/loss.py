@@ -218,11 +218,11 @@ def _localize_ctc(call: Call, shards: Shards) -> Call:
 
 
 def _localize_pick(call: Call, shards: Shards) -> Call:
-    """The first class of the block."""
-    axes = shards.get("c")
+    """The first class of the block, and how many classes there are."""
+    axes, classes = shards.get("c"), tensor(call, 0, "logits").shape[1]
     if not axes:
         return call
-    return call.replace(3, "first_class", block_start("c", tensor(call, 0, "logits").shape[1], axes))
+    return call.replace(3, "first_class", block_start("c", classes, axes)).replace(4, "classes", classes)
 
 
 _CE = (

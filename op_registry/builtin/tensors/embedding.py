@@ -94,7 +94,8 @@ def _localize_embedding(call: Call, shards: Shards) -> Call:
         return call
     weight, ids = tensor(call, 0, "weight"), tensor(call, 1, "indices")
     first = block_start("v", weight.shape[0], axes)
-    return Call("nnscaler.embedding_block", (weight, ids, call.get(2, "padding_idx", -1), first), {}, call.outputs)
+    block = (weight, ids, call.get(2, "padding_idx", -1), first, weight.shape[0])
+    return Call("nnscaler.embedding_block", block, {}, call.outputs)
 
 
 def _bag(call: Call) -> str:

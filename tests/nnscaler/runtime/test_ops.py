@@ -17,7 +17,8 @@ def cross_entropy(blocks: list[Tensor], labels: Tensor, ignore_index: int) -> Te
     starts = [sum(widths[:i]) for i in range(len(blocks))]
     m = torch.stack([ops.ce_max(b) for b in blocks]).amax(0)
     s = torch.stack([ops.ce_sumexp(b, m) for b in blocks]).sum(0)
-    pieces = [ops.ce_pick(b, labels, ignore_index, first) for b, first in zip(blocks, starts, strict=True)]
+    classes = sum(widths)
+    pieces = [ops.ce_pick(b, labels, ignore_index, first, classes) for b, first in zip(blocks, starts, strict=True)]
     t = torch.stack(pieces).sum(0)
     return ops.ce_tail(s, m, t, labels, ignore_index) / ops.ce_count(labels, ignore_index)
 
@@ -35,6 +36,23 @@ def test_cross_entropy(widths: tuple[int, ...], ignore_index: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("label", [-1, 9])
+def test_a_label_that_is_no_class_is_refused(label: int) -> None:
+    """As torch does, also where each block of classes takes it for another one's."""
+    logits, labels = torch.randn(2, 9), torch.tensor([label, 1])
+    for widths in ([9], [3, 3, 3]):
+        with pytest.raises(RuntimeError, match=r"a label is not in range\(9\)"):
+            cross_entropy(list(logits.split(widths, 1)), labels, -100)
+    with pytest.raises(RuntimeError, match=r"a label is not in range\(9\)"):
+        ops.ce_pick(logits, labels, -100)
+
+
+@pytest.mark.parametrize("number", [-1, 8])
+def test_an_id_without_an_embedding_is_refused(number: int) -> None:
+    with pytest.raises(RuntimeError, match=r"id of an embedding is not in range\(8\)"):
+        ops.embedding_block(torch.randn(4, 3), torch.tensor([0, number]), -1, 4, 8)
+
+
 def test_cross_entropy_of_half_precision_is_computed_in_float32() -> None:
     logits = torch.randn(5, 40).bfloat16()
     labels = torch.arange(5)
@@ -48,7 +66,7 @@ def test_embedding_block(padding: int, blocks: int) -> None:
     weight = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[0, 5, 1], [7, 5, 4]])
     rows = 8 // blocks
-    pieces = [ops.embedding_block(w, ids, padding, i * rows) for i, w in enumerate(weight.split(rows))]
+    pieces = [ops.embedding_block(w, ids, padding, i * rows, 8) for i, w in enumerate(weight.split(rows))]
     out = torch.stack(pieces).sum(0)
     expected = F.embedding(ids, weight, padding_idx=None if padding < 0 else padding)
     assert torch.equal(out, expected)

@@ -42,9 +42,35 @@ class ReadsNumber(Model):
         return self.proj(x).sum() * torch.full((2,), self.proj(x).sum().item()).sum()
 
 
+class Codes(Model):
+    """A codebook that follows its codes, written past autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        self.codes.data.mul_(0.9).add_(h.mean(0).detach(), alpha=0.1)
+        return (h - self.codes).square().sum()
+
+
+class Penalty(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.proj(x).tanh().sum(), x, create_graph=True)
+        return self.proj(x).sum() + slope.square().sum()
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "line"),
     [
+        (Codes, "forward goes past autograd", "self.codes.data.mul_(0.9).add_(h.mean(0).detach(), alpha=0.1)"),
+        (
+            Penalty,
+            "forward goes past autograd",
+            "(slope,) = torch.autograd.grad(self.proj(x).tanh().sum(), x, create_graph=True)",
+        ),
         (WrongShape, "reduction dim", "return self.proj(x[:, :3]).sum()"),
         (SelectsByValue, "shape depends on data", "return h[h > 0].sum()"),
         (

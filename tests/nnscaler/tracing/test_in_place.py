@@ -132,9 +132,34 @@ class KeepsDtype(nn.Module):
         return h.float().sum()
 
 
+class ComplexParts(Model):
+    """As a Fourier layer keeps the lowest frequencies: torch has no backward of a complex slice_scatter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.proj(x))
+        kept = torch.zeros_like(spectrum)
+        kept[:, 1:3] = spectrum[:, :2] * 1j
+        kept[:, -1] = spectrum[:, 0]
+        return torch.fft.irfft(kept, n=8).tanh().sum()
+
+
+class IntoOut(Model):
+    """As `normalize(..., out=...)` of spectral norm does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        with torch.no_grad():
+            scale = torch.empty(4, 8)
+            torch.div(h, 2.0 + h.abs(), out=scale)
+            torch.add(scale, 1, out=scale)
+        return (h * scale).sum()
+
+
 @pytest.mark.parametrize(
     "kind",
     [
+        ComplexParts,
+        IntoOut,
         ShiftRight,
         ThroughTwoViews,
         SeenThroughAliases,
@@ -171,6 +196,19 @@ class Constant(Model):
         factors = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
         factors[0] = 3
         return (self.proj(x) * factors).sum()
+
+
+class Normed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.utils.parametrizations.spectral_norm(self.proj)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).tanh().sum()
+
+
+def test_spectral_norm_goes_on_in_training() -> None:
+    assert {name.rsplit("_", 1)[-1] for name, _ in traced(Normed()).updates} == {"u", "v"}
 
 
 def test_a_constant_is_copied_before_it_is_written() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,7 +61,7 @@ def test_a_hook_that_nothing_can_try() -> None:
 
 
 def test_hooks_that_are_there_before() -> None:
-    model = Counts()
+    model = Counts(matters=False)
     handle = model.proj.weight.register_hook(lambda g: g * 2)
     with pytest.raises(NnscalerError, match=r"the parameter proj\.weight has a hook"):
         trace(model, (X,))
@@ -73,24 +75,97 @@ def test_hooks_that_are_there_before() -> None:
 
 
 class Counts(Model):
-    def __init__(self) -> None:
+    def __init__(self, matters: bool = True) -> None:
         super().__init__()
+        self.matters = matters
         self.steps, self.seen, self.name = 0, [7], "model"
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
         self.seen.append(self.steps)
         self.name = "mod" + "el"
-        return self.proj(x).sum() * self.steps
+        return self.proj(x).sum() * (self.steps if self.matters else 1)
 
 
 def test_attributes_that_forward_changes() -> None:
-    model = Counts()
+    model = Counts(matters=False)
     with pytest.warns(UserWarning, match="forward changes attributes that are no buffers"):
         traced = trace(model, (X,))
     assert "steps: 0 -> 1" in traced.notes[0] and "seen: 1 items -> 2 items" in traced.notes[0]
     assert "name" not in traced.notes[0]
     assert (model.steps, model.seen) == (0, [7])  # as if it had not been traced
+
+
+class Initialises(Model):
+    """As an ActNorm does: the first batch decides, a flag that is no buffer says that it has been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(6))
+        self.ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        if not self.ready:
+            self.shift.copy_(-h.mean(0).detach())
+            self.ready = True
+        return (h + self.shift).square().sum()
+
+
+class Follows(Model):
+    """What one forward leaves behind, the next one reads."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        mixed = h if self.last is None else h + self.last
+        self.last = h.detach()
+        return mixed.square().sum()
+
+
+class Drops(Model):
+    """Leaves its layer out by chance, and with no chance at all."""
+
+    def __init__(self, chance: float, generator: str = "random") -> None:
+        super().__init__()
+        self.chance, self.generator = chance, generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (random.random() if self.generator == "random" else numpy.random.rand()) < self.chance:
+            return x.sum() + 0 * self.proj(x).sum()
+        return self.proj(x).sum()
+
+
+_STATE = {
+    "a counter": (Counts, "with them the loss differs in the next forward.*steps: 0 -> 1", "self.steps += 1"),
+    "a flag": (Initialises, "ready: False -> True", "self.ready = True"),
+    "a tensor": (Follows, "last: nothing -> a tensor of shape", "self.last = h.detach()"),
+    "random": (lambda: Drops(0.5), "draws numbers from `random`, not from torch", "if (random.random()"),
+    "numpy": (lambda: Drops(0.5, "numpy"), "from `numpy.random`, not from torch", "if (random.random()"),
+}
+
+
+@pytest.mark.parametrize("case", _STATE)
+def test_state_of_python_that_changes_results(case: str) -> None:
+    """Every step of a program would compute what the first one does."""
+    make, message, line = _STATE[case]
+    model = make()
+    before = random.getstate()
+    with pytest.raises(NnscalerError, match=message) as caught:
+        trace(model, (X,))
+    assert caught.value.code == "trace_unfaithful"
+    assert caught.value.where is not None and caught.value.where.text.startswith(line)
+    assert random.getstate() == before
+    with pytest.warns(UserWarning, match="the program has the first step's values"):
+        trace(make(), (X,), specialise=True)
+
+
+def test_draws_of_python_that_change_nothing() -> None:
+    with pytest.warns(
+        UserWarning, match=r"test_side_effects\.py:\d+.*: forward draws numbers from `random`, not from torch"
+    ):
+        assert len(trace(Drops(0.0), (X,)).notes) == 1
 
 
 def test_a_tensor_that_forward_leaves_behind() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from op_registry.annotation.splits import balanced
 
@@ -160,6 +161,41 @@ def test_worker_processes_change_nothing(kind: str) -> None:
     assert numbers(next(ahead)) == numbers(next(rest))
     assert worked.state_dict() == own.state_dict()  # what the worker has read ahead is not handed out
     assert [numbers(batch) for batch in ahead] == [numbers(batch) for batch in rest]
+
+
+class Split(IterableDataset[torch.Tensor]):
+    """As torch's pages have it: each worker reads a part of its own. In an order of chance, if asked."""
+
+    def __init__(self, shuffled: bool = False) -> None:
+        self.shuffled = shuffled
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        numbers = list(range(23) if worker is None else range(worker.id, 23, worker.num_workers))
+        if self.shuffled:
+            random.shuffle(numbers)
+        yield from torch.tensor(numbers)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_several_workers_read_one_stream(shuffled: bool) -> None:
+    """Each of them reads all of it: of a part of its own it would leave out what is another one's batch."""
+    batches = steps(made(Split(shuffled), 1, workers=2))
+    assert sorted(flat(batches)) == list(range(23))
+    assert shuffled or flat(batches) == list(range(23))
+
+
+class OwnChance(Split):
+    """Draws from a generator that nothing seeds."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.tensor(random.Random().sample(range(23), 23))
+
+
+def test_workers_that_read_other_samples_are_told() -> None:
+    with pytest.raises(NnscalerError, match="two workers read other samples of the stream") as caught:
+        steps(made(OwnChance(), 1, workers=2))
+    assert caught.value.code == "batch_differs"
 
 
 def test_an_epoch_can_be_chosen() -> None:

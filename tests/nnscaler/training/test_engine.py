@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import nnscaler
 import verify
@@ -18,6 +19,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.training.batch import DataPart
+from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_runner import EngineSettings
 from tests.sampling import every
@@ -82,7 +84,7 @@ def on_ranks(program: Program, work: Callable[[Engine], Any], settings: EngineSe
 
 
 def eager(module: nn.Module, batches: Sequence[dict[str, Tensor]], **options: Any) -> list[float]:
-    module.double()
+    convert_floats(module, torch.float64)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
     losses = []
     for whole in batches:
@@ -115,6 +117,47 @@ def test_the_curve_is_that_of_the_eager_model(plan: str, ranks: int) -> None:
     batches = [batch(12, seed) for seed in range(5)]
     expected = eager(model(), batches)
     for losses in on_ranks(compiled(model(), plan, ranks), lambda engine: curve(engine, batches)):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class Fourier(Model):
+    """A complex parameter: its gradients count in the norm, with both parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6), y)
+
+
+class Ids(Model):
+    """Embeddings with `sparse=True`, for which a program has dense gradients."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.ids, self.bags = nn.Embedding(3, 6, sparse=sparse), nn.EmbeddingBag(3, 6, mode="sum", sparse=sparse)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + self.ids(y) + self.bags(y[:, None]), y)
+
+
+class Mixes(Model):
+    """Reads rows of other data parts, which a rank is then given too."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + x.sort(0).values.flip(0), y)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "tp=2"])
+@pytest.mark.parametrize("kind", [Fourier, Ids, Mixes])
+def test_curves_of_models_that_are_not_as_others(kind: type[Model], plan: str) -> None:
+    torch.manual_seed(0)
+    module, batches = kind(), [batch(rows, rows) for rows in (12, 12, 5, 1)]
+    plain = Ids(sparse=False) if isinstance(module, Ids) else kind()
+    plain.load_state_dict(module.state_dict())
+    expected = eager(plain, batches)
+    for losses in on_ranks(compiled(module, plan, 2), lambda engine: curve(engine, batches)):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
@@ -182,6 +225,41 @@ def test_an_input_that_is_no_rows_of_the_batch_has_the_same_values_on_all_ranks(
     assert len(set(on_ranks(program, lambda engine: work(engine, False)))) == 1
     with pytest.raises(NnscalerError, match="'shift' has other values on rank 1 than on rank 0"):
         on_ranks(program, lambda engine: work(engine, True))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_ranks_of_one_data_part_have_the_same_rows(plan: str) -> None:
+    """Random numbers of a dataset that differ between them give gradients of no batch at all."""
+    program = compiled(model(), plan, 2)
+    rows = [batch(12, seed) for seed in (0, 0, 1)]
+
+    def work(engine: Engine, step: int) -> None:
+        engine.step(rows[step + engine.rank])
+
+    on_ranks(program, lambda engine: work(engine, 0))
+    with pytest.raises(NnscalerError, match=r"'x' has other values on rank 1 .*one data part between them") as caught:
+        on_ranks(program, lambda engine: work(engine, 1))
+    assert caught.value.code == "batch_differs"
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """24 samples, from the rank's own place on or all of them."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        whole = batch(24)
+        return iter([{name: tensor[i] for name, tensor in whole.items()} for i in range(self.start, 24)])
+
+
+def test_a_stream_that_is_read_by_parts_is_refused() -> None:
+    """Every part takes its rows of the whole stream: of one that a rank has a part of, samples would be left out."""
+    program = compiled(model(), "dp=2", 2)
+    on_ranks(program, lambda engine: [engine.step(rows) for rows in engine.loader(Stream(0), 12)])
+    with pytest.raises(NnscalerError, match="reads other samples of the stream than rank") as caught:
+        on_ranks(program, lambda engine: next(iter(engine.loader(Stream(engine.rank), 12))))
+    assert caught.value.code == "batch_differs"
 
 
 @pytest.mark.long

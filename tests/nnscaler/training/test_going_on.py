@@ -72,6 +72,42 @@ class Rates:
         self.of_next.append(trainer.optimizer.param_groups[0]["lr"])
 
 
+class Average:
+    """An average of the parameters, as hooks keep one."""
+
+    def __init__(self) -> None:
+        self.mean: dict[str, Tensor] = {}
+
+    def start(self, trainer: Trainer) -> None:
+        self.mean = {name: p.detach().clone() for name, p in trainer.engine.parameters.items()}
+        assert trainer.checkpoints is not None
+        trainer.checkpoints.register("average", self)
+
+    def step(self, trainer: Trainer) -> None:
+        for name, parameter in trainer.engine.parameters.items():
+            self.mean[name].lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.mean)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = dict(state)
+
+
+def test_what_a_hook_registers_goes_on_too(tmp_path: Path) -> None:
+    """`on_start` is called when the checkpoint has been loaded."""
+
+    def average(folder: Path, *ends: int) -> dict[str, Tensor]:
+        for steps in ends:
+            kept = Average()
+            hooks = {"on_start": [kept.start], "on_step": [kept.step]}
+            fit(hooks=hooks, steps=steps, checkpoints={"folder": str(folder)})
+        return kept.mean
+
+    whole, parts = average(tmp_path / "whole", 8), average(tmp_path / "parts", 3, 8)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_schedule_of_epochs_goes_on_after_the_last_batch_of_one(stream: bool, accumulation: int) -> None:

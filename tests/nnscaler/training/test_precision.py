@@ -126,6 +126,30 @@ def test_masters_move_where_half_precision_stands_still() -> None:
     assert min(stuck) > 0.8
 
 
+def test_a_scale_beyond_the_losss_dtype_is_halved_until_it_is_not() -> None:
+    """As torch's: its first scale, 2 ** 16, is infinite in float16."""
+    program = nnscaler.parallelize(
+        nn.Sequential(nn.Linear(4, 1), Mean()), (torch.ones(4, 4),), ranks=1, plan="dp=1", precision="float16"
+    )
+
+    def work(engine: Engine) -> tuple[list[float], bool]:
+        scaler, optimizer = LossScaler(engine), torch.optim.SGD(list(engine.parameters.values()), lr=0.125)
+        made = []
+        for _ in range(2):
+            engine.step((torch.ones(4, 4),))
+            made.append(scaler.step(optimizer))
+            scaler.update()
+            engine.zero_grad()
+        return [scaler.scale], made == [False, True]
+
+    assert on_ranks(program, work) == [([2.0**15], True)]
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
 class Overflowing(nn.Module):
     """Its gradient is infinite in float16 where the input is large."""
 

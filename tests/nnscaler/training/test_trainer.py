@@ -35,6 +35,15 @@ class Model(torch.nn.Module):
         return F.cross_entropy(self.second(h), labels)
 
 
+class Shifted(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.ones(6))
+
+    def forward(self, x, labels):
+        return super().forward(x + self.shift, labels)
+
+
 class Points(torch.utils.data.Dataset):
     def __init__(self, count, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -60,6 +69,28 @@ def broken():
     points = Points(44, 0)
     points.x[30] = float("nan")
     return points
+
+
+class Branches(Model):
+    def forward(self, x, labels):
+        x = -x if x.mean() > 0 else x
+        return super().forward(x, labels)
+
+
+class Counts(Model):
+    seen = 0
+
+    def forward(self, x, labels):
+        self.seen += 1
+        return super().forward(x, labels)
+
+
+def more():
+    return [{**row, "id": i} for i, row in enumerate(Points(44, 0))]
+
+
+def wide():
+    return [{**row, "x": row["x"].double()} for row in Points(44, 0)]
 
 
 class Raising(Points):
@@ -99,9 +130,7 @@ def tell_rate(trainer):
 
 
 def slow(trainer):
-    import time
-
-    time.sleep(0.5)
+    __import__("time").sleep(0.5)
 """
 RUN = """\
 model = "model.py"
@@ -261,7 +290,10 @@ def test_steps_are_profiled(folder: Path) -> None:
 BAD = {
     "--model=none.py": "there is no file 'none.py'",
     "--data.source=model.py::nothing": "has no function nothing()",
-    "--data.source=model.py::raising": "model.py:48   return",
+    "--data.source=model.py::raising": "model.py:79   return",
+    "--data.source=model.py::wide": "help: the rows have x as float64, and the model is float32",
+    "--data.source=model.py::more": "help: let a row of the data have what forward takes",
+    "--model=model.py::Branches": "in a function and register it: @nnscaler.register_op\n",
     "--optimizer.name=AdamX": "torch.optim has no such class",
     "--optimizer.momentun=1": "AdamW takes no 'momentun', which [optimizer] sets",
     "--schedule.name=Cosine": "`schedule.name` is 'Cosine'",
@@ -274,12 +306,23 @@ BAD = {
 }
 
 
+def test_a_note_on_the_model_is_a_warning_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--model=model.py::Counts", "--steps=1", "--schedule.total_steps=1") == 0
+    assert capsys.readouterr().err.startswith("warning: forward changes attributes that are no buffers")
+
+
+def test_a_buffer_that_is_not_cast_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--model=model.py::Shifted", "--steps=1", "--dtype=", "--precision.param=bfloat16") == 2
+    told = capsys.readouterr().err
+    assert "(model.py:15  `h = F.dropout(" in told and "buffers stay as they are, and `shift` is float32" in told
+
+
 @pytest.mark.parametrize("word", BAD)
 def test_what_cannot_be_trained_is_told(
     folder: Path, word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert train(word, "--steps=1", "--validation.every=0") == 2
+    assert train(word, "--steps=1", "--validation.every=0", "--dtype=") == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert BAD[word] in told

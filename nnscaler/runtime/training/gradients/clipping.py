@@ -38,7 +38,8 @@ def gradient_norm(stages: Sequence[Stage], communicator: Communicator, norm_type
     """
     if not norm_type > 0:
         raise ProgramError(f"a norm of type {norm_type} does not exist: it must be positive")
-    own = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in _counted(stages)]
+    wide = {False: torch.float64, True: torch.complex128}
+    own = [torch.linalg.vector_norm(g, norm_type, dtype=wide[g.is_complex()]) for g in _counted(stages)]
     device = stages[0].device if stages else torch.device("cpu")
     everyone = tuple(range(communicator.world_size))
     if norm_type == inf:

@@ -176,6 +176,26 @@ def test_a_full_disk(tmp_path: Path, asynchronous: bool) -> None:
     assert run.steps() == [1, 2]
 
 
+def test_what_is_registered_is_alike_on_all_ranks(tmp_path: Path) -> None:
+    """A checkpoint has that of rank 0: shards of the others would be lost."""
+
+    def work(engine: Engine, own: bool) -> None:
+        kept = nn.Linear(2, 2)
+        with torch.no_grad():
+            kept.weight.fill_(engine.rank if own else 1.0)
+            kept.bias.zero_()
+        run = Checkpoints(tmp_path / str(own), every=1)
+        run.register("average", kept)
+        run.save(1, engine)
+        run.finish()
+
+    program = compiled(Model(), "dp=2", 2)
+    on_ranks(program, lambda engine: work(engine, False))
+    with pytest.raises(NnscalerError, match="'average' has other tensors on rank 1 than on rank 0") as caught:
+        on_ranks(program, lambda engine: work(engine, True))
+    assert caught.value.code == "replicas_differ"
+
+
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NnscalerError, match=r"cannot write .*step_000001: Not a directory"):

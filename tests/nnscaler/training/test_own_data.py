@@ -1,0 +1,182 @@
+"""Data and models as users bring them: nested batches, rows of unlike lengths, numbers in a batch, what a run tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.training.trainer import Trainer
+
+Row = dict[str, Any]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 4)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(torch.tanh(self.up(x)))
+        return found
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.outputs(x), y)
+
+
+def rows(count: int = 24) -> list[Row]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(6, generator=generator), "y": i % 4} for i in range(count)]
+
+
+def trained(module: nn.Module, datasets: Any, **settings: Any) -> list[float]:
+    """The losses of a run, without shuffling."""
+    losses: list[float] = []
+    given = {"batch_size": 8, "shuffle": False, **settings.pop("data", {})}
+    fields = {"optimizer": {"name": "SGD", "lr": 0.5}, "plan": "dp=1", "epochs": 2, **settings}
+    hooks = {"on_step": lambda trainer: losses.append(trainer.loss), **fields.pop("hooks", {})}
+    Trainer(module=module, datasets=datasets, data=given, write=lambda text: None, hooks=hooks, **fields).fit()
+    return losses
+
+
+def plain(module: nn.Module, batches: list[Any], call: Callable[[nn.Module, Any], Tensor]) -> list[float]:
+    """The losses of a loop of torch's over two epochs."""
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.5), []
+    for batch in batches * 2:
+        loss = call(module, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def stacked(data: list[Any], collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate) -> list[Any]:
+    return [collate(data[i : i + 8]) for i in range(0, len(data), 8)]
+
+
+class Nested(Model):
+    def forward(self, xs: dict[str, Tensor], y: Tensor) -> Tensor:
+        return super().forward(xs["left"] + xs["right"], y)
+
+
+def as_pairs(row: Row) -> tuple[Any, ...]:
+    return {"right": row["x"] * 2, "left": row["x"]}, row["y"]
+
+
+def as_dicts(row: Row) -> Row:
+    return {"y": row["y"], "xs": {"right": row["x"] * 2, "left": row["x"]}}
+
+
+@pytest.mark.parametrize("form", [as_pairs, as_dicts])
+def test_batches_may_be_nested(form: Callable[[Row], Any]) -> None:
+    data = [form(row) for row in rows(21)]  # the last batch is short
+    expected = plain(Nested(), stacked(data), lambda m, b: m(**b) if isinstance(b, dict) else m(*b))
+    assert trained(Nested(), data) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_compiled_module_is_a_module() -> None:
+    """It has a length, which asks the model's."""
+    expected = plain(Model(), stacked(rows()), lambda m, b: m(**b))
+    assert trained(torch.compile(Model()), rows()) == pytest.approx(expected, rel=1e-5)
+
+
+class Lengths(Model):
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        return super().forward((x * mask[..., None]).sum(1), y)
+
+
+def of_lengths() -> list[Row]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(1 + i % 3, 6, generator=generator), "y": i % 4} for i in range(24)]
+
+
+def padded(found: list[Row]) -> Row:
+    x = nn.utils.rnn.pad_sequence([row["x"] for row in found], batch_first=True)
+    lengths = torch.tensor([len(row["x"]) for row in found])
+    mask = (torch.arange(x.shape[1])[None] < lengths[:, None]).float()
+    return {"x": x, "mask": mask, "y": torch.tensor([row["y"] for row in found])}
+
+
+def test_a_function_makes_a_batch_of_rows() -> None:
+    expected = plain(Lengths(), stacked(of_lengths(), padded), lambda m, b: m(**b))
+    found = trained(Lengths(), (of_lengths(), of_lengths()), data={"collate": padded}, validation={"every": 3})
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Scaled(Model):
+    def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, y) * scale
+
+
+def scales(changing: bool) -> Callable[[list[Row]], Row]:
+    """A number of Python in each batch: 2.0, or of its first label."""
+
+    def collate(found: list[Row]) -> Row:
+        batch: Row = torch.utils.data.default_collate(found)
+        return {**batch, "scale": 2.0 + changing * float(batch["x"][0, 0] > 0)}
+
+    return collate
+
+
+def test_a_number_in_a_batch_is_a_constant() -> None:
+    expected = plain(Scaled(), stacked(rows(), scales(False)), lambda m, b: m(**b))
+    assert trained(Scaled(), rows(), data={"collate": scales(False)}) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(NnscalerError, match=r"the batch has scale = \[\d.0\], and the program was compiled with"):
+        trained(Scaled(), rows(), data={"collate": scales(True)})
+
+
+def without(row: Row, name: str) -> Row:
+    return {key: value for key, value in row.items() if key != name}
+
+
+UNLIKE: dict[str, tuple[list[Any], str]] = {
+    "lengths": (of_lengths(), r"\['x'\] of row 1 is of shape \[2, 6\], and that of row 0 is of shape \[1, 6\]"),
+    "nothing": ([{**row, "z": None} for row in rows()], r"\['z'\] of row 0 is NoneType"),
+    "keys": ([rows()[0], without(rows()[1], "y")], r"row 1 has \['x'\], and row 0 \['x'\], \['y'\]"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_rows_that_cannot_be_stacked(case: str) -> None:
+    data, message = UNLIKE[case]
+    with pytest.raises(NnscalerError, match=f"the rows of a batch cannot be stacked: {message}") as caught:
+        trained(Model(), data)
+    assert caught.value.code == "bad_data" and "`collate` of [data]" in str(caught.value.help)
+
+
+def test_an_error_under_way_has_the_models_line() -> None:
+    data = rows()
+    data[13]["y"] = 7
+    with pytest.raises(
+        ProgramError,
+        match=r"\(test_own_data\.py:\d+  `return nn\.functional\.cross_entropy.*: a label is not in range\(4\)",
+    ):
+        trained(Model(), data)
+
+
+class Outputs(Model):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.outputs(x), y, reduction="none")
+
+
+def test_a_model_without_a_loss_is_told_before_the_first_step() -> None:
+    with pytest.warns(UserWarning, match="its program only runs forward"), pytest.raises(NnscalerError) as caught:
+        trained(Outputs(), rows())
+    assert caught.value.code == "no_loss"
+
+
+def test_a_schedule_may_follow_the_validation_loss() -> None:
+    rates: list[float] = []
+    plateau = {"name": "ReduceLROnPlateau", "patience": 0, "threshold": 10.0, "threshold_mode": "abs", "factor": 0.5}
+    hooks = {"on_step": [lambda trainer: rates.append(trainer.optimizer.param_groups[0]["lr"])]}
+    trained(Model(), (rows(), rows(8)), schedule=plateau, validation={"every": 2}, hooks=hooks)
+    assert rates == [0.5, 0.5, 0.5, 0.5, 0.25, 0.25]  # the first validation is the best
+    with pytest.raises(NnscalerError, match="goes on after each validation, and the run has none"):
+        trained(Model(), rows(), schedule=plateau)
