@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -103,17 +103,38 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
 
 
 def second_forward(module: nn.Module, sample: SampleInputs) -> Again | None:
-    """Run a copy of the module twice, from the same tensors, and see what its Python attributes change; None where that
-    cannot be seen."""
+    """Run a copy of the module twice, from the same tensors, and see what its Python attributes change; then on other
+    values, where it may have kept something of the first batch. None where that cannot be seen."""
     changed: dict[str, str] = {}
     try:
         model = copy.deepcopy(module)
+        with attributes_kept(model, {}):
+            fresh = _other_forward(model, sample)
         first = _forward(model, sample)
         with attributes_kept(model, changed):
             second = _forward(model, sample)
+        differs = _first_difference(first, second)
+        if not differs and fresh is not None:
+            later = _other_forward(model, sample)
+            differs = "a result differs" if later is None else _first_difference(fresh, later)
     except Exception:  # noqa: BLE001 - a module may hold and raise anything; the self-check tells what it is
         return None
-    return Again(changed, _first_difference(first, second))
+    return Again(changed, differs)
+
+
+def _other_forward(model: nn.Module, sample: SampleInputs) -> dict[str, Tensor] | None:
+    """Return what a forward gives on the sample's numbers in another order, smaller where they are floating; None where
+    the model refuses them."""
+    generator = torch.Generator().manual_seed(1)
+    values = {
+        name: t.flatten()[torch.randperm(t.numel(), generator=generator)].view(t.shape)
+        for name, t in sample.tensors.items()
+    }
+    other = replace(sample, tensors={n: t * 0.75 if t.is_floating_point() else t for n, t in values.items()})
+    try:
+        return _forward(model, other)
+    except Exception:  # noqa: BLE001 - these values are our choice
+        return None
 
 
 def forwards_of_draws(module: nn.Module, sample: SampleInputs) -> Again | None:
@@ -137,7 +158,8 @@ def forwards_of_draws(module: nn.Module, sample: SampleInputs) -> Again | None:
 
 
 def _forward(model: nn.Module, sample: SampleInputs) -> dict[str, Tensor]:
-    """Return the results of a forward, and the buffers that it leaves, in words; what the model has stays."""
+    """Return the results of a forward, and the buffers that it leaves, in words. The buffers that the model had stay as
+    they were; one that forward makes is there for the next."""
     held = [(part._buffers, dict(part._buffers)) for part in model.modules()]
     values = {t: t.clone() for _, tensors in held for t in tensors.values() if t is not None}
     try:
@@ -149,8 +171,7 @@ def _forward(model: nn.Module, sample: SampleInputs) -> dict[str, Tensor]:
         return {**found, **{f"the buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}}
     finally:
         for now, before in held:
-            now.clear()
-            now.update(before)
+            now.update({name: buffer for name, buffer in before.items() if buffer is not None})
         for tensor, value in values.items():
             tensor.data = value
 

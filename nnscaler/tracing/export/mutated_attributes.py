@@ -40,8 +40,9 @@ def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None
 
     Restored are attributes of the module and of its parts (not those of torch), and the items of their lists, dicts and
     sets; not what lies deeper. Hooks that a first forward registers go with the attribute that says that they are
-    there.
+    there, and so do buffers that it makes.
     """
+    buffers = [(path, part, dict(part._buffers)) for path, part in module.named_modules()]
     hooks = [(part, {name: dict(getattr(part, name)) for name in _HOOKS}) for part in module.modules()]
     parts = {path: part for path, part in module.named_modules() if not type(part).__module__.startswith("torch.")}
     before = {path: {k: (v, _copied(v)) for k, v in _plain(part).items()} for path, part in parts.items()}
@@ -57,6 +58,13 @@ def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None
         for path, part in parts.items():
             for name, text in _restore(part, before[path]):
                 changed[f"{path}.{name}" if path else name] = text
+        for path, part, held in buffers:
+            for name in [n for n, b in part._buffers.items() if b is not None and held.get(n) is None]:
+                changed[f"{path}.{name}" if path else name] = f"nothing -> {_shown(part._buffers[name])}"
+                if name in held:
+                    part._buffers[name] = None
+                else:
+                    delattr(part, name)
 
 
 @dataclass(frozen=True)

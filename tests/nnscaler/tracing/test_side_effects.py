@@ -124,6 +124,23 @@ class Follows(Model):
         return mixed.square().sum()
 
 
+class Keeps(Model):
+    """Keeps a mean of the first batch: on that batch, nothing shows it."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.buffer, self.mean = buffer, None
+        if buffer:
+            del self.mean
+            self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        if self.mean is None:
+            self.mean = h.mean(0).detach()
+        return (h - self.mean).square().sum()
+
+
 class Drops(Model):
     """Leaves its layer out by chance, and with no chance at all."""
 
@@ -141,6 +158,8 @@ _STATE = {
     "a counter": (Counts, "with them the loss differs in the next forward.*steps: 0 -> 1", "self.steps += 1"),
     "a flag": (Initialises, "ready: False -> True", "self.ready = True"),
     "a tensor": (Follows, "last: nothing -> a tensor of shape", "self.last = h.detach()"),
+    "of the first batch": (lambda: Keeps(False), "mean: None -> a tensor of shape", "self.mean = h.mean"),
+    "a buffer of the first batch": (lambda: Keeps(True), "mean: nothing -> a tensor of shape", "self.mean = h.mean"),
     "random": (lambda: Drops(0.5), "draws numbers from `random`, not from torch", "if (random.random()"),
     "numpy": (lambda: Drops(0.5, "numpy"), "from `numpy.random`, not from torch", "if (random.random()"),
 }
@@ -178,6 +197,25 @@ def test_a_tensor_that_forward_leaves_behind() -> None:
     with pytest.warns(UserWarning, match=r"last: nothing -> a tensor of shape \(4, 6\)"):
         trace(model, (X,))
     assert not hasattr(model, "last")
+
+
+def test_a_buffer_that_a_first_forward_makes(recwarn: pytest.WarningsRecorder) -> None:
+    """As a table of positions that is made when it is first read: the model is left without."""
+
+    class Table(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", None, persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.register_buffer("table", torch.arange(x.shape[1], dtype=x.dtype).sqrt(), persistent=False)
+            return (self.proj(x) * self.table).sum()
+
+    model = Table()
+    traced = trace(model, (X,))
+    assert model.table is None and not recwarn
+    assert not traced.graph.with_role("buffer") and set(traced.state) == {"proj.weight", "proj.bias"}
 
 
 def test_an_attribute_of_a_part_that_is_new() -> None:
