@@ -22,6 +22,8 @@ SAMPLES: tuple[Sample, ...] = (
     S("full", [6, 12], 2.5, dtype=_DOUBLE, splits="a b"),
     S("empty.memory_format", [6, 12], dtype=_DOUBLE, splits="a b", compare=False),
     S("new_zeros", F(6, 12), [6, 12], splits="a b"),
+    S("new_zeros", F(6, 12), [6], splits="a"),
+    S("new_zeros", F(6, 12), [6, 12, 4], splits="a b c"),
     S("new_ones", F(18), [6, 12], dtype=DType("bool"), splits="a b"),
     S("new_ones", I(1, 1, 12, 1), [], dtype=DType("bool")),
     S("new_full", F(6, 12), [6, 18], 2.5, splits="a b"),

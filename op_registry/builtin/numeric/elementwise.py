@@ -111,13 +111,16 @@ def _overload(name: str) -> str:
 def companion(shape: Sequence[int], target: Sequence[int], names: Sequence[str]) -> list[str]:
     """Dims of an operand whose values do not matter (it only gives a dtype).
 
-    It shares a dim of the result where the sizes agree, so that it may stay sharded as the others are.
+    It shares a dim of the result where the sizes agree, so that it may stay sharded as the others are: counted from the
+    last dim, or from the first where more agree, as of `x.new_zeros(x.shape[0])`.
     """
-    offset = len(target) - len(shape)
-    return [
-        names[offset + i] if offset + i >= 0 and size == target[offset + i] else f"y{i}^"
-        for i, size in enumerate(shape)
-    ]
+
+    def counted(offset: int) -> list[str]:
+        agree = [0 <= offset + i < len(target) and size == target[offset + i] for i, size in enumerate(shape)]
+        return [names[offset + i] if agrees else f"y{i}^" for i, agrees in enumerate(agree)]
+
+    from_last, from_first = counted(len(target) - len(shape)), counted(0)
+    return min(from_last, from_first, key=lambda found: sum(name.endswith("^") for name in found))
 
 
 def _like_other(call: Call) -> str:
