@@ -26,6 +26,7 @@ from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.runtime.training.batch import DataPart
 from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
+from nnscaler.tracing.export.run_export import OR_SPECIALISE
 from nnscaler.training.compile_once import compile_once
 from nnscaler.training.data import Collate, Loader, SampleOrder, loader
 from nnscaler.training.engine import Engine
@@ -205,7 +206,7 @@ def make_program(
 
 
 # What helps of other commands name, and a run has under another name.
-_OF_A_RUN = {
+OF_A_RUN = {
     "a smaller batch of sample_inputs()": "a smaller `batch_size` of [data]",
     "change sample_inputs()": "change `batch_size` of [data]",
     "the sample batch": "a batch of the data",
@@ -213,8 +214,7 @@ _OF_A_RUN = {
     "what forward takes, by name or in its order, and nothing else; or let forward take the rest, as `**others`",
     "--micro-batches ": "--micro_batches=",
     "--loss-fn ": "--loss=",
-    "; or pass --specialise to take the branch that the sample batch takes: the program is then right for such batches "
-    "only": "",
+    OR_SPECIALISE: "",
 }
 
 
@@ -225,7 +225,7 @@ def _as_run_says() -> Iterator[None]:
         yield
     except NnscalerError as error:
         message, help = error.message, error.help
-        for name, own in reversed(_OF_A_RUN.items()):
+        for name, own in reversed(OF_A_RUN.items()):
             message, help = message.replace(name, own), help and help.replace(name, own)
         raise NnscalerError(error.code, message, error.where, help) from error
 

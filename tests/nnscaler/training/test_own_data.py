@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.training import assemble
 from nnscaler.training.trainer import Trainer
 
 Row = dict[str, Any]
@@ -180,3 +184,16 @@ def test_a_schedule_may_follow_the_validation_loss() -> None:
     assert rates == [0.5, 0.5, 0.5, 0.5, 0.25, 0.25]  # the first validation is the best
     with pytest.raises(NnscalerError, match="goes on after each validation, and the run has none"):
         trained(Model(), rows(), schedule=plateau)
+
+
+def test_what_helps_say_under_another_name_is_still_said() -> None:
+    """A help that is worded anew would keep the other commands' names under `nnscaler train`."""
+    texts = [
+        node.value
+        for file in Path(nnscaler.__file__).parent.rglob("*.py")
+        if file != Path(assemble.__file__)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    lost = [name for name in assemble.OF_A_RUN if not any(name in text for text in texts)]
+    assert not lost
