@@ -217,16 +217,19 @@ def _with_wide_tensors(
     def widened(value: Any) -> Any:
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             return type(value)(map(widened, value))
-        if isinstance(value, Tensor) and not value.requires_grad and exact_dtype(value.dtype, floating) != value.dtype:
+        plain = type(value) is Tensor and not value.requires_grad
+        if plain and exact_dtype(value.dtype, floating) != value.dtype:
             return wide.setdefault(id(value), exact_tensor(value, floating))
         return value
 
     if _changes_or_describes(func, named):
         return func(*given, **named)
     made = func(*map(widened, given), **{name: widened(value) for name, value in named.items()})
+    if not wide:
+        return made
     stores = {tensor.untyped_storage().data_ptr() for tensor in wide.values() if tensor.numel()}
     results = made if isinstance(made, list | tuple) else [made]
-    if any(isinstance(r, Tensor) and r.untyped_storage().data_ptr() in stores for r in results):
+    if any(type(r) is Tensor and r.untyped_storage().data_ptr() in stores for r in results):
         return func(*given, **named)  # a view: what is written into it is to arrive
     return made
 

@@ -231,8 +231,8 @@ def test_bug_is_caught(sharded: Original, bug: Bug, tmp_path: Path) -> None:
 
 OFFSET = Bug(
     "offset of a block of the vocabulary wrong on one rank",
-    "10 * self.tp.index)",
-    "11 * self.tp.index)",
+    "10 * self.tp.index, 20)",
+    "11 * self.tp.index, 20)",
     VALUE,
     "embedding",
     line="ops.embedding_block",

@@ -128,7 +128,13 @@ def rows_alone(x: Tensor) -> Tensor:
     return torch.stack([row / row.norm() if row.norm() > 3 else row for row in x])
 
 
+def touching_all(x: Tensor) -> Tensor:
+    """x for every number; what is not one reaches all rows by arithmetic, which decides nothing."""
+    return x + 0 * x.sum()
+
+
 RIGHT: tuple[Operator, ...] = (
+    touching_all,
     each_large_element,
     the_same_either_way,
     refused_where_not_finite,

@@ -153,7 +153,7 @@ class OperatorRecorder(TorchDispatchMode):
         given = kwargs or {}
         if func is torch.ops.prim.device.default:
             return getattr(args[0], "fake_device", args[0].device)
-        if func.namespace == "prim":
+        if func.namespace == "prim" or func.overloadpacket is torch.ops.aten._assert_async:  # makes nothing
             return func(*args, **given)
         if time.thread_time() > self.recording.deadline:
             self._refuse("the proof takes too long")

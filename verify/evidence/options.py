@@ -10,7 +10,8 @@ Kind = Literal[
     "spiked", "nan", "infinite", "zeros", "constant", "rising",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse")
-SPECIAL: tuple[Kind, ...] = ("nan", "infinite", "zeros", "constant", "rising")  # some code asks for them
+NOT_FINITE: tuple[Kind, ...] = ("nan", "infinite")
+SPECIAL: tuple[Kind, ...] = (*NOT_FINITE, "zeros", "constant", "rising")  # some code asks for them
 DRAWS = 3  # informative draws that each partition is compared on
 
 

@@ -53,7 +53,8 @@ def hooked(name: str, hook: Hook, **changes: Any) -> OperatorSpec:
 def embedding_with(first: Expression | int, padding: int | None = None) -> Hook:
     def hook(call: Call, shards: Mapping[str, Any]) -> Call:
         kept = call.get(2, "padding_idx", -1) if padding is None else padding
-        return Call("nnscaler.embedding_block", (call.args[0], call.args[1], kept, first), {}, call.outputs)
+        block = (call.args[0], call.args[1], kept, first, call.args[0].shape[0])
+        return Call("nnscaler.embedding_block", block, {}, call.outputs)
 
     return hook
 

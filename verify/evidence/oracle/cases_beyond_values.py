@@ -19,7 +19,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.cases import Inputs, SplitCase
-from verify.evidence.options import KINDS, SPECIAL, Kind
+from verify.evidence.options import KINDS, NOT_FINITE, SPECIAL, Kind
 from verify.evidence.oracle.check import TargetOutcome, run_cases
 from verify.evidence.oracle.claims import Target
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator
@@ -96,14 +96,17 @@ class Search:
         return self.watched.decisions(lambda: self.runner.exact(inputs))
 
     def special(self, inputs: Inputs) -> None:
-        """Run kinds of values that some code asks for, wherever the whole runs."""
+        """Run kinds of values that some code asks for, wherever the whole runs. Where nothing is decided otherwise by
+        what is not finite, arithmetic alone carries it on: `x + 0 * x.sum()` is x for every number."""
         usual = [self.decided(replace(inputs, kind=kind)) or () for kind in (*KINDS, "given")]
         self.watched.most = ENDLESS * max(1000, *map(len, usual))
+        known = {*map(_decisive, usual)}
         count = len(self.runner.concrete(inputs).tensors)
         for kind in SPECIAL:
             for factors in ((), (*(-1.0,) * count, 1.0)):
                 tried = replace(inputs, kind=kind, factors=factors)
-                if not self.over() and self.decided(tried) is not None:
+                decided = None if self.over() else self.decided(tried)
+                if decided is not None and (kind not in NOT_FINITE or _decisive(decided) not in known):
                     run_cases(self.runner, self.forms(tried), self.outcome)
 
     def along(self, way: Way) -> None:
@@ -148,6 +151,11 @@ class Search:
             yield way(kind, every)
         for index in range(count if 1 < count <= ALONE else 0):
             yield way("normal", frozenset({index}))
+
+
+def _decisive(decisions: Decisions) -> Decisions:
+    """Leave out the operators that compare nothing, among which are those that draw the inputs."""
+    return tuple(d for d in decisions if not isinstance(d, tuple) or d[1] is not None)
 
 
 def _by_values(decisions: Decisions | None) -> bool:

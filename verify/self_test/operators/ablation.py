@@ -33,7 +33,7 @@ WITNESSES: Mapping[str, str] = MappingProxyType(
         "pairs of splits": "index/grid: second offset dropped",
         "strided shards": "index/positions: strided shard of one of six dims taken for a block",
         "shards of each section": ("index/positions: shard of each section of one of six dims taken for a block"),
-        "draws: sparse": "state and dtype/values: wrong for zeros",
+        "draws: sparse": "state and dtype/values: wrong for zeros beside others",
         "distinct sizes": "layout/frozen sizes that must agree",
         "float32 and bfloat16": "state and dtype/dtype: float32 for few rows of bfloat16",
         "subsets of gradients": "state and dtype/wanted: gradient of x doubled unless w wants one",

@@ -28,7 +28,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     "missing update": (runtime_faults.repeated_update(0), "one update older than its staleness says"),
     "update before the sum over data parts": (
         runtime_faults.update_before_the_sum,
-        "a reduction over ranks is missing",
+        "an all_reduce over dp is missing",
     ),
 }
 

@@ -217,10 +217,17 @@ def _gradient_in(dtype: torch.dtype, share: bool) -> Function:
     return with_backward(lambda x: x * x, backward)
 
 
+def _mixed(x: Tensor) -> Tensor:
+    """Return which rows have some zeros."""
+    zeros = x == 0
+    return zeros.any(1, True) & ~zeros.all(1, True)
+
+
 _VALUES: tuple[tuple[str, Function], ...] = (
     ("wrong for negative numbers", lambda x: torch.where(x < 0, x / x.shape[0], x)),
     ("wrong for positive numbers", lambda x: torch.where(x > 0, x / x.shape[0], x)),
     ("wrong for zeros", lambda x: torch.where(x == 0, float(x.shape[0]), x)),
+    ("wrong for zeros beside others", lambda x: torch.where(_mixed(x), x / x.shape[0], x)),
     ("wrong gradient for zeros", lambda x: torch.where(x == 0, x * x.shape[0], x)),
     ("wrong for numbers above 2.5", lambda x: torch.where(x > 2.5, x / x.shape[0], x)),
     ("wrong for whole numbers", lambda x: torch.where(x == x.round(), x / x.shape[0], x)),
