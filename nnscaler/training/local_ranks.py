@@ -31,13 +31,14 @@ _START = (
 )
 _POLL = 0.05  # seconds between two looks at the ranks
 _CAUSE = 1.0  # seconds for the rank to end whose end is the cause, where another one is heard of first
+_LEFT = 20.0  # seconds for the rank to end that left others, who say so first: it may take down much
 LOST = 121  # that of a rank which another one left: that one is the cause
 _GRACE = 3.0  # seconds from SIGTERM to SIGKILL
 _TAIL = 30  # lines of a rank's log that are shown
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Rank:
     """A rank's process, and where what it says is kept; rank 0 writes to the screen."""
 
     number: int
@@ -53,17 +54,17 @@ def run_local_ranks(words: Sequence[str], ranks: int, together: Collection[int])
     outlives this call.
     """
     with tempfile.TemporaryDirectory(prefix="nnscaler-ranks-", ignore_cleanup_errors=True) as folder:
-        started: list[_Rank] = []
+        started: list[Rank] = []
         try:
             started += (_start(words, number, ranks, Path(folder)) for number in range(ranks))
             try:
-                cause = _first_to_fail(started, together)
+                cause = first_to_fail(started, together)
             except KeyboardInterrupt as stop:
                 if type(stop) is not KeyboardInterrupt:  # SIGTERM
                     raise
                 for rank in started:
                     rank.process.send_signal(signal.SIGINT)
-                cause = _first_to_fail(started, together)
+                cause = first_to_fail(started, together)
             if cause is None:
                 return started[0].process.returncode
             code = _code_of_same_error(started[0], cause, Path(folder))
@@ -73,7 +74,7 @@ def run_local_ranks(words: Sequence[str], ranks: int, together: Collection[int])
             _end(started)
 
 
-def _start(words: Sequence[str], number: int, ranks: int, folder: Path) -> _Rank:
+def _start(words: Sequence[str], number: int, ranks: int, folder: Path) -> Rank:
     path = [entry or str(Path.cwd()) for entry in sys.path]
     command = [sys.executable, "-P", "-c", _START, json.dumps(path), str(os.getpid()), json.dumps(list(words))]
     log = None if number == 0 else folder / f"rank_{number}.log"
@@ -90,7 +91,7 @@ def _start(words: Sequence[str], number: int, ranks: int, folder: Path) -> _Rank
     finally:
         if output is not None:
             output.close()
-    return _Rank(number, process, log)
+    return Rank(number, process, log)
 
 
 def _environment(variables: Mapping[str, str], number: int, ranks: int, folder: Path) -> dict[str, str]:
@@ -104,7 +105,7 @@ def _environment(variables: Mapping[str, str], number: int, ranks: int, folder: 
     return found | {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
-def _first_to_fail(started: Sequence[_Rank], together: Collection[int]) -> _Rank | None:
+def first_to_fail(started: Sequence[Rank], together: Collection[int]) -> Rank | None:
     """Wait until all ranks have ended as one, or one by itself; return the one that is the cause."""
     while True:
         ended = [rank for rank in started if rank.process.poll() is not None]
@@ -114,13 +115,14 @@ def _first_to_fail(started: Sequence[_Rank], together: Collection[int]) -> _Rank
         if len(ended) == len(started):
             return None
         time.sleep(_POLL)
-    end = time.monotonic() + _CAUSE
-    while time.monotonic() < end and not any(_killed(rank) for rank in started):
-        if all(rank.process.poll() is not None for rank in started):
-            break
+    heard = time.monotonic()
+    while True:
+        running = any(rank.process.poll() is None for rank in started)
+        failed = [rank for rank in started if (rank.process.returncode or 0) not in together]
+        patience = _LEFT if all(rank.process.returncode == LOST for rank in failed) else _CAUSE
+        if not running or any(_killed(rank) for rank in started) or time.monotonic() - heard > patience:
+            return min(failed, key=lambda rank: (not _killed(rank), rank.process.returncode == LOST))
         time.sleep(_POLL)
-    failed = [rank for rank in started if (rank.process.poll() or 0) not in together]
-    return min(failed, key=lambda rank: (not _killed(rank), rank.process.returncode == LOST))
 
 
 def note_error(error: NnscalerError) -> bool:
@@ -134,7 +136,7 @@ def _note(folder: Path, rank: int) -> Path:
     return folder / f"error_{rank}"
 
 
-def _code_of_same_error(first: _Rank, cause: _Rank, folder: Path) -> int | None:
+def _code_of_same_error(first: Rank, cause: Rank, folder: Path) -> int | None:
     """Return the exit code of rank 0 where it has said on the screen what the cause ends with too; else None.
 
     What is wrong with the run's file, or the model, every rank finds, and any of them may be the first to end.
@@ -147,11 +149,11 @@ def _code_of_same_error(first: _Rank, cause: _Rank, folder: Path) -> int | None:
     return first.process.returncode if (first.process.returncode or 0) > 0 else None
 
 
-def _killed(rank: _Rank) -> bool:
+def _killed(rank: Rank) -> bool:
     return (rank.process.poll() or 0) < 0
 
 
-def _told(cause: _Rank, folder: Path) -> int:
+def _told(cause: Rank, folder: Path) -> int:
     """Return the exit code of a run that ended early. Raises NnscalerError where nothing has been said yet."""
     code = cause.process.returncode
     if cause.number == 0 and 0 < code != LOST:
@@ -171,7 +173,7 @@ def _told(cause: _Rank, folder: Path) -> int:
     raise NnscalerError("rank_ended", f"rank {cause.number} {how}, and the run with it{shown}", help=again)
 
 
-def _end(started: Sequence[_Rank]) -> None:
+def _end(started: Sequence[Rank]) -> None:
     """End the ranks that still run, and return when every one is gone."""
     running = [rank for rank in started if rank.process.poll() is None]
     for rank in running:
