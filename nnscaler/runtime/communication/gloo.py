@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nnscaler.runtime.communication.async_calls import Awaited, OneRound, Outbox, gathering, post, summing, wait_for
+from nnscaler.runtime.communication.collective_order import Lane
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.cross_memory_attach import PeerMemory
 from nnscaler.runtime.communication.distributed import (
@@ -37,7 +38,6 @@ from nnscaler.runtime.communication.distributed import (
     neighbours,
     reduce_in_order,
 )
-from nnscaler.runtime.communication.lanes import Lane
 
 _EXACT = (torch.float32, torch.float64)  # dtypes that gloo adds as torch does
 _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one round of messages instead of two

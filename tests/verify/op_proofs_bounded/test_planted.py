@@ -30,9 +30,9 @@ from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.smt import claims, layout
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.element_arithmetic import Numbers
-from verify.evidence.smt.layout import Pairs
 from verify.evidence.smt.prove import BoundedProof
 from verify.evidence.smt.semantics.element_arrays import Array
+from verify.evidence.smt.shard_equations import Pairs
 
 Hook = Callable[[Call, Mapping[str, Any]], Call]
 

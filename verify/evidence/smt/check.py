@@ -13,7 +13,7 @@ from nnscaler.ir.placement import Choice
 from verify.evidence.smt.claims import Claims, ShardRaises, TracedCall, TracedShards, claims, make_problem
 from verify.evidence.smt.decide_equality import Limits, Prover, Verdict
 from verify.evidence.smt.element_arithmetic import Element, Kind, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
-from verify.evidence.smt.layout import Symbol, spread
+from verify.evidence.smt.shard_equations import Symbol, spread
 from verify.evidence.smt.terms import ProofBudget, Terms
 
 DRAWS = 20  # random values that are tried where the solver's do not confirm

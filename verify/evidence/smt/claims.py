@@ -19,8 +19,8 @@ from nnscaler.layout import Partial, State, gradient_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_tensors
 from verify.evidence.smt.element_arithmetic import Element, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
 from verify.evidence.smt.interpret import Values, interpret
-from verify.evidence.smt.layout import Pairs, Spread, Symbol, equations, local_shape, spread, zeros
 from verify.evidence.smt.semantics.element_arrays import Array
+from verify.evidence.smt.shard_equations import Pairs, Spread, Symbol, equations, local_shape, spread, zeros
 from verify.evidence.smt.storage_trace import Blank, StoragePlace, StorageTrace, record
 from verify.evidence.smt.terms import Terms
 
