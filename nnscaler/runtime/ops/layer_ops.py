@@ -11,14 +11,15 @@ from torch import Tensor
 from nnscaler.runtime.ops.loss import check_indices
 
 
-def embedding_block(weight: Tensor, ids: Tensor, padding_idx: int, first_row: int, size: int) -> Tensor:
+def embedding_block(weight: Tensor, ids: Tensor, padding_idx: int, first_row: int, size: int | None = None) -> Tensor:
     """[v, d], [*] -> [*, d]: the rows of `ids`, zero where an id is not in this block of rows.
 
     `weight` holds rows first_row .. first_row + v of the vocabulary, which has `size`; for an id that is none of these
-    it raises, as torch's does. The row whose logical number is `padding_idx`
-    (-1: none) gets no gradient.
+    it raises, as torch's does (size None: texts that do not say it). The row whose logical number is `padding_idx` (-1:
+    none) gets no gradient.
     """
-    check_indices(ids, size, "id of an embedding")
+    if size is not None:
+        check_indices(ids, size, "id of an embedding")
     local = ids - first_row
     here = (local >= 0) & (local < weight.shape[0])
     padding = padding_idx - first_row
