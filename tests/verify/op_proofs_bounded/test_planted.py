@@ -27,7 +27,7 @@ from tests.verify.op_proofs_bounded.operators import (
     spec_of,
 )
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.evidence.smt import claims, layout
+from verify.evidence.smt import claims, shard_equations
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.element_arithmetic import Numbers
 from verify.evidence.smt.prove import BoundedProof
@@ -288,10 +288,10 @@ def test_no_proof_is_vacuous(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     """With every rank's result taken for the next one's, and one term of every sum left out, nothing is proved."""
 
     def wrong(algebra: Numbers, whole: Array, ranks: Sequence[Array], state: State) -> Pairs | None:
-        last = layout.zeros(ranks[0].shape) if isinstance(state, Partial) else ranks[0]
+        last = shard_equations.zeros(ranks[0].shape) if isinstance(state, Partial) else ranks[0]
         return equations(algebra, whole, [*ranks[1:], last], state)
 
-    equations = layout.equations
+    equations = shard_equations.equations
     monkeypatch.setattr(claims, "equations", wrong)
     proofs = {key: proof for key, proof in proofs_of(name).items() if isinstance(key[1], str)}
     assert proofs
