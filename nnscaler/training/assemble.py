@@ -31,6 +31,7 @@ from nnscaler.training.compile_once import compile_once
 from nnscaler.training.data import Collate, Loader, SampleOrder, loader
 from nnscaler.training.engine import Engine
 from nnscaler.training.functional_optimizer import state_bytes
+from nnscaler.training.optimizers import parameter_groups
 from nnscaler.training.read_settings import compile_request
 from nnscaler.training.recompilation import Vouch
 from nnscaler.training.settings import Code, HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
@@ -172,6 +173,7 @@ def make_program(
     """
     request = compile_request(settings, ranks)
     model = parts.build()
+    _check_groups(settings.optimizer, model)
     batch = first_batch(settings, parts, model)
     chosen, loss = settings.precision, settings.loss
     precision = Precision(chosen.param or None, chosen.reduce or None, chosen.output or None, chosen.cast_inputs)
@@ -257,6 +259,15 @@ def make_optimizer(settings: OptimizerSettings, engine: Engine) -> torch.optim.O
         return engine.optimizer(cls, settings.groups, **settings.arguments)
     except (TypeError, ValueError) as error:
         raise NnscalerError("bad_settings", f"[optimizer] {cls.__name__}: {error}") from error
+
+
+def _check_groups(settings: OptimizerSettings, model: torch.nn.Module) -> None:
+    """Check the groups before the model is compiled. Raises as `make_optimizer`."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(id(parameter), []).append(name)
+    parameter_groups(_optimizer_class(settings), {every[0]: every for every in names.values()}, {}, settings.groups)
 
 
 def _optimizer_bytes(settings: OptimizerSettings) -> float | None:

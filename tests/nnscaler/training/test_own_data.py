@@ -186,6 +186,12 @@ def test_a_schedule_may_follow_the_validation_loss() -> None:
         trained(Model(), rows(), schedule=plateau)
 
 
+def test_a_group_without_parameters_is_told_before_the_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "parallelize", lambda *_, **__: pytest.fail("it is compiled"))
+    with pytest.raises(NnscalerError, match=r"'down\.bais' matches no parameter"):
+        trained(Model(), rows(), optimizer={"name": "SGD", "lr": 0.5, "groups": {"down.bais": {"lr": 0.1}}})
+
+
 def test_what_helps_say_under_another_name_is_still_said() -> None:
     """A help that is worded anew would keep the other commands' names under `nnscaler train`."""
     texts = [
