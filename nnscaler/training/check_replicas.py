@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -147,7 +148,8 @@ def row_checksum(tensor: Tensor) -> Tensor:
     """Return one sum over the bits, weighted by the place in dim 0, for a look at every batch: in one pass."""
     flat = tensor.detach().contiguous()
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
-    rows = flat.reshape(flat.shape[0] if flat.ndim else 1, -1).view(_INTEGERS[flat.element_size()]).sum(1)
+    count = flat.shape[0] if flat.ndim else 1
+    rows = flat.reshape(count, prod(flat.shape[1:])).view(_INTEGERS[flat.element_size()]).sum(1)
     weights = torch.arange(1, len(rows) + 1, device=rows.device) * _ODD
     return (rows * weights).sum().reshape(1).cpu()
 
