@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
+import torch
+
 from op_registry.errors import AnnotationError
 from op_registry.spec import Refusal
 
@@ -30,6 +32,7 @@ from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import FREE, Representative, represent
 from verify.programs.lemmas.statement import Claim, Passes, Splits, Together
 from verify.results.finding import Finding
+from verify.results.tolerance import largest
 from verify.results.verdict import Condition, Strength, Verdict
 
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given")
@@ -171,13 +174,27 @@ def _run_narrower(subject: ClaimedCall, claim: Claim, outcome: TargetOutcome) ->
     """Run a user's operator in narrower dtypes too, where it runs in them: it may do something else there."""
     small = _sized(subject.small, claim)
     for inputs in [*islice(_draws(small), 2)][-1:]:  # the second, as that is not of whole numbers, or the only one
+        count = len(small.runner.concrete(inputs).tensors)
+        scaled = [replace(inputs, factors=(factor,) * count + (1.0,)) for factor in _SMALLER]
         for dtype in USERS_LOW:
-            narrower = replace(inputs, dtype=dtype)
-            try:
-                small.runner.prepare(narrower)
-            except (WholeRaised, AnnotationError):
-                continue
-            run_cases(small.runner, _cases(claim, narrower, subject.strided), outcome)
+            tried = (replace(narrower, dtype=dtype) for narrower in (inputs, *scaled))
+            narrower = next((one for one in tried if _has_room(small, one, getattr(torch, dtype))), None)
+            if narrower is not None:
+                run_cases(small.runner, _cases(claim, narrower, subject.strided), outcome)
+
+
+_SMALLER = (0.1, 0.01)  # of the values of a draw, where results leave the range of a narrow dtype
+_ROOM = 64.0  # how many times larger the results of shards may be, and what lies between
+
+
+def _has_room(small: Representative, inputs: Inputs, dtype: torch.dtype) -> bool:
+    """Return whether the whole runs, and its results are far from the end of the dtype's range."""
+    try:
+        whole = small.runner.prepare(inputs).whole
+    except (WholeRaised, AnnotationError):
+        return False
+    results = [t for t in (*whole.outputs, *whole.gradients) if t is not None and t.numel()]
+    return whole.finite and all(largest(t) * _ROOM <= torch.finfo(dtype).max for t in results)
 
 
 def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[SplitCase]:
