@@ -23,7 +23,7 @@ from verify.evidence.options import KINDS, NOT_FINITE, SPECIAL, Kind
 from verify.evidence.oracle.check import TargetOutcome, run_cases
 from verify.evidence.oracle.claims import Target
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator
-from verify.evidence.oracle.runner import OperatorRunner
+from verify.evidence.oracle.runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.tolerance import CEILING
 from verify.evidence.oracle.value_decisions import Decisions, Watched
 from verify.results.verdict import Strength, Verdict
@@ -31,6 +31,7 @@ from verify.results.verdict import Strength, Verdict
 FACTORS = (*(10.0**k for k in (-12, -9, -7)), *(10.0 ** (k / 2) for k in range(-12, 13)), 1e7, 1e9, 1e12)
 STEPPED = (1e-9, 1e-4, 1e-2, 1e2, 1e4, 1e9)  # tried as they are too: what is continuous decides nothing
 NEAR = 1.01  # the two sides of a decision
+DECIDED = 1e-6  # relative: far below what a decision changes
 CROSSINGS = 8  # of one way
 ALONE = 4  # operands that are changed each alone
 STEPS = 1_000_000  # of watched runs, for one claim: bytecodes and operators
@@ -107,7 +108,17 @@ class Search:
                 tried = replace(inputs, kind=kind, factors=factors)
                 decided = None if self.over() else self.decided(tried)
                 if decided is not None and (kind not in NOT_FINITE or _decisive(decided) not in known):
-                    run_cases(self.runner, self.forms(tried), self.outcome)
+                    self.run(tried)
+
+    def run(self, inputs: Inputs) -> None:
+        """Run the cases of inputs; stop at one that differs by more than rounding, of which little is known where
+        values are large: a saturated softmax cancels most of its gradient."""
+        for case in self.forms(inputs):
+            found = run_cases(self.runner, [case])
+            found.failures = [failed for failed in found.failures if _differs(failed)]
+            self.outcome.add_beyond(found)
+            if self.outcome.failures:
+                return
 
     def along(self, way: Way) -> None:
         """Run a few factors as they are, and the two sides of wherever decisions change."""
@@ -133,7 +144,7 @@ class Search:
         except Exception:  # noqa: BLE001 - values were our choice
             return
         if prepared.whole.finite and prepared.bound.relative < CEILING:
-            run_cases(self.runner, self.forms(inputs), self.outcome)
+            self.run(inputs)
 
     def ways(self, inputs: Inputs) -> Iterator[Way]:
         """Yield ways of making inputs of a factor: of all tensors with values of a kind, of cotangents, of one."""
@@ -151,6 +162,11 @@ class Search:
             yield way(kind, every)
         for index in range(count if 1 < count <= ALONE else 0):
             yield way("normal", frozenset({index}))
+
+
+def _differs(failed: CaseResult) -> bool:
+    mismatches = () if failed.compared is None else failed.compared.mismatches
+    return failed.raised is not None or any(not m.difference.relative <= DECIDED for m in mismatches)
 
 
 def _decisive(decisions: Decisions) -> Decisions:

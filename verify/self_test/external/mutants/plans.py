@@ -196,7 +196,7 @@ DTENSORS = (
     row("tied", "tp=2 gpt tied", "head and words untied", f"{ANY} missing_reduction stale", e.choice(after=())),
     row("copies", "tp=2 gpt", "a rank scales the gradient of a norm", "scaled",
         e.after_backward(e.scaled(0.5, "norm1.weight", (1,)))),
-    row("copies", "tp=2 mlp", "a rank loses the gradient of the head", "zero",
+    row("copies", "tp=2 mlp", "a rank loses the gradient of the head", "zero missing_reduction",
         e.after_backward(e.scaled(0.0, "head", (1,)))),
     row("detached", "tp=2 mlp", "the output of a layer detached", "zero differs",
         e.afterwards(e.hooked_output("norm", Tensor.detach))),
