@@ -117,7 +117,7 @@ class Search:
             found = run_cases(self.runner, [case])
             found.failures = [failed for failed in found.failures if _differs(failed)]
             self.outcome.add_beyond(found)
-            if self.outcome.failures:
+            if self.over():
                 return
 
     def along(self, way: Way) -> None:
