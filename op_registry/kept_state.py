@@ -1,4 +1,4 @@
-"""What a user's function keeps between calls, put back as it was: a trace runs it on tensors without values.
+"""Put back what a user's function keeps between calls: a trace runs it on tensors without values.
 
 A table that is made on the first call would else hold such tensors from then on.
 """

@@ -113,7 +113,7 @@ def test_pieces_tell_the_cause(case: WrongTensor | None, text: str) -> None:
 
 
 def test_stages_that_share_a_tensor() -> None:
-    """What two views of a tensor show is told in the order of the table."""
+    """Two views of a tensor are told in the order of the table."""
     values = {(0, 0): OTHER, (1, 0): RIGHT - OTHER}
     stages = WrongTensor("gradient", values, RIGHT, {place: {STAGES: place[0]} for place in values})
     assert "each has only its own part" in cause_of(laid({}, lambda c, p: OTHER), stages).text

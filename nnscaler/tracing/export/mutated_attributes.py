@@ -69,7 +69,7 @@ def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None
 
 @dataclass(frozen=True)
 class Again:
-    """What forwards after the first one do, on the same batch, parameters and buffers.
+    """Results of forwards after the first one, on the same batch, parameters and buffers.
 
     changed  the attributes that the second one changes, by name
     differs  the first result or buffer that is another one than the first forward's; "" where all are equal

@@ -113,7 +113,7 @@ class Initialises(Model):
 
 
 class Follows(Model):
-    """What one forward leaves behind, the next one reads."""
+    """The next forward reads what one leaves behind."""
 
     last: Tensor | None = None
 

@@ -25,7 +25,7 @@ from verify.evidence.oracle.claims import Target
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator
 from verify.evidence.oracle.runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.tolerance import CEILING
-from verify.evidence.oracle.value_decisions import Decisions, Watched
+from verify.evidence.oracle.value_decisions import Decisions, WatchedRuns
 from verify.results.verdict import Strength, Verdict
 
 FACTORS = (*(10.0**k for k in (-12, -9, -7)), *(10.0 ** (k / 2) for k in range(-12, 13)), 1e7, 1e9, 1e12)
@@ -51,7 +51,7 @@ def try_values(runner: OperatorRunner, base: Base, target: Target, proved: Stren
         return TargetOutcome()
     choice: Choice = Split(target) if isinstance(target, str) else RunPartial(target)
     sizes = dict(Enumerator(runner, base).sizes_for([target]))
-    search = Search(runner, lambda tried: (SplitCase(tried, (choice,), (parts,)) for parts in PARTS))
+    search = ValueSearch(runner, lambda tried: (SplitCase(tried, (choice,), (parts,)) for parts in PARTS))
     if proved.verdict is Verdict.TESTED_EXACT:
         search.all_of(replace(base.inputs, sizes=tuple(sizes.items())))
     assert base.signature.bound is not None
@@ -72,13 +72,13 @@ def has_own_values(spec: OperatorSpec) -> bool:
     return spec.target is not None and not spec.random and not isinstance(spec.target, Update)
 
 
-class Search:
+class ValueSearch:
     """Runs the cases that `forms` makes of inputs, and collects what they show. Does nothing more after a failure, or
     when its work is spent."""
 
     def __init__(self, runner: OperatorRunner, forms: Forms) -> None:
         self.runner, self.forms = runner, forms
-        self.outcome, self.watched = TargetOutcome(), Watched()
+        self.outcome, self.watched = TargetOutcome(), WatchedRuns()
 
     def all_of(self, inputs: Inputs) -> None:
         """Run special values, and the two sides of each decision, along every way."""

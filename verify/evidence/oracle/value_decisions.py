@@ -1,4 +1,4 @@
-"""What an operator decides by values in one run: the way it takes through its code, and how its comparisons come out.
+"""Watch what an operator decides by values in one run: the way through its code, and how its comparisons come out.
 
 Two inputs with other decisions lie on two sides of a number, wherever that stands and whatever is compared with it.
 A branch of Python that hangs on values and always goes one way has a side that nothing was seen of.
@@ -29,8 +29,8 @@ _ENDS = frozenset({"RETURN_VALUE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "
 
 
 @dataclass(slots=True)
-class Watched:
-    """What is seen over several runs.
+class WatchedRuns:
+    """Decisions seen over several runs.
 
     sides  of each place in a user's code that was reached: the places that came next
     asked  branches that hang on values: the first after a tensor was read

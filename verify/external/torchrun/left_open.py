@@ -1,4 +1,4 @@
-"""What a comparison of a script with one rank does not show, although all that was compared agrees."""
+"""Find what a comparison of a script with one rank does not show, although all that was compared agrees."""
 
 from __future__ import annotations
 

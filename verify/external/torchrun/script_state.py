@@ -46,7 +46,7 @@ class StateTensor:
 
 
 class ScriptState:
-    """What is known of the tensors of one process."""
+    """The tensors of one process, as far as they are known."""
 
     def __init__(self) -> None:
         self.held: dict[str, HeldInScript] = {}

@@ -25,7 +25,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CauseCandidate:
     """A cause that a wrong tensor may have.
 
     kind    its name
@@ -361,22 +361,22 @@ def _partly(wrong: WrongTensor) -> str | None:
 
 
 CANDIDATES = (
-    Candidate("parts", weighed, ("parts",), placed=False),
-    Candidate("missing_reduction", _unsummed, placed=False),
-    Candidate("zero", _zero),
-    Candidate("differs", _not_finite),
-    Candidate("stale", _stale, ("before",)),
-    Candidate("missing_reduce_scatter", _unscattered, ("states",), placed=False),
-    Candidate("scaled", _scaled),
-    Candidate("own_rows", _own_rows, ("own",)),
-    Candidate("permuted", misplaced, placed=False),
-    Candidate("swapped", _swapped, ("others",)),
-    Candidate("rounded", _rounded),
-    Candidate("cut", _other_cut, ("states",)),
-    Candidate("permuted", _moved),
-    Candidate("added", _added, ("operands",)),
-    Candidate("offset", _offset),
-    Candidate("permuted", _permuted, ("elements",)),
-    Candidate("some_ranks", _some_ranks, placed=False),
-    Candidate("partly_wrong", _partly),
+    CauseCandidate("parts", weighed, ("parts",), placed=False),
+    CauseCandidate("missing_reduction", _unsummed, placed=False),
+    CauseCandidate("zero", _zero),
+    CauseCandidate("differs", _not_finite),
+    CauseCandidate("stale", _stale, ("before",)),
+    CauseCandidate("missing_reduce_scatter", _unscattered, ("states",), placed=False),
+    CauseCandidate("scaled", _scaled),
+    CauseCandidate("own_rows", _own_rows, ("own",)),
+    CauseCandidate("permuted", misplaced, placed=False),
+    CauseCandidate("swapped", _swapped, ("others",)),
+    CauseCandidate("rounded", _rounded),
+    CauseCandidate("cut", _other_cut, ("states",)),
+    CauseCandidate("permuted", _moved),
+    CauseCandidate("added", _added, ("operands",)),
+    CauseCandidate("offset", _offset),
+    CauseCandidate("permuted", _permuted, ("elements",)),
+    CauseCandidate("some_ranks", _some_ranks, placed=False),
+    CauseCandidate("partly_wrong", _partly),
 )

@@ -22,7 +22,7 @@ from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.dimension_types.check_localize_hooks import composes, left_alone
 from verify.evidence.dimension_types.prove import NO_GRADIENT
 from verify.evidence.options import DRAWS, Kind
-from verify.evidence.oracle.cases_beyond_values import Search, has_own_values
+from verify.evidence.oracle.cases_beyond_values import ValueSearch, has_own_values
 from verify.evidence.oracle.check import TargetOutcome, as_check, one_way, run_cases
 from verify.evidence.oracle.enumerate_cases import USERS_LOW, Base, Target
 from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
@@ -291,7 +291,7 @@ def _on_more_values(subject: ClaimedCall, claim: Claim, found: Evidence) -> Evid
     spec = small.runner.spec
     if found.verdict is not Verdict.TESTED_EXACT or not has_own_values(spec):
         return found
-    search = Search(small.runner, lambda inputs: _cases(claim, inputs, subject.strided))
+    search = ValueSearch(small.runner, lambda inputs: _cases(claim, inputs, subject.strided))
     search.all_of(_cut_alike(claim, small.inputs))
     if search.outcome.failures:
         finding = _finding(small, search.outcome.failures[0])

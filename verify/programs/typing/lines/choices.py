@@ -64,7 +64,7 @@ def told_by(line: Assignment, axis: str, outers: tuple[int, ...]) -> FreeSplits:
         tuple(
             dict.fromkeys([s.sections for s in stated if s.sections] + [tuple(map(int, s.split())) for s in sections])
         ),
-        tuple(dict.fromkeys(_tables(arguments, axis))),
+        tuple(dict.fromkeys([*_tables(arguments, axis), *(s.sizes for s in stated)])),
     )
 
 
@@ -83,8 +83,6 @@ def _tables(value: Any, axis: str) -> Iterator[tuple[int, ...]]:
     match value:
         case Expression(terms=terms):
             yield from (table for name, table in terms if name == axis and isinstance(table, tuple))
-        case Sharded(sizes=sizes):
-            yield sizes
         case list() | tuple():
             for item in value:
                 yield from _tables(item, axis)
