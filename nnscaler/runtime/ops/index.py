@@ -1,7 +1,8 @@
 """Reading and writing through indices where this rank has a block of the entries that indices point to.
 
 The block holds the entries first .. first + n of `size` along a dim. Reads of other entries give zero, so that the
-ranks' results add up to the whole one; writes to other entries are dropped.
+ranks' results add up to the whole one; writes to other entries are dropped. An index that torch's operator refuses is
+refused here too, on whichever rank.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.ops.loss import check_indices
 
-def _within(index: Tensor, first: int, length: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return the indices into the block, and which of them are: those that are not read entry 0."""
-    local = torch.where(index < 0, index + size, index) - first
+
+def _within(index: Tensor, first: int, length: int, size: int, wraps: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the indices into the block, and which of them are: those that are not read entry 0. `wraps`: negative ones
+    count from the end. Raises for an index that is none of the entries."""
+    index = torch.where(index < 0, index + size, index) if wraps else index
+    check_indices(index, size, "index")
+    local = index - first
     here = (local >= 0) & (local < length)
     return torch.where(here, local, 0), here
 
@@ -25,14 +31,16 @@ def index_block(x: Tensor, indices: list[Tensor | None], first: int, size: int) 
     dim = next(i for i, t in enumerate(indices) if t is not None)
     index = indices[dim]
     assert index is not None
-    local, here = _within(index, first, x.shape[dim], size)
+    local, here = _within(index, first, x.shape[dim], size, wraps=True)
     found = torch.ops.aten.index.Tensor(x, [*indices[:dim], local])
     return torch.where(here.reshape(*here.shape, *[1] * (x.dim() - dim - 1)), found, 0)
 
 
 def index_select_block(x: Tensor, dim: int, index: Tensor, first: int, size: int) -> Tensor:
     """`index_select`."""
-    return index_block(x, [None] * (dim % x.dim()) + [index], first, size)
+    local, here = _within(index, first, x.shape[dim], size)
+    found = torch.index_select(x, dim, local)
+    return torch.where(here.reshape(-1, *[1] * (x.dim() - dim % x.dim() - 1)), found, 0)
 
 
 def gather_block(x: Tensor, dim: int, index: Tensor, first: int, size: int) -> Tensor:
@@ -48,7 +56,7 @@ def write_block(
     packet, _, overload = operator.partition(".")
     write: Callable[..., Tensor] = getattr(getattr(torch.ops.aten, packet), overload)
     dim %= x.dim()
-    local, here = _within(index, first, x.shape[dim], size)
+    local, here = _within(index, first, x.shape[dim], size, wraps=packet == "index_fill")
     adds = packet in ("index_add", "scatter_add") or "sum" in args or "sum" in kwargs.values()
     if adds and kwargs.get("include_self", True):
         shape = here.shape if here.dim() == x.dim() else [-1 if i == dim else 1 for i in range(x.dim())]
@@ -75,7 +83,7 @@ def index_put_block(
     dim = next(i for i, t in enumerate(indices) if t is not None)
     index = indices[dim]
     assert index is not None
-    local, here = _within(index, first, x.shape[dim], size)
+    local, here = _within(index, first, x.shape[dim], size, wraps=True)
     put = torch.ops.aten.index_put.default
     if accumulate:
         kept = torch.where(here.reshape(*here.shape, *[1] * (x.dim() - dim - 1)), values, 0)
@@ -134,9 +142,7 @@ def embedding_bag(
             padding_idx=padding_idx,
         )
     local, here = _within(indices, first_row, weight.shape[0], rows)
-    counts = torch.ones_like(here)
-    if padding_idx is not None:
-        counts = torch.where(indices < 0, indices + rows, indices) != padding_idx % rows
+    counts = torch.ones_like(here) if padding_idx is None else indices != padding_idx % rows
     share = torch.where(here & counts, torch.ones((), dtype=weight.dtype) if weights is None else weights, 0.0)
     total = bag(local, weight, offsets, mode="sum", per_sample_weights=share, include_last_offset=include_last_offset)
     if mode == 0:

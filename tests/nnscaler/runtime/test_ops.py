@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,6 +53,33 @@ def test_a_label_that_is_no_class_is_refused(label: int) -> None:
 def test_an_id_without_an_embedding_is_refused(number: int) -> None:
     with pytest.raises(RuntimeError, match=r"id of an embedding is not in range\(8\)"):
         ops.embedding_block(torch.randn(4, 3), torch.tensor([0, number]), -1, 4, 8)
+
+
+BLOCK, OTHER = torch.randn(4, 3), torch.randn(1, 3)
+BY_INDEX: dict[str, Callable[[Tensor], Tensor]] = {  # of the last four of eight entries
+    "index": lambda i: ops.index_block(BLOCK, [i], 4, 8),
+    "index_put": lambda i: ops.index_put_block(BLOCK, [i], OTHER, False, 4, 8),
+    "index_fill": lambda i: ops.write_block("index_fill.int_Scalar", BLOCK, 0, i, 4, 8, 1.0),
+    "index_select": lambda i: ops.index_select_block(BLOCK, 0, i, 4, 8),
+    "index_add": lambda i: ops.write_block("index_add.default", BLOCK, 0, i, 4, 8, OTHER),
+    "gather": lambda i: ops.gather_block(BLOCK, 0, i.expand(1, 3), 4, 8),
+    "scatter": lambda i: ops.write_block("scatter.src", BLOCK, 0, i.expand(1, 3), 4, 8, OTHER),
+    "embedding_bag": lambda i: ops.embedding_bag(BLOCK, i[None], None, None, 0, False, None, 8, 4),
+}
+
+
+@pytest.mark.parametrize("name", BY_INDEX)
+@pytest.mark.parametrize("number", [-9, -1, 0, 7, 8])
+def test_an_index_is_refused_where_torchs_operator_refuses_it(name: str, number: int) -> None:
+    wraps = number == -1 and name in ("index", "index_put", "index_fill")
+    if 0 <= number < 8 or wraps:
+        changed = BY_INDEX[name](torch.tensor([number]))
+        last, kept = changed[-1], name in ("index_put", "index_fill", "index_add", "scatter")
+        before = BLOCK[3] if kept else torch.zeros(3)
+        assert torch.equal(last, before) is (number == 0)
+    else:
+        with pytest.raises(RuntimeError, match=r"index is not in range\(8\)"):
+            BY_INDEX[name](torch.tensor([number]))
 
 
 def test_cross_entropy_of_half_precision_is_computed_in_float32() -> None:
