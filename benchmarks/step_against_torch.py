@@ -94,6 +94,7 @@ ROWS = {
         "pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b-split"
     ),
     "zb-h1-few": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-few"),
+    "zb-h1-half": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-half"),
     "zb-h1": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1"),
     "interleaved": Row(
         "pp=N", "ScheduleInterleaved1F1B", peers.interleaved, (2,), 0.95, micro=MICRO_BATCHES, schedule="interleaved"

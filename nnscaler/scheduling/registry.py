@@ -19,7 +19,7 @@ from nnscaler.scheduling.pipedream import PIPEDREAM, written_for
 from nnscaler.scheduling.schedule import Schedule, ScheduleKind
 from nnscaler.scheduling.token_slices import in_slices
 from nnscaler.scheduling.v_shaped import DUALPIPE_V, ZB_V
-from nnscaler.scheduling.zero_bubble import SPLIT_1F1B, ZB_H1, ZB_H1_FEW, ZB_H2
+from nnscaler.scheduling.zero_bubble import SPLIT_1F1B, ZB_H1, ZB_H1_FEW, ZB_H1_HALF, ZB_H2
 from nnscaler.transform.apply import check_places
 from nnscaler.transform.plan import Plan, stage_devices
 
@@ -31,6 +31,7 @@ _KINDS = (
     INTERLACED,
     N_F_ONE_B,
     ZB_H1_FEW,
+    ZB_H1_HALF,
     ZB_H1,
     ZB_H2,
     ZB_V,

@@ -56,6 +56,24 @@ def _few_split(stage: int, ahead: int, held: int, micro_batches: int) -> tuple[I
     return in_phases((stage,), phases, micro_batches)
 
 
+def two_in_a_row(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of each stage where each device has two that follow each other."""
+    return tuple((device,) for device in range(devices) for _ in range(chunks))
+
+
+def zb_h1_half(devices: int, chunks: int, micro_batches: int) -> Schedule:
+    """xxx"""
+    orders = []
+    for device in range(devices):
+        ahead = min(devices - device, micro_batches)
+        held = min(device, micro_batches - ahead)
+        last = ((1, "I1 I0"), (held + 2, "W")) if device else ((1, "B1 B0"),)
+        steady = micro_batches - ahead - held
+        phases = ((ahead, "F0 F1"), (held, "B1 I0 F0 F1"), (steady, "B1 B0 F0 F1"), (ahead - 1, "B1 B0"), *last)
+        orders.append(in_phases((2 * device, 2 * device + 1), phases, micro_batches))
+    return Schedule("zb-h1-half", two_in_a_row(devices, chunks), micro_batches, tuple(orders))
+
+
 def zb_h2(devices: int, chunks: int, micro_batches: int) -> Schedule:
     """No bubble on any device from its first pass to its last, for the memory of 2 p - 1 micro-batches on each.
 
@@ -105,3 +123,4 @@ ZB_H2 = ScheduleKind(
 )
 SPLIT_1F1B = ScheduleKind("1f1b-split", "1F1B, last split", split_1f1b, chunks=1)
 ZB_H1_FEW = ScheduleKind("zb-h1-few", "ZB-H1, few split", zb_h1_few, chunks=1)
+ZB_H1_HALF = ScheduleKind("zb-h1-half", "ZB-H1, half", zb_h1_half, chunks=2, places=two_in_a_row)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -141,3 +143,34 @@ def test_code_that_reads_while_it_runs_has_no_digest(tmp_path: Path) -> None:
         with pytest.raises(Opaque):
             fingerprint(function)
     assert fingerprint(by_name)
+
+
+SCRIPT = """
+from pathlib import Path
+import torch
+from op_registry.spec import OperatorSpec, SourceLocation
+from verify.evidence.options import OpOptions
+from verify.operators.verify_spec import verify_spec
+
+runs = Path("runs")
+runs.write_text(runs.read_text() + "x" if runs.exists() else "x")
+assert len(runs.read_text()) < 40, "it starts itself without end"
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2.0
+
+spec = OperatorSpec("planted", "a b -> a b", target=doubled, where=SourceLocation("script.py", 12))
+print(verify_spec(spec, OpOptions()).verdict.name)
+"""
+
+
+def test_a_script_that_verifies_outside_of_functions_ends(tmp_path: Path) -> None:
+    """What an operator keeps is asked by loading its file anew, in a child: which would ask again."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(file)], check=False, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["PROVED_ALL_SIZES"], done.stderr
+    assert len((tmp_path / "runs").read_text()) < 10

@@ -8,6 +8,7 @@ process, and the same call compared as the first one and after others.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +33,9 @@ from verify.results.tolerance import difference
 ROUNDING = 1e-9  # relative; threads may add in another order
 
 
+_LOADED_ANEW: list[str] = []  # in a child process, the file that it executes once more
+
+
 class _Differs(Exception):
     """The same call gives another result after other calls."""
 
@@ -41,6 +45,8 @@ def depends_on_history(spec: OperatorSpec, concrete: ConcreteCall, seed: int) ->
 
     False, too, where its file cannot be loaded once more, and for what is made inside a function.
     """
+    if _LOADED_ANEW:  # a script that verifies outside of functions would load itself without end
+        os._exit(1)
     found = _address(spec.target)
     if found is None:
         return False
@@ -75,6 +81,7 @@ def _address(target: Any) -> tuple[str, str] | None:
 def _loaded(file: str, name: str) -> Callable[..., Any]:
     """Return the function of a file that is executed once more, and so are the user's modules that it imports. For
     child processes: nothing is registered in them from here on."""
+    _LOADED_ANEW.append(file)
     for module in (nnscaler, op_registry, op_registry.register):
         vars(module)["register_op"] = lambda *_, **__: lambda target: target
     for known in [n for n, m in sys.modules.items() if n != "__main__" and is_users(getattr(m, "__file__", None))]:
