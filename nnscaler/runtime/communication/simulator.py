@@ -22,7 +22,7 @@ from nnscaler.runtime.communication.communicator import (
     SUMMED,
     CommunicationCall,
     CommunicationError,
-    CommunicatorBase,
+    Communicator,
 )
 from nnscaler.runtime.communication.distributed import reduce_in_order
 from nnscaler.runtime.communication.simulated_async import Flights
@@ -308,7 +308,7 @@ def _answer(call: CommunicationCall, given: dict[int, Contribution]) -> dict[int
     return {r: [] for r in ranks}
 
 
-class SimulatedCommunicator(CommunicatorBase):
+class SimulatedCommunicator(Communicator):
     """One rank of a `Simulator`."""
 
     def __init__(self, rank: int, exchange: _SharedState, timings: int | None) -> None:
