@@ -25,7 +25,7 @@ from torch import nn
 
 import nnscaler
 from nnscaler.layout import Sharded
-from nnscaler.runtime.communication.communicator import CommunicatorBase
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training.saving.checkpoint import SAVING, RunRecord, begin, model_shards, publish, run_objects
 from nnscaler.runtime.training.saving.dcp import Folder, whole, write_part
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
@@ -52,7 +52,7 @@ def stops(megabytes: int, folder: Path) -> None:
     """Print the ratio of the stops."""
     layers = max(2, megabytes * 2**20 // (WIDTH * WIDTH * 4 * 3))  # values and two moments
     program = nnscaler.parallelize(Model(layers), (torch.randn(8, WIDTH),), ranks=1, plan="dp=1", self_check=False)
-    engine = Engine(program, CommunicatorBase(0, 1), EngineSettings(device="cpu"))
+    engine = Engine(program, Communicator(0, 1), EngineSettings(device="cpu"))
     optimizer = torch.optim.AdamW(list(engine.parameters.values()))
     batch = {program.manifest.inputs[0].name: torch.randn(8, WIDTH)}
     engine.step(batch)

@@ -57,7 +57,7 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Case:
-    """A case to verify: a model with its parameters, and a program of it. Also a `Requested` and a `Built`."""
+    """A case to verify: a model with its parameters, and a program of it.."""
 
     model: torch.nn.Module
     sample: SampleInputs
@@ -110,7 +110,7 @@ class Shared(Calibration):
 
 
 def calibrated(case: Case, dtype: str) -> Shared:
-    found = calibrate(case, case, case.reference, dtype)
+    found = calibrate(case.seed, case, case.reference, dtype)
     return Shared(found.subject, found.targets, found.noise)
 
 

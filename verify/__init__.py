@@ -34,26 +34,19 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "ExternalProgram": "verify.external.program",
+    "verify_external": "verify.external.entry_point",
+    "verify_op": "verify.operators.run.many",
+    "verify_plan": "verify.programs.verify_plan",
+    "vouch": "verify.programs.pre_run_check",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # torch is imported only when something is verified: `nnscaler --help` and error paths stay fast
-    if name == "ExternalProgram":
-        from verify.external.program import ExternalProgram
+    """torch is imported only when something is verified: `nnscaler --help` and error paths stay fast."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'verify' has no attribute {name!r}")
+    from importlib import import_module
 
-        return ExternalProgram
-    if name == "verify_external":
-        from verify.external.entry_point import verify_external
-
-        return verify_external
-    if name == "verify_op":
-        from verify.operators.run.many import verify_op
-
-        return verify_op
-    if name == "verify_plan":
-        from verify.programs.verify_plan import verify_plan
-
-        return verify_plan
-    if name == "vouch":
-        from verify.programs.pre_run_check import vouch
-
-        return vouch
-    raise AttributeError(f"module 'verify' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from nnscaler.plan_source import CompileRequest
 from nnscaler.pyproject_settings import (
@@ -19,8 +20,10 @@ from nnscaler.pyproject_settings import (
     read_table,
     value_of_variable,
 )
-from verify.external.request import EXECUTORS
-from verify.programs.request import BACKENDS
+from verify.external.request import EXECUTORS, ExternalRequest
+from verify.programs.request import BACKENDS, PlanRequest
+
+Request = TypeVar("Request", CompileRequest, PlanRequest, ExternalRequest)
 
 # Defaults of `verify-op`, `verify-plan` and `verify-external` that a project sets: `[tool.nnscaler]` in the nearest
 # pyproject.toml.
@@ -243,32 +246,14 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def search_request(options: argparse.Namespace) -> CompileRequest:
-    """Return what the options of `add_search_options` name, with the model, its loss and the seed: no plan."""
-    return CompileRequest(
-        model=options.model,
-        loss_fn=options.loss_fn,
-        seed=options.seed,
-        specialise=options.specialise,
-        ranks=options.ranks,
-        cluster=options.cluster,
-        memory=options.memory,
-        constraints=options.constraints,
-        profile=options.profile,
-        optimizer_bytes=options.optimizer_bytes,
-    )
+def request_of(kind: type[Request], options: argparse.Namespace, **more: Any) -> Request:
+    """Return a request: a field has the value of the option that is called so. `more`: of other fields."""
+    given = {field.name: getattr(options, field.name, field.default) for field in fields(kind)} | more
+    return kind(**{name: _plain(value) for name, value in given.items()})
 
 
-def compile_request(options: argparse.Namespace) -> CompileRequest:
-    """Return what the options of `add_plan_options` and `add_search_options` name, with the model and the seed."""
-    return replace(
-        search_request(options),
-        plan=options.plan,
-        schedule=options.schedule,
-        micro_batches=options.micro_batches,
-        replicate=tuple(options.replicate),
-        precision=options.precision,
-    )
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else str(value) if isinstance(value, Path) else value
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:

@@ -162,10 +162,6 @@ class Placement:
     recompute: str | None = None
     chunk: Chunk | None = None
 
-    @property
-    def over_micro_batches(self) -> Choice:
-        return self.choices[0][-1]
-
 
 @dataclass(frozen=True, slots=True)
 class Rest:

@@ -21,7 +21,7 @@ from shlex import quote
 
 import torch
 
-from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase, ProgramError
+from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.runtime.communication.recording import RecordedEvent, RecordingCommunicator, write_records
@@ -152,7 +152,7 @@ def _train(
     stages = program.stages()
     if place.rank == 0:
         print(_headline(program, backend, device, options), flush=True)
-    communicator: Communicator = CommunicatorBase(0, 1)
+    communicator: Communicator = Communicator(0, 1)
     if place.world_size > 1:
         join(backend, place.rank, place.world_size, device)
         communicator = torch_communicator(

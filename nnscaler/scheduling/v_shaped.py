@@ -55,7 +55,7 @@ def zb_v(devices: int, chunks: int, micro_batches: int) -> Schedule:
 def _filled(places: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:
     """Return the orders that rules find for equal passes, in the memory of ZB-V."""
     shop = shop_of(pipeline_problem(equal_stages(places), micro_batches, float(len(places)), split=True))
-    found = Portfolio(shop, serial=False)
+    found = Portfolio(shop)
     found.run(bound_of(shop).makespan, rounds=1)
     assert found.best is not None, "one micro-batch at a time always fits"
     return orders_of(shop, found.best.starts)

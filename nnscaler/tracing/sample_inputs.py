@@ -131,9 +131,10 @@ def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
             where = SourceLocation(code.co_filename, code.co_firstlineno, text)
         raise NnscalerError(
             "inputs_differ",
-            f"the sample batch does not fit {type(module).__name__}.forward{signature}: {error}",
+            f"the batch does not fit {type(module).__name__}.forward{signature}: {error}",
             where=where,
-            help="return a dict of forward's keyword arguments, or a tuple of its positional ones",
+            help="a batch has what forward takes and nothing else: a dict by name, or a tuple in its order; or let "
+            "forward take the rest, as `**others`",
         ) from None
 
 

@@ -26,7 +26,6 @@ from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.runtime.training.batch import DataPart
 from nnscaler.scheduling.registry import get_schedule, is_stream
 from nnscaler.scheduling.schedule import ScheduleKind
-from nnscaler.tracing.export.run_export import OR_SPECIALISE
 from nnscaler.training.compile_once import compile_once
 from nnscaler.training.data import Collate, Loader, SampleOrder, loader
 from nnscaler.training.engine import Engine
@@ -183,20 +182,19 @@ def make_program(
         plan = plan_source(request)
         schedule = None if isinstance(plan, Plan) else schedule_of_request(request)
         _check_steps(plan, schedule, settings.clip)
-        with _as_run_says():
-            program = parallelize(
-                model,
-                batch,
-                ranks=ranks,
-                plan=plan,
-                schedule=schedule,
-                micro_batches=request.micro_batches,
-                model=parts.described,
-                loss_fn=loss_fn,
-                precision=precision if chosen.param or chosen.reduce or chosen.output else None,
-                optimizer_bytes=_optimizer_bytes(settings.optimizer),
-                progress=progress,
-            )
+        program = parallelize(
+            model,
+            batch,
+            ranks=ranks,
+            plan=plan,
+            schedule=schedule,
+            micro_batches=request.micro_batches,
+            model=parts.described,
+            loss_fn=loss_fn,
+            precision=precision if chosen.param or chosen.reduce or chosen.output else None,
+            optimizer_bytes=_optimizer_bytes(settings.optimizer),
+            progress=progress,
+        )
         if not program.graph.loss:
             help = "return the loss from forward, or name a function of the outputs and the batch: `loss` of the run"
             raise NnscalerError("no_loss", "the model returns no scalar loss with a gradient", help=help)
@@ -205,31 +203,6 @@ def make_program(
         return program
 
     return compile_once(compiled, model, batch, loss_fn)
-
-
-# What helps of other commands name, and a run has under another name.
-OF_A_RUN = {
-    "a smaller batch of sample_inputs()": "a smaller `batch_size` of [data]",
-    "change sample_inputs()": "change `batch_size` of [data]",
-    "the sample batch": "a batch of the data",
-    "return a dict of forward's keyword arguments, or a tuple of its positional ones": "let a row of the data have "
-    "what forward takes, by name or in its order, and nothing else; or let forward take the rest, as `**others`",
-    "--micro-batches ": "--micro_batches=",
-    "--loss-fn ": "--loss=",
-    OR_SPECIALISE: "",
-}
-
-
-@contextmanager
-def _as_run_says() -> Iterator[None]:
-    """Errors name keys and options that a run has."""
-    try:
-        yield
-    except NnscalerError as error:
-        message, help = error.message, error.help
-        for name, own in reversed(OF_A_RUN.items()):
-            message, help = message.replace(name, own), help and help.replace(name, own)
-        raise NnscalerError(error.code, message, error.where, help) from error
 
 
 def _check_steps(plan: object, schedule: str | ScheduleKind | None, clip: float) -> None:

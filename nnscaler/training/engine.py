@@ -26,7 +26,7 @@ from op_registry.annotation.splits import balanced
 from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
-from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, torchrun_place
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of
@@ -80,7 +80,7 @@ def connected(
             help=f"torchrun --nproc-per-node {ranks} ..., or another plan",
         )
     if place is None:
-        return CommunicatorBase(0, 1), chosen
+        return Communicator(0, 1), chosen
     backend, device = choose_device(chosen.device, place)
     if not torch.distributed.is_initialized():
         join(backend, place.rank, place.world_size, device)
@@ -109,7 +109,7 @@ class Engine:
         settings: EngineSettings | None = None,
         share: Engine | None = None,
     ) -> None:
-        self.communicator = communicator or CommunicatorBase(0, 1)
+        self.communicator = communicator or Communicator(0, 1)
         self.rank, self.world_size = self.communicator.rank, self.communicator.world_size
         self.settings = settings = settings or EngineSettings()
         self.device = torch.device("cpu" if settings.device == "auto" else settings.device)

@@ -25,6 +25,7 @@ SHORT: Mapping[str, str] = MappingProxyType(
         "dtype": "precision.dtype",
         "lr": "optimizer.lr",
         "batch_size": "data.batch_size",
+        "loss_fn": "loss",
     }
 )
 _FLOATS = ("", "float64", "float32", "bfloat16", "float16")

@@ -90,7 +90,7 @@ def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, S
             "plan_illegal",
             f"the batch of {batch} (input {inputs[0].name}) {wrong} {what}={parts}"
             + (f" after {outer} data-parallel parts" if outer > 1 else ""),
-            help=f"legal: {what} in {legal}; or change sample_inputs()",
+            help=f"legal: {what} in {legal}; or change the batch",
         )
     return {t.name: Sharded(0, outer, (), sizes) for t in inputs if t.shape[0] == batch}
 

@@ -19,11 +19,11 @@ from nnscaler.cli.main import build_parser, main
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import SEARCH
 from nnscaler.transform.plan import Plan
-from verify.programs.reproduce_token import PlanToken, decode, encode, make_token, request_of
+from verify.programs.reproduce_token import WORDS, make_token
 from verify.programs.request import PlanRequest
-from verify.results.file_digests import Source
 from verify.results.packed_json import LONGEST, Damaged, pack, unpack
 from verify.results.report import environment
+from verify.results.request_token import RequestToken, Source
 
 MODEL = """
 import torch
@@ -42,25 +42,20 @@ def build_small():
 def sample_inputs():
     return {"x": torch.randn(12, 6), "labels": torch.randint(0, 4, (12,))}
 """
+encode, decode, request_of = WORDS.encode, WORDS.decode, WORDS.request_of
 names = st.text(min_size=1, max_size=6)
-sources = st.builds(Source, names, names)
 options = st.dictionaries(names, names | st.integers() | st.booleans() | st.none() | st.lists(names), max_size=5)
 tokens = st.builds(
-    PlanToken,
-    model=sources,
-    factory=names,
-    plan=st.none() | names,
-    policy=st.none() | sources,
-    document=st.none() | names,
-    program=st.none() | sources,
-    options=options.map(lambda found: {**found, "ranks": 4}),
+    RequestToken,
+    request=options.map(lambda found: {**found, "model": "small.py", "ranks": 4}),
+    sources=st.lists(st.builds(Source, names, names), max_size=3).map(tuple),
     nnscaler=st.just(environment()["nnscaler"]),
-    torch=names,
+    versions=st.dictionaries(names, names, max_size=2),
 )
 
 
 @given(tokens)
-def test_there_and_back(token: PlanToken) -> None:
+def test_there_and_back(token: RequestToken) -> None:
     word = encode(token)
     assert word is not None and word.startswith("nns2:") and word.isascii() and not set(word) & set(" '\"=\n")
     assert decode(word) == token
@@ -68,7 +63,7 @@ def test_there_and_back(token: PlanToken) -> None:
 
 
 @given(tokens, st.data())
-def test_a_damaged_token_is_refused(token: PlanToken, data: st.DataObject) -> None:
+def test_a_damaged_token_is_refused(token: RequestToken, data: st.DataObject) -> None:
     word = encode(token)
     assert word is not None
     cut = data.draw(st.integers(0, len(word) - 1))
@@ -113,15 +108,16 @@ def asked(*arguments: str) -> PlanRequest:
 def test_a_token_holds_everything_that_decides_what_is_run(model: Path) -> None:
     line = ("--plan", "dp=2", "--seed", "7", "--replicate", "a*", "--html", "r.html", "-q", "--steps", "3")
     token = make_token(asked(*line))
-    assert (token.model.path, token.factory, token.plan) == ("small.py", "build_small", "dp=2")
-    assert token.options["seed"] == 7 and token.options["ranks"] == 2 and token.options["backend"] == "simulator"
-    assert token.options["steps"] == 3 and token.options["replicate"] == ["a*"]
+    found = token.request
+    assert (found["model"], found["plan"]) == ("small.py::build_small", "dp=2")
+    assert found["seed"] == 7 and found["ranks"] == 2 and found["backend"] == "simulator"
+    assert found["steps"] == 3 and found["replicate"] == ["a*"]
     showing = {"command", "output_format", "quiet", "verbose", "color", "comm_profile", "certificate"}
-    assert set(token.options) == set(vars(parsed(*line))) - showing - {"model", "plan", "program", *SEARCH}
+    assert set(found) == set(vars(parsed(*line))) - showing - {"quick", "deep"} | {"depth", "plan_document"}
     assert not token.changes()
     model.write_text(MODEL + "# changed\n")
     assert token.changes() == ["small.py was changed since the token was made"]
-    assert "replayed under" in replace(token, torch="1.0").changes()[1]
+    assert "replayed under" in replace(token, versions={"torch": "1.0"}).changes()[1]
 
 
 LINES = (
@@ -151,37 +147,24 @@ def test_a_request_is_plain_values(model: Path) -> None:
 
 
 def test_a_token_of_an_older_release_means_the_same(model: Path) -> None:
-    """It may lack options that came later, which are then as they were, and have the search beside `auto`."""
-    here = environment()
-    common = {"ranks": 2, "backend": "gloo", "replicate": ["a"], "quick": False, "deep": True}
-    search = {"cluster": "h100x8", "memory": "40GB", "constraints": None, "profile": None}
-    fields = (Source.of("small.py"), "build_small", "auto", None, None, None)
-    token = PlanToken(*fields, {**common, **search}, here["nnscaler"], here["torch"])
-    assert request_of(token) == PlanRequest(
-        model="small.py::build_small",
-        ranks=2,
-        plan="auto",
-        replicate=("a",),
-        cluster="h100x8",
-        memory="40GB",
-        backend="gloo",
-        depth="deep",
+    """It may lack options that came later, which are then as they were."""
+    older = {"model": "small.py::build_small", "ranks": 2, "replicate": ["a"], "backend": "gloo", "depth": "deep"}
+    assert request_of(replace(make_token(asked()), request=older)) == PlanRequest(
+        model="small.py::build_small", ranks=2, replicate=("a",), backend="gloo", depth="deep"
     )
-    saved = replace(token, plan=None, document="{}", options=common)
-    assert (request_of(saved).plan, request_of(saved).plan_document) == (None, "{}")
 
 
 def test_plans_and_programs_in_a_token(model: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"mesh": [["dp", 2]]}')
     token = make_token(asked("--plan", "plan.json"))
-    assert token.plan is None and token.document == '{"mesh": [["dp", 2]]}'
+    assert token.request["plan"] is None and token.request["plan_document"] == '{"mesh": [["dp", 2]]}'
     (tmp_path / "policy.py").write_text("def f(graph, ranks): ...")
     token = make_token(asked("--plan", "policy.py::f"))
-    assert token.plan == "policy.py::f" and token.policy == Source.of("policy.py")
+    assert token.request["plan"] == "policy.py::f" and token.sources[1] == Source.of("policy.py")
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "role_0.py").write_text("a")
     token = make_token(asked("--program", "program"))
-    assert token.program is not None and token.program.path == "program"
+    assert token.request["program"] == token.sources[1].path == "program"
     (tmp_path / "program" / "role_0.py").write_text("b")
     assert token.changes() == ["program was changed since the token was made"]
 
@@ -189,16 +172,16 @@ def test_plans_and_programs_in_a_token(model: Path, tmp_path: Path) -> None:
 def test_the_file_of_a_schedule_is_in_a_token(model: Path, tmp_path: Path) -> None:
     (tmp_path / "orders.csv").write_text("0F0,0B0")
     token = make_token(asked("--plan", "pp=2", "--schedule", "orders.csv"))
-    assert token.schedule == Source.of("orders.csv") and not token.changes()
+    assert token.sources[1] == Source.of("orders.csv") and not token.changes()
     (tmp_path / "orders.csv").write_text("0F0,,0B0")
     assert token.changes() == ["orders.csv was changed since the token was made"]
-    assert make_token(asked("--plan", "pp=2", "--schedule", "gpipe")).schedule is None
+    assert make_token(asked("--plan", "pp=2", "--schedule", "gpipe")).sources == token.sources[:1]
 
 
 def test_a_plan_that_is_too_long_for_a_command_line(model: Path) -> None:
     token = make_token(asked("--plan", "dp=2"))
     noise = "".join(random.Random(0).choices(string.printable, k=2 * LONGEST))
-    assert encode(replace(token, document=noise)) is None
+    assert encode(replace(token, request={**token.request, "plan_document": noise})) is None
 
 
 def test_another_version_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +206,7 @@ def test_a_token_is_of_no_use_elsewhere(
 
 def test_an_option_of_another_release_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     token = make_token(asked("--plan", "dp=2"))
-    word = encode(replace(token, options={**token.options, "sideways": True}))
+    word = encode(replace(token, request={**token.request, "sideways": True}))
     assert word is not None and main(["reproduce", word]) == 2
     assert "options that this nnscaler lacks: sideways" in capsys.readouterr().err
 
@@ -243,7 +226,7 @@ def test_a_finding_is_found_again_and_a_correction_is_seen(
     first = json.loads(capsys.readouterr().out)
     lines = {finding["reproduce"] for finding in first["findings"]}
     (words,) = [line.split() for line in lines]
-    assert words[:2] == ["nnscaler", "reproduce"] and decode(words[2]).options["steps"] == 1
+    assert words[:2] == ["nnscaler", "reproduce"] and decode(words[2]).request["steps"] == 1
     assert main([*words[1:], "-q", "--output-format", "json"]) == 1
     again = json.loads(capsys.readouterr().out)
     for document in (first, again):
@@ -261,7 +244,7 @@ def test_a_plan_that_was_searched_is_in_the_token(model: Path, capsys: pytest.Ca
     """Another machine, or edited constraints, might give another one."""
     request = asked("--cluster", "nowhere.toml", "--quick", "--steps", "1")
     token = make_token(request.with_plan(Plan((("dp", 2),)).to_json()))
-    assert token.plan is None and not {*SEARCH} & set(token.options)
+    assert not any(token.request[name] for name in ("plan", *SEARCH))
     word = encode(token)
     assert word is not None and main(["reproduce", word, "-q"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("VERIFIED  small.py on 2 ranks (dp=2)")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nnscaler
 from nnscaler.runtime import ExecutorSettings, RankExecutor
-from nnscaler.runtime.communication.communicator import CommunicatorBase
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.ops.random import logical_uniform
 from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.tracing import trace
@@ -67,7 +67,7 @@ def compiled(model: nn.Module, x: Tensor, step: int) -> Tensor:
     with tempfile.TemporaryDirectory() as folder:
         saved = read_program(program.save(folder))
         settings = ExecutorSettings(precision="float64", seed=5, first_step=step)
-        executor = RankExecutor(saved.role(0), 0, CommunicatorBase(0, 1), saved.state(), settings)
+        executor = RankExecutor(saved.role(0), 0, Communicator(0, 1), saved.state(), settings)
         loss = executor.step(saved.inputs())
     assert loss is not None
     return loss

@@ -14,7 +14,7 @@ import verify
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 from tests.sampling import only
-from verify.programs.reproduce_token import make_token, request_of
+from verify.programs.reproduce_token import WORDS, make_token
 from verify.programs.request import PlanRequest
 from verify.programs.training.comparison import REPLICAS
 from verify.programs.training.join_shards import put_together
@@ -246,7 +246,7 @@ def test_a_token_says_how_it_was_trained(tmp_path: Path) -> None:
         model=str(file), ranks=2, plan="dp=2", backend="gloo", train=True, train_steps=3, optimizer="sgd",
         train_backend="simulator",
     )  # fmt: skip
-    again = request_of(make_token(request))
+    again = WORDS.request_of(make_token(request))
     assert (again.train, again.train_steps, again.optimizer, again.train_backend) == (True, 3, "sgd", "simulator")
 
 

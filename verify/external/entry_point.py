@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nnscaler.errors import NnscalerError
 from nnscaler.files import check_temporary, write_text
 from nnscaler.model_file import find_target
-from verify.external.reproduce_token import encode, make_token, script_file
+from verify.external.reproduce_token import WORDS, make_token, script_file
 from verify.external.request import DEFAULT_RANKS, EXAMPLE, SIZES, ExternalRequest, check_values
 from verify.programs.subject import RunContext
 from verify.results.finding import Finding
@@ -208,5 +208,5 @@ def _with_reproduce(report: Report, request: ExternalRequest, context: RunContex
     """Return the report whose findings end with the line that runs the same again."""
     if context.command is None or not report.findings:
         return report
-    line = reproduce_line(encode(make_token(request)), context.command)
+    line = reproduce_line(WORDS.encode(make_token(request)), context.command)
     return replace(report, findings=tuple(finding.with_reproduce(line) for finding in report.findings))

@@ -17,7 +17,7 @@ from verify.programs.checks.context import LOCALISED, CheckOutcome
 from verify.programs.prepare_verification import Prepared
 from verify.programs.proof import Proof
 from verify.programs.reference.eager import Trajectory
-from verify.programs.reproduce_token import encode, make_token
+from verify.programs.reproduce_token import WORDS, make_token
 from verify.programs.request import PlanRequest
 from verify.programs.training.compare_delayed_sgd import semantics_of
 from verify.programs.typing.roles.check_manifest import NAME as STATE_CHECK
@@ -50,7 +50,7 @@ def make_report(
     read = {STATE_CHECK, OPERATORS_CHECK, *(() if proof is None else (o.check.name for o in proof.outcomes))}
     findings = _ordered(outcomes, frozenset(read))
     command = prepared.context.command
-    again = None if command is None or not findings else reproduce_line(encode(make_token(request)), command)
+    again = None if command is None or not findings else reproduce_line(WORDS.encode(make_token(request)), command)
     told = semantics_of(program)
     report = Report(
         "verify-plan",

@@ -74,7 +74,7 @@ def low_precision(
             return failed(outcome, prepared, 0.0)
         return make_comparison(request, prepared, reference, outcome)
 
-    outcomes, rows = low_precision_outcomes(request, prepared, reference, dtypes, run, prepared.context.progress)
+    outcomes, rows = low_precision_outcomes(request.seed, prepared, reference, dtypes, run, prepared.context.progress)
     first, *others = outcomes
     return [replace(first, rows=tuple(_row(row) for row in rows)), *others]
 

@@ -10,8 +10,8 @@ import base64
 import binascii
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from shlex import join
 from typing import Any, TypeVar
 
@@ -103,10 +103,3 @@ class WordKind:
 def reproduce_line(word: str | None, command: Sequence[str]) -> str:
     """Return the line that runs the same again; `command`, the present line, where there is no word."""
     return join(command if word is None else ["nnscaler", "reproduce", word])
-
-
-def check_options(options: Iterable[str], request: type[Any], apart: Collection[str]) -> None:
-    """Check that the options are fields of the request, and none that is `apart`. Raises NnscalerError `bad_token`."""
-    unknown = sorted(set(options) - {field.name for field in fields(request) if field.name not in apart})
-    if unknown:
-        raise NnscalerError("bad_token", f"the token has options that this nnscaler lacks: {', '.join(unknown)}")

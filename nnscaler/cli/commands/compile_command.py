@@ -7,8 +7,9 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, compile_request
+from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, request_of
 from nnscaler.cli.output.comm_volume import add_option, known_profile, memory_lines, show_profile, total_lines
+from nnscaler.plan_source import CompileRequest
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.plan_source import check_plan, plan_source, ranks_asked, schedule_of_request
 
     console: Console = options.console
-    request = compile_request(options)
+    request = request_of(CompileRequest, options)
     check_targets(options.model, request.loss_fn)
     check_plan(request)
     plan = plan_source(request)

@@ -15,8 +15,9 @@ from nnscaler.cli.options import (
     add_search_options,
     add_verbosity,
     positive,
-    search_request,
+    request_of,
 )
+from nnscaler.plan_source import CompileRequest
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.transform.select import select
 
     console: Console = options.console
-    request = search_request(options)
+    request = request_of(CompileRequest, options)
     check_targets(options.model, request.loss_fn)
     check_plan(request)
     wanted = asked_search(request)

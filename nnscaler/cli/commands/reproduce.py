@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from nnscaler.files import check_temporary
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
+    from verify.results.request_token import RequestWords
 
 PLAN_PREFIX, EXTERNAL_PREFIX = "nns2:", "nns3:"
 NAME = "reproduce"
@@ -78,9 +78,9 @@ def _replay_plan(options: argparse.Namespace) -> int:
     """Verifies what a token says and shows it as asked; the exit code of the verdict."""
     from nnscaler.cli.commands import verify_plan
     from nnscaler.cli.output.print_reports import print_report
-    from verify.programs.reproduce_token import decode, request_of
+    from verify.programs.reproduce_token import WORDS
 
-    report = verify_plan.verify(_asked(options, decode, request_of), options.console)
+    report = verify_plan.verify(_asked(options, WORDS), options.console)
     print_report(report, options.output_format, options.console)
     return report.exit_code
 
@@ -88,20 +88,20 @@ def _replay_plan(options: argparse.Namespace) -> int:
 def _replay_external(options: argparse.Namespace) -> int:
     """Verify what a token of verify-external says, as `_replay_plan` does that of a plan."""
     from nnscaler.cli.commands import verify_external
-    from verify.external.reproduce_token import decode, request_of
+    from verify.external.reproduce_token import WORDS
 
-    request = _asked(options, decode, request_of)
+    request = _asked(options, WORDS)
     return verify_external.show(verify_external.verify(request, options.console), options)
 
 
-def _asked(options: argparse.Namespace, decode: Callable[[str], Any], request_of: Callable[[Any], Any]) -> Any:
+def _asked(options: argparse.Namespace, words: RequestWords[Any]) -> Any:
     """Return the request of a token.
 
     Raises NnscalerError `bad_token`, and `no_such_file` where a file of the token is gone. A file that was changed, and
     another torch, are warned of: the question may be whether a correction helped.
     """
-    token = decode(options.token)
+    token = words.decode(options.token)
     for change in token.changes():
         options.console.warning(change)
-    request = request_of(token)
+    request = words.request_of(token)
     return request if options.timeout is None else replace(request, timeout=options.timeout)

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, compile_request
+from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, request_of
 from nnscaler.errors import NnscalerError
+from nnscaler.plan_source import CompileRequest
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.model_file import ModelFile
     from nnscaler.performance.measured_events import Records
     from nnscaler.performance.predict import Programmed
-    from nnscaler.plan_source import CompileRequest
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.timeline_events import StepEvents
     from nnscaler.tracing import Traced
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.planning.cluster.description import show_seconds
 
     console: Console = options.console
-    request = compile_request(options)
+    request = request_of(CompileRequest, options)
     check_targets(options.model, request.loss_fn)
     searched = request.plan is None or (is_words(request.plan) and parse_auto(request.plan) is not None)
     # beside a plan that is named they say what it is simulated on

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.commands.verify_plan import run_context
-from nnscaler.cli.options import add_report_options, positive, seconds
+from nnscaler.cli.options import add_report_options, positive, request_of, seconds
 from nnscaler.cli.output.comm_volume import add_option, show_profile
 
 if TYPE_CHECKING:
@@ -175,27 +175,7 @@ def external_request(options: argparse.Namespace) -> ExternalRequest:
     """Return what the options say is to be verified."""
     from verify.external.request import ExternalRequest
 
-    return ExternalRequest(
-        target=options.target,
-        script=options.script,
-        ranks=options.ranks,
-        mesh=options.mesh,
-        executor=options.executor,
-        seed=options.seed,
-        steps=options.steps,
-        reference=options.reference,
-        dtypes=tuple(options.dtypes) or ("float64",),
-        checkpoint=options.checkpoint,
-        level=options.level,
-        timeout=options.timeout,
-        tp=tuple(options.tp),
-        ep=tuple(options.ep),
-        fsdp=tuple(options.fsdp),
-        pp=tuple(options.pp),
-        settings=tuple(options.settings),
-        sweep_flags=options.sweep_flags,
-        emit_script=options.emit_script,
-    )
+    return request_of(ExternalRequest, options, dtypes=options.dtypes or ("float64",))
 
 
 def verify(request: ExternalRequest, console: Console) -> list[Report]:

@@ -12,8 +12,8 @@ from nnscaler.cli.options import (
     add_plan_options,
     add_report_options,
     add_search_options,
-    compile_request,
     positive,
+    request_of,
     seconds,
 )
 from nnscaler.cli.output.comm_volume import add_option, known_profile, show_profile
@@ -158,22 +158,8 @@ def plan_request(options: argparse.Namespace) -> PlanRequest:
     """Return what the options say is to be verified."""
     from verify.programs.request import PlanRequest
 
-    return PlanRequest(
-        **vars(compile_request(options)),
-        program=None if options.program is None else str(options.program),
-        own_weights=options.own_weights,
-        backend=options.backend,
-        steps=options.steps,
-        dtype=options.dtype,
-        compile=options.compile,
-        timeout=options.timeout,
-        depth="quick" if options.quick else "deep" if options.deep else "default",
-        level=options.level,
-        train=options.train,
-        train_steps=options.train_steps,
-        optimizer=options.optimizer,
-        train_backend=options.train_backend,
-    )
+    depth = "quick" if options.quick else "deep" if options.deep else "default"
+    return request_of(PlanRequest, options, depth=depth)
 
 
 def verify(request: PlanRequest, console: Console) -> Report:

@@ -17,12 +17,10 @@ from nnscaler.planning.constraints.kinds import (
     together,
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
-from nnscaler.planning.constraints.plan_as_constraints import constraints_of
 
 __all__ = [
     "Constraint",
     "all_of",
-    "constraints_of",
     "data_parallel",
     "forbid",
     "interlaced",

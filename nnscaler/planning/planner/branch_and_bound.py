@@ -22,7 +22,6 @@ from nnscaler.planning.planner.bounds.configuration import (
     bound_within,
     coarse_bound,
     gathering,
-    grouped_bound,
     layered_of,
     near_bound,
     rough_bound,
@@ -124,7 +123,7 @@ def _places(tables: Tables, chain: Chain, layers: int) -> list[dict[int, int]]:
     return [same(chain.head.nodes), *middle, same(chain.tail.nodes)]
 
 
-WHOLE = (grouped_bound, rough_bound)  # bounds from the chain of the whole batch, where parameters rest whole
+WHOLE = (rough_bound,)  # from the chain of the whole batch, where parameters rest whole
 SHAPES = (*WHOLE, near_bound)  # bounds that do not ask how parameters rest
 BOUNDS = (*SHAPES, coarse_bound, bound_within)  # of a configuration, before it is solved
 CLOSE = 0.005  # a search ends when what is left can save less than this share

@@ -376,13 +376,13 @@ def _nothing(
     nearest = min((e for e in found.solved), key=lambda e: e.memory, default=None)
     if nearest is None and found.least <= limit:
         message = f"{show_bytes(found.least)} a rank and more are at rest, before any activations"
-        help = "more ranks, more memory per rank, a smaller batch of sample_inputs(), or a smaller model"
+        help = "more ranks, more memory per rank, a smaller batch, or a smaller model"
     elif nearest is None:
         message = f"parameters, gradients and optimizer states alone take {show_bytes(found.least)} a rank or more"
         help = "more ranks, more memory per rank, or a smaller model"
     else:
         message = f"the least that was found is {show_bytes(nearest.memory)} a rank ({nearest})"
-        help = f"--memory {show_bytes(nearest.memory)} would do; or more ranks, or a smaller batch of sample_inputs()"
+        help = f"--memory {show_bytes(nearest.memory)} would do; or more ranks, or a smaller batch"
     return NnscalerError(
         "plan_too_large",
         f"no plan for {cluster.devices} ranks of {cluster.name} fits into {show_bytes(limit)} a rank: {message}",

@@ -65,7 +65,6 @@ class PlanningCache:
     constraint   what a plan keeps to
     optimizer    bytes that the optimizer keeps of an element
     layered      the chain in a configuration and within a limit of memory (bytes), by moment
-    grouped      of a configuration without its schedule, and a limit of memory (bytes), what bounds all schedules
     gathering    by how parameters rest, the place of a dp axis, tp, and layer: seconds to gather and to scatter them
     left_out     operations that cost nothing here, with the parameters that only they read: others run them
     axes         by axis, where its groups lie among the ranks; None: as in a configuration of these sizes
@@ -78,7 +77,6 @@ class PlanningCache:
     constraint: Constraint = FREE
     optimizer: float = OPTIMIZER_BYTES
     cp: int = 1
-    grouped: dict[tuple[Configuration, float], float] = field(default_factory=dict)
     layered: dict[tuple[Configuration, float], tuple[Layered, ...]] = field(default_factory=dict)
     gathering: dict[tuple[ParameterPlacement, AxisPlace, int, int | None], float] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Communication of a rank program with other ranks: the protocol, the record of each call, and the common checks.
+"""Communication of a rank program with other ranks: its calls, the record of each, and the common checks.
 
 Implementations: `simulator` (a thread per rank), `gloo` and `nccl`. Rank programs cannot tell them apart:
 
@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -111,40 +110,6 @@ class Pending:
         self._finish()
 
 
-class Communicator(Protocol):
-    """The protocol. `context` is what the executor runs; `at` says the place where the stack has no program frame."""
-
-    rank: int
-    world_size: int
-    context: str
-    current: CommunicationCall | None
-    listener: Callable[[CommunicationCall], None] | None
-
-    def all_reduce(self, tensor: Tensor, ranks: Sequence[int], reduction: str = "sum") -> Tensor: ...
-    def all_gather(
-        self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None
-    ) -> list[Tensor]: ...
-    def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor: ...
-    def all_to_all(
-        self, pieces: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Sequence[Shape]] | None = None
-    ) -> list[Tensor]: ...
-    def rotate(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> Tensor: ...
-    def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor: ...
-    def barrier(self, ranks: Sequence[int]) -> None: ...
-    def send(self, tensor: Tensor, destination: int, key: Key) -> None: ...
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor: ...
-    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Pending: ...
-    def start_all_gather(
-        self, tensor: Tensor, into: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Shape] | None = None
-    ) -> Pending: ...
-    def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending: ...
-    def start_recv(self, into: Tensor, source: int, key: Key) -> Pending: ...
-    def together(self, lasting: bool = False) -> AbstractContextManager[None]: ...
-    def settle(self) -> None: ...
-    def finish(self) -> None: ...
-    def at(self, place: str | None) -> AbstractContextManager[None]: ...
-
-
 _OWN_MODULES = ("nnscaler.runtime.", "torch.", "contextlib", "threading")
 
 
@@ -170,11 +135,12 @@ def _copy(found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
             place.copy_(value)
 
 
-class CommunicatorBase:
+class Communicator:
     """Records and checks calls, answers groups of one rank itself, and leaves the rest to `_all_reduce` and so on.
 
     Implementations write the methods that begin with an underscore; `ranks` there has at least two members, contains
-    this rank, and tensors are contiguous and detached.
+    this rank, and tensors are contiguous and detached. `context` is what the executor runs; `at` says the place where
+    the stack has no program frame.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -196,7 +162,7 @@ class CommunicatorBase:
         finally:
             self._place = before
 
-    # -- the protocol ---------------------------------------------------------------------------------------------
+    # -- calls -----------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int], reduction: str = "sum") -> Tensor:
         if reduction not in ("sum", "max"):

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, CommunicatorBase, Key
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator, Key
 
 
 class Reporter(Protocol):
@@ -23,7 +23,7 @@ class Reporter(Protocol):
     def computing(self) -> None: ...
 
 
-class TorchCommunicator(CommunicatorBase):
+class TorchCommunicator(Communicator):
     """One rank of torch.distributed's default process group. Received tensors are on `device`."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, reporter: Reporter | None = None) -> None:

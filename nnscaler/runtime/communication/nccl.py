@@ -20,7 +20,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, CommunicatorBase, Key
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator, Key
 from nnscaler.runtime.communication.distributed import Reporter, neighbours
 from nnscaler.runtime.communication.gloo import GlooCommunicator
 
@@ -74,7 +74,7 @@ class NcclCommunicator(GlooCommunicator):
 
     def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
         if call.kind == "recv" and (call.ranks[0], self.rank) in self._pairs:
-            return CommunicatorBase._begin(self, call, given, into)  # of a pair, in the order of the sender
+            return Communicator._begin(self, call, given, into)  # of a pair, in the order of the sender
         group = self._native(call)
         if group is None:
             return super()._begin(call, given, into)

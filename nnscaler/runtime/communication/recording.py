@@ -9,26 +9,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TypeVar
-
-import torch
-from torch import Tensor
+from typing import Concatenate, ParamSpec, TypeVar
 
 from nnscaler.records import decode, encode
 from nnscaler.runtime.communication.communicator import (
     CommunicationCall,
     Communicator,
-    Key,
     Pending,
     ProgramError,
-    Shape,
 )
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,53 @@ def _file_of(rank: int) -> str:
     return f"rank{rank}.json"
 
 
-class RecordingCommunicator:
+def _timed(method: Callable[Concatenate[Communicator, P], T]) -> Callable[Concatenate[RecordingCommunicator, P], T]:
+    """Return the method that notes a call of this one."""
+
+    def call(self: RecordingCommunicator, /, *args: P.args, **named: P.kwargs) -> T:
+        start = time.monotonic()
+        found: T = getattr(self._made, method.__name__)(*args, **named)
+        end = time.monotonic()
+        made = self._made.current
+        assert made is not None, "every call is recorded"
+        self._note(made, start, end)
+        return found
+
+    return call
+
+
+def _begun(
+    method: Callable[Concatenate[Communicator, P], Pending],
+) -> Callable[Concatenate[RecordingCommunicator, P], Pending]:
+    """Return the method that begins this one's call, which is noted when it has been waited for: under what waits, from
+    its begin to its end."""
+
+    def call(self: RecordingCommunicator, /, *args: P.args, **named: P.kwargs) -> Pending:
+        start = time.monotonic()
+        pending: Pending = getattr(self._made, method.__name__)(*args, **named)
+
+        def finish() -> None:
+            waits = time.monotonic()
+            pending.wait()
+            end = time.monotonic()
+            self._note(pending.call, start, end, hidden=waits - start)
+
+        return Pending(pending.call, finish, {})
+
+    return call
+
+
+def _passed_on(method: Callable[Concatenate[Communicator, P], T]) -> Callable[Concatenate[RecordingCommunicator, P], T]:
+    """Return the method that makes a call of this one, and notes nothing."""
+
+    def call(self: RecordingCommunicator, /, *args: P.args, **named: P.kwargs) -> T:
+        found: T = getattr(self._made, method.__name__)(*args, **named)
+        return found
+
+    return call
+
+
+class RecordingCommunicator(Communicator):
     """Makes the calls of `communicator`, and appends them to `events`, which its user reads and clears."""
 
     def __init__(self, communicator: Communicator) -> None:
@@ -147,82 +188,23 @@ class RecordingCommunicator:
     def listener(self, listener: Callable[[CommunicationCall], None] | None) -> None:
         self._made.listener = listener
 
-    def all_reduce(self, tensor: Tensor, ranks: Sequence[int], reduction: str = "sum") -> Tensor:
-        return self._timed(lambda: self._made.all_reduce(tensor, ranks, reduction))
-
-    def all_gather(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> list[Tensor]:
-        return self._timed(lambda: self._made.all_gather(tensor, ranks, shapes))
-
-    def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor:
-        return self._timed(lambda: self._made.reduce_scatter(pieces, ranks, reduction))
-
-    def all_to_all(
-        self, pieces: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Sequence[Shape]] | None = None
-    ) -> list[Tensor]:
-        return self._timed(lambda: self._made.all_to_all(pieces, ranks, shapes))
-
-    def rotate(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> Tensor:
-        return self._timed(lambda: self._made.rotate(tensor, ranks, shapes))
-
-    def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
-        return self._timed(lambda: self._made.broadcast(tensor, source, ranks))
-
-    def barrier(self, ranks: Sequence[int]) -> None:
-        self._timed(lambda: self._made.barrier(ranks))
-
-    def send(self, tensor: Tensor, destination: int, key: Key) -> None:
-        self._timed(lambda: self._made.send(tensor, destination, key))
-
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor:
-        return self._timed(lambda: self._made.recv(shape, dtype, source, key))
-
-    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Pending:
-        return self._started(lambda: self._made.start_all_reduce(tensor, ranks))
-
-    def start_all_gather(
-        self, tensor: Tensor, into: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Shape] | None = None
-    ) -> Pending:
-        return self._started(lambda: self._made.start_all_gather(tensor, into, ranks, shapes))
-
-    def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending:
-        return self._started(lambda: self._made.start_reduce_scatter(pieces, into, ranks))
-
-    def start_recv(self, into: Tensor, source: int, key: Key) -> Pending:
-        return self._started(lambda: self._made.start_recv(into, source, key))
-
-    def together(self, lasting: bool = False) -> AbstractContextManager[None]:
-        return self._made.together(lasting)
-
-    def settle(self) -> None:
-        self._made.settle()
-
-    def finish(self) -> None:
-        self._made.finish()
-
-    def at(self, place: str | None) -> AbstractContextManager[None]:
-        return self._made.at(place)
-
-    def _timed(self, call: Callable[[], T]) -> T:
-        start = time.monotonic()
-        found = call()
-        end = time.monotonic()
-        made = self._made.current
-        assert made is not None, "every call is recorded"
-        self._note(made, start, end)
-        return found
-
-    def _started(self, call: Callable[[], Pending]) -> Pending:
-        """Begin a call, which is noted when it has been waited for: under what waits, from its begin to its end."""
-        start = time.monotonic()
-        pending = call()
-
-        def finish() -> None:
-            waits = time.monotonic()
-            pending.wait()
-            end = time.monotonic()
-            self._note(pending.call, start, end, hidden=waits - start)
-
-        return Pending(pending.call, finish, {})
+    all_reduce = _timed(Communicator.all_reduce)
+    all_gather = _timed(Communicator.all_gather)
+    reduce_scatter = _timed(Communicator.reduce_scatter)
+    all_to_all = _timed(Communicator.all_to_all)
+    rotate = _timed(Communicator.rotate)
+    broadcast = _timed(Communicator.broadcast)
+    barrier = _timed(Communicator.barrier)
+    send = _timed(Communicator.send)
+    recv = _timed(Communicator.recv)
+    start_all_reduce = _begun(Communicator.start_all_reduce)
+    start_all_gather = _begun(Communicator.start_all_gather)
+    start_reduce_scatter = _begun(Communicator.start_reduce_scatter)
+    start_recv = _begun(Communicator.start_recv)
+    together = _passed_on(Communicator.together)
+    settle = _passed_on(Communicator.settle)
+    finish = _passed_on(Communicator.finish)
+    at = _passed_on(Communicator.at)
 
     def _note(self, made: CommunicationCall, start: float, end: float, hidden: float | None = None) -> None:
         size = 0 if made.dtype is None else handed_over(made) * made.dtype.itemsize

@@ -22,8 +22,9 @@ from nnscaler.runtime.communication.communicator import (
     SUMMED,
     CommunicationCall,
     CommunicationError,
-    CommunicatorBase,
+    Communicator,
 )
+from nnscaler.runtime.communication.distributed import reduce_in_order
 from nnscaler.runtime.communication.simulated_async import Flights
 
 T = TypeVar("T")
@@ -286,23 +287,16 @@ def disagreement(call: CommunicationCall, other: CommunicationCall) -> str | Non
     return None
 
 
-def _reduce(tensors: Sequence[Tensor], reduction: str) -> Tensor:
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total = torch.maximum(total, tensor) if reduction == "max" else total.add_(tensor)
-    return total
-
-
 def _answer(call: CommunicationCall, given: dict[int, Contribution]) -> dict[int, list[Tensor]]:
     """Compute the result of a collective for each rank. No tensor shares memory with another one."""
     ranks = call.ranks
     if call.kind == "all_reduce":
-        total = _reduce([given[r][0] for r in ranks], call.reduction)
+        total = reduce_in_order([given[r][0] for r in ranks], call.reduction)
         return {r: [total if r == ranks[0] else total.clone()] for r in ranks}
     if call.kind == "all_gather":
         return {r: [given[s][0].clone() for s in ranks] for r in ranks}
     if call.kind == "reduce_scatter":
-        return {r: [_reduce([given[s][i] for s in ranks], call.reduction)] for i, r in enumerate(ranks)}
+        return {r: [reduce_in_order([given[s][i] for s in ranks], call.reduction)] for i, r in enumerate(ranks)}
     if call.kind == "all_to_all":
         return {r: [given[s][i].clone() for s in ranks] for i, r in enumerate(ranks)}
     if call.kind == "rotate":
@@ -314,7 +308,7 @@ def _answer(call: CommunicationCall, given: dict[int, Contribution]) -> dict[int
     return {r: [] for r in ranks}
 
 
-class SimulatedCommunicator(CommunicatorBase):
+class SimulatedCommunicator(Communicator):
     """One rank of a `Simulator`."""
 
     def __init__(self, rank: int, exchange: _SharedState, timings: int | None) -> None:

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from nnscaler.runtime.communication.benchmark_collectives import later_than
-from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.recording import RecordingCommunicator
 from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.runtime.training.executor import RankExecutor
@@ -70,7 +70,7 @@ class _TimedSteps:
     def __init__(self, program: str, communicator: Communicator | None = None) -> None:
         directory = read_program(program)
         settings = ExecutorSettings(shapes=directory.manifest.shapes)
-        self.recording = RecordingCommunicator(CommunicatorBase(0, 1))  # of a rank that is alone
+        self.recording = RecordingCommunicator(Communicator(0, 1))  # of a rank that is alone
         over: Communicator = self.recording if communicator is None else communicator
         self.executor = RankExecutor(directory.role(over.rank), over.rank, over, directory.state(), settings)
         self.batch = directory.inputs()

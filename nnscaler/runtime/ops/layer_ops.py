@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.ops.loss import check_indices
+from nnscaler.runtime.ops.loss import check_indices, wide
 
 
 def embedding_block(weight: Tensor, ids: Tensor, padding_idx: int, first_row: int, size: int | None = None) -> Tensor:
@@ -116,10 +116,6 @@ def view_as_complex(x: Tensor) -> Tensor:
 # computed in float32, as torch does inside.
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
 def _over_batch(x: Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
 
@@ -136,12 +132,12 @@ def _of_channels(statistic: Tensor, x: Tensor) -> Tensor:
 
 def batch_mean(x: Tensor, count: int | None = None) -> Tensor:
     """[b, c, *] -> [c]: the sum of each channel, over the number of its values."""
-    return _wide(x).sum(_over_batch(x)) / (count or _values(x))
+    return wide(x).sum(_over_batch(x)) / (count or _values(x))
 
 
 def batch_variance(x: Tensor, mean: Tensor, count: int | None = None) -> Tensor:
     """[b, c, *], [c] -> [2, c]: squared distances from the mean, over the number of values and over one less."""
-    squares = (_wide(x) - _of_channels(mean, x)).square().sum(_over_batch(x))
+    squares = (wide(x) - _of_channels(mean, x)).square().sum(_over_batch(x))
     count = count or _values(x)
     return torch.stack((squares / count, squares / max(count - 1, 1)))
 
@@ -153,7 +149,7 @@ def batch_normalise(
     scale = torch.rsqrt(variance[0] + eps)
     if weight is not None:
         scale = scale * weight
-    y = (_wide(x) - _of_channels(mean, x)) * _of_channels(scale, x)
+    y = (wide(x) - _of_channels(mean, x)) * _of_channels(scale, x)
     return (y if bias is None else y + _of_channels(bias, x)).to(x.dtype)
 
 

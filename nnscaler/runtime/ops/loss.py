@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
+    """Return the tensor in the dtype in which sums are made."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def ce_max(logits: Tensor) -> Tensor:
     """[N, C] -> [N]: the largest logit of each row; without gradient, which cancels in the loss."""
     with torch.no_grad():
-        return _wide(logits.detach().amax(1))
+        return wide(logits.detach().amax(1))
 
 
 def ce_sumexp(logits: Tensor, maximum: Tensor) -> Tensor:
     """[N, C], [N] -> [N]: the sum over classes of exp(logit - maximum)."""
-    return (_wide(logits) - maximum.unsqueeze(1)).exp_().sum(1)  # in place: logits are the largest tensors of a model
+    return (wide(logits) - maximum.unsqueeze(1)).exp_().sum(1)  # in place: logits are the largest tensors of a model
 
 
 def ce_pick(
@@ -38,7 +39,7 @@ def ce_pick(
     local, counts = labels - first_class, labels != ignore_index
     check_indices(torch.where(counts, labels, 0), logits.shape[1] if classes is None else classes, "label")
     here = counts & (local >= 0) & (local < logits.shape[1])
-    picked = _wide(cast(Tensor, _Pick.apply(logits, torch.where(here, local, 0).unsqueeze(1)))).squeeze(1)
+    picked = wide(cast(Tensor, _Pick.apply(logits, torch.where(here, local, 0).unsqueeze(1)))).squeeze(1)
     return torch.where(here, picked, 0.0)
 
 

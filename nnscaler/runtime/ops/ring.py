@@ -20,6 +20,7 @@ from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import program_place
 from nnscaler.runtime.cut import join_pieces, piece_of
+from nnscaler.runtime.ops.loss import wide
 from nnscaler.runtime.torch_compile import apart
 
 NEVER = float("-inf")  # the score of a key that a query does not see
@@ -276,11 +277,6 @@ class MaskGradient:
         if self._mask.shape[-1] == 1:
             return self._blocks[0]
         return join_pieces([self._blocks[i] for i in self._ring.steps()], self._ring.cut(self._mask.ndim - 1))
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in the dtype in which sums are made."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _finite(top: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Lower bounds: what no schedule of a problem can beat, in closed form. Fast enough for thousands of problems.
 
-Three facts, each for a machine or a device:
+Three facts, each for a device:
 
 * Work. A set of its blocks runs one after another. Before the first of them the least head must have passed, and after
   the last the least tail. Any set gives a bound; those of the form (head at least h, tail at least t) hold the best.
@@ -49,9 +49,9 @@ def bound_of(shop: Shop) -> ScheduleBound:
     """Return the bounds of a problem that fits into its memory."""
     count = shop.problem.micro_batches
     best = (0.0, "nothing runs")
-    for machine, own in enumerate(shop.own):
+    for device, own in enumerate(shop.own):
         if own:
-            best = max(best, (_work(shop, own), f"the work of {_name(shop, machine)}"), key=lambda b: b[0])
+            best = max(best, (_work(shop, own), f"the work of device {device}"), key=lambda b: b[0])
     period = max(shop.loads, default=0.0)
     for device in range(shop.problem.devices):
         held = sum(amount * span for _, _, amount, span in holdings(shop, device))
@@ -61,17 +61,12 @@ def bound_of(shop: Shop) -> ScheduleBound:
             ends = [b for b in shop.own[device] if shop.problem.blocks[b].frees]
             head = min(shop.heads[b] for b in shop.own[device] if shop.problem.blocks[b].allocates)
             span = head + count * held / usable + min(shop.tails[b] for b in ends)
-            best = max(best, (span, f"the memory of {_name(shop, device)}"), key=lambda b: b[0])
+            best = max(best, (span, f"the memory of device {device}"), key=lambda b: b[0])
     return ScheduleBound(best[0], period, best[1])
 
 
-def _name(shop: Shop, machine: int) -> str:
-    devices = shop.problem.devices
-    return f"device {machine}" if machine < devices else f"communicator {machine - devices}"
-
-
 def _work(shop: Shop, own: tuple[int, ...]) -> float:
-    """Return the best bound by the work of one machine, over all pairs of a head and a tail."""
+    """Return the best bound by the work of one device, over all pairs of a head and a tail."""
     count, blocks = shop.problem.micro_batches, shop.problem.blocks
     best = 0.0
     for tail in {shop.tails[b] for b in own}:
@@ -108,7 +103,7 @@ def holdings(shop: Shop, device: int) -> list[tuple[int, int, float, float]]:
 
 def usable_limit(shop: Shop, device: int) -> float:
     """Return how much of a device's limit its blocks can fill: where all take multiples of one size, only those."""
-    limit = shop.limits[device]
+    limit = shop.problem.limits[device]
     sizes = [a for b in shop.own[device] for a in (shop.problem.blocks[b].allocates, shop.problem.blocks[b].frees) if a]
     if limit == inf or not sizes or any(size != int(size) for size in sizes):
         return limit
@@ -146,7 +141,7 @@ def check_memory(shop: Shop) -> None:
     Raises NnscalerError("schedule_memory") with the limit that is proved necessary and one that suffices.
     """
     for device in range(shop.problem.devices):
-        limit = shop.limits[device]
+        limit = shop.problem.limits[device]
         needed, enough = memory_needed(shop, device)
         if enough > limit * (1 + SLACK):
             known = "no schedule" if needed > limit * (1 + SLACK) else "none of the orders tried"

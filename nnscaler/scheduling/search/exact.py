@@ -101,18 +101,18 @@ class _Space:
 
     def __init__(self, shop: Shop) -> None:
         blocks = shop.problem.blocks
-        self.shop = shop
+        self.shop, self.blocks = shop, blocks
         self.count = shop.problem.micro_batches
         self.duration = [int(b.duration) for b in blocks]
         self.tails = [int(t) for t in shop.tails]
-        self.machines = [sum(1 << m for m in machines) for machines in shop.machines]
+        self.devices = [sum(1 << d for d in block.devices) for block in blocks]
         self.sources = [[(s, int(lag)) for s, lag in sources] for sources in shop.sources]
         self.lagged = [[(r, int(lag)) for r, lag in readers if lag] for readers in shop.readers]
         self.loads = [[(b, self.duration[b], self.tails[b]) for b in own] for own in shop.own if own]
-        limited = [d for d in range(shop.problem.devices) if shop.limits[d] < inf]
+        limited = [d for d in range(shop.problem.devices) if shop.problem.limits[d] < inf]
         # by device with a limit: the limit, and (block, bytes taken, bytes given) of its blocks
         self.memory = [
-            (shop.limits[d] * (1 + SLACK), [(b, blocks[b].allocates, blocks[b].frees) for b in shop.own[d]])
+            (shop.problem.limits[d] * (1 + SLACK), [(b, blocks[b].allocates, blocks[b].frees) for b in shop.own[d]])
             for d in limited
         ]
         self.guards = [[limited.index(d) for d in b.devices if d in limited and b.allocates] for b in blocks]
@@ -153,17 +153,17 @@ class _Space:
         for block, time in running:
             if time + tails[block] > best:
                 best = time + tails[block]
-            for machine in self.shop.machines[block]:
-                free[machine] = time
+            for device in self.blocks[block].devices:
+                free[device] = time
         ready = [0] * len(counts)
         for block in self.shop.order:
             number = counts[block]
             if number == count:
                 continue
             start = 0
-            for machine in self.shop.machines[block]:
-                if free[machine] > start:
-                    start = free[machine]
+            for device in self.blocks[block].devices:
+                if free[device] > start:
+                    start = free[device]
             for source, lag in self.sources[block]:
                 ahead = counts[source] - number
                 if ahead == 0:
@@ -212,13 +212,13 @@ class _Space:
         counts, running, coming = state
         busy = 0
         for block, _ in running:
-            busy |= self.machines[block]
+            busy |= self.devices[block]
         active = {block for block, _ in running}
         live: dict[int, float] = {}
         found = []
         for block in self.shop.order:
             number = counts[block]
-            if number == self.count or self.machines[block] & busy:
+            if number == self.count or self.devices[block] & busy:
                 continue
             for source, lag in self.sources[block]:
                 here = counts[source] - (source in active)
@@ -252,16 +252,16 @@ class _Space:
             soonest = min(soonest, coming[0][0])
         choices: list[tuple[tuple[int, ...], int, int]] = [((), 0, soonest)]
         for block in startable:
-            machines, time = self.machines[block], self.duration[block]
+            devices, time = self.devices[block], self.duration[block]
             choices += [
-                ((*chosen, block), used | machines, min(until, time))
+                ((*chosen, block), used | devices, min(until, time))
                 for chosen, used, until in choices
-                if not used & machines
+                if not used & devices
             ]
-        moved = [(self.machines[b], self.duration[b]) for b in startable if self.movable[b]]
+        moved = [(self.devices[b], self.duration[b]) for b in startable if self.movable[b]]
         for chosen, used, until in choices:
-            for machines, time in moved:
-                if time <= until and not used & machines:
+            for devices, time in moved:
+                if time <= until and not used & devices:
                     break
             else:
                 if until < NEVER:

@@ -88,7 +88,7 @@ def longer_step(shop: Shop, starts: Starts, tries: int) -> tuple[Starts, int] | 
 def _repeated(shop: Shop, starts: Starts, segment: Segment, times: int) -> Starts | None:
     """Return the schedule with a segment repeated; None where its order waits for ever or does not fit."""
     orders = sequences(shop, segment.repeat(starts, times))
-    limits = zip(peaks_of(shop, orders), shop.limits, strict=False)
+    limits = zip(peaks_of(shop, orders), shop.problem.limits, strict=False)
     if any(peak > limit * (1 + SLACK) for peak, limit in limits):
         return None
     return replay(shop, orders)

@@ -14,9 +14,7 @@ from fractions import Fraction
 from importlib.metadata import version
 from math import floor, gcd, lcm
 
-from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.search.bound import SLACK, ScheduleBound, bound_of, check_memory
-from nnscaler.scheduling.search.communicator_deadlock import check_communicators, routes_of
 from nnscaler.scheduling.search.exact import search_states
 from nnscaler.scheduling.search.extend_schedule import longer_step
 from nnscaler.scheduling.search.found import FoundSchedule, PeriodProof, ScheduleCertificate, limits_of
@@ -26,7 +24,7 @@ from nnscaler.scheduling.search.portfolio import Portfolio, settled
 from nnscaler.scheduling.search.problem import ScheduleProblem
 from nnscaler.scheduling.search.repetend import SEED, search_repetend
 
-COARSEST = 4  # units in the work of the busiest machine: with fewer, times say nothing
+COARSEST = 4  # units in the work of the busiest device: with fewer, times say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class SearchBudget:
     states     of the exact search; a quarter of them where times are rounded, or for a short step; 0: none
     nodes      of all integer programs together; 0: no repetends
     variables  of an integer program of the shortest period that may be; times are rounded until they suffice
-    units      of time in the work of the busiest machine, where times are rounded for the two
+    units      of time in the work of the busiest device, where times are rounded for the two
     short      micro-batches of the short steps whose best schedules are repeated where a step has more; 0: none
     segments   of a short step to be repeated, of each length
     """
@@ -52,19 +50,17 @@ class SearchBudget:
 
 
 def find_schedule(
-    problem: ScheduleProblem, budget: SearchBudget | None = None, *, serial: bool = False, repetends: bool = False
+    problem: ScheduleProblem, budget: SearchBudget | None = None, *, repetends: bool = False
 ) -> FoundSchedule:
     """Return the shortest schedule found, with its certificate.
 
-    `serial`: only schedules that pass `check_communicators`. `repetends`: search them also where the step is proved to
-    be optimal without.
+    `repetends`: search them also where the step is proved to be optimal without.
 
-    Raises NnscalerError("schedule_memory") where no schedule fits, and "communicator_deadlock" where every order that
-    was tried comes to a halt on a communicator.
+    Raises NnscalerError("schedule_memory") where no schedule fits.
     """
     shop = shop_of(problem)
     check_memory(shop)
-    search = _Search(shop, budget or SearchBudget(), serial and bool(routes_of(problem)))
+    search = _Search(shop, budget or SearchBudget())
     search.by_rules()
     search.by_states()
     search.by_segments()
@@ -75,10 +71,10 @@ def find_schedule(
 class _Search:
     """A search under way. Changes as it goes on."""
 
-    def __init__(self, shop: Shop, budget: SearchBudget, serial: bool) -> None:
-        self.shop, self.budget, self.serial = shop, budget, serial
+    def __init__(self, shop: Shop, budget: SearchBudget) -> None:
+        self.shop, self.budget = shop, budget
         self.bound: ScheduleBound = bound_of(shop)
-        self.portfolio = Portfolio(shop, serial)
+        self.portfolio = Portfolio(shop)
         self.units: UnitShop = in_units(shop, budget.units)
         self.repetend: PeriodProof | None = None
         self.searched: list[str] = []
@@ -106,9 +102,8 @@ class _Search:
         """Search all schedules of the step."""
         if self.closed():
             return
-        if self.serial or not self.budget.states:
-            why = "communicators are not part of a state" if self.serial else "no states allowed"
-            self.not_searched.append(f"all schedules: {why}")
+        if not self.budget.states:
+            self.not_searched.append("all schedules: no states allowed")
             return
         known = self.makespan / self.units.unit
         # with rounded times a schedule that looks as good as the known one may be better or worse: find it
@@ -132,13 +127,10 @@ class _Search:
         count, short = self.shop.problem.micro_batches, self.budget.short
         if self.closed() or not short or count <= short or not self.budget.states:
             return
-        if self.serial:
-            self.not_searched.append("repeated segments: communicators are not part of a state")
-            return
         unit = self.units.shop
         for few in (short, short - 1):  # one of them leaves an even number
             small = shop_of(replace(unit.problem, micro_batches=few))
-            rules = Portfolio(small, False)
+            rules = Portfolio(small)
             rules.run(bound_of(small).makespan, self.budget.rounds)
             assert rules.best is not None, "one micro-batch fits"
             found = search_states(small, rules.best.makespan * (1 + 1e-6), self.budget.states // 4)
@@ -175,8 +167,7 @@ class _Search:
     def _offer(self, starts: Starts, source: str) -> None:
         """Take a schedule in units: with the real times, and justified."""
         real = settled(self.shop, starts) if self.units.exact else self._in_order(starts)
-        if self._passes(real):
-            self.portfolio.take(real, source)
+        self.portfolio.take(real, source)
         if not self.closed():
             self.portfolio.justify(real, source, self.bound.makespan, 2)
 
@@ -184,30 +175,14 @@ class _Search:
         scaled = tuple(tuple(start * self.units.unit for start in row) for row in starts)
         return settled(self.shop, scaled)
 
-    def _passes(self, starts: Starts) -> bool:
-        if not self.serial:
-            return True
-        try:
-            check_communicators(self.shop.problem, orders_of(self.shop, starts))
-        except NnscalerError:
-            return False
-        return True
-
     def result(self) -> FoundSchedule:
         """Return the best schedule."""
         best = self.portfolio.best
         problem = self.shop.problem
-        if best is None:
-            raise NnscalerError(
-                "communicator_deadlock",
-                "every order that was tried comes to a halt on a communicator",
-                help="give each direction of a pair of devices a communicator of its own (`name_messages`)",
-            )
+        assert best is not None, "one micro-batch after another fits"
         orders = orders_of(self.shop, best.starts)
         wrong = violations(problem, best.starts, orders)
         assert not wrong, wrong
-        if self.serial:
-            check_communicators(problem, orders)
         bound = min(self.bound.makespan, best.makespan)
         certificate = ScheduleCertificate(
             makespan=best.makespan,
@@ -245,7 +220,7 @@ class UnitShop:
 
 
 def in_units(shop: Shop, most: int) -> UnitShop:
-    """Return the shop in whole units, at most `most` of them in the work of the busiest machine."""
+    """Return the shop in whole units, at most `most` of them in the work of the busiest device."""
     problem = shop.problem
     times = [b.duration for b in problem.blocks] + [d.lag for d in problem.dependencies]
     load = max(shop.loads)

@@ -1,6 +1,6 @@
-"""List scheduling by a rule: whenever machines are free, start the most urgent block that may run (Graham 1966).
+"""List scheduling by a rule: whenever devices are free, start the most urgent block that may run (Graham 1966).
 
-A block may run when what it waits for has ended, its machines are free, its bytes fit, and every micro-batch that is
+A block may run when what it waits for has ended, its devices are free, its bytes fit, and every micro-batch that is
 under way can still be finished, the oldest first (the banker's algorithm, Dijkstra 1965): so memory never deadlocks.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from nnscaler.scheduling.search.bound import SLACK
-from nnscaler.scheduling.search.communicator_deadlock import MessageQueues
 from nnscaler.scheduling.search.job_shop_model import Shop, Starts
 
 Keys = Sequence[Sequence[float]]  # by block and micro-batch: the less, the more urgent
@@ -25,7 +24,7 @@ class MemoryGuard:
         self.own = [b for b in shop.alone if b in changing]
         self.bit = {b: 1 << i for i, b in enumerate(self.own)}
         self.change = [(blocks[b].allocates, blocks[b].frees) for b in self.own]
-        self.limit = shop.limits[device] * (1 + SLACK)
+        self.limit = shop.problem.limits[device] * (1 + SLACK)
         self.live = 0.0
         self.begun = [0] * shop.problem.micro_batches  # by micro-batch: its blocks that have started, as bits
         self.first, self.last = 0, -1  # of those under way
@@ -83,21 +82,19 @@ class MemoryGuard:
                 self.first += 1
 
 
-def list_schedule(shop: Shop, keys: Keys, reserve: bool = True, ahead: int = 0) -> Starts | None:
+def list_schedule(shop: Shop, keys: Keys, reserve: bool = True) -> Starts | None:
     """Return a schedule by a rule; None where it comes to a halt.
 
-    `reserve`: a block that waits for some of its machines keeps the others from less urgent blocks. `ahead`: messages
-    on one communicator are received in the order in which all that take part issue them, and so many may wait in a
-    queue; 0: every message has a communicator of its own.
+    `reserve`: a block that waits for some of its devices keeps the others from less urgent blocks.
     """
-    return _Simulation(shop, keys, reserve, MessageQueues(shop.problem, ahead) if ahead else None).run()
+    return _Simulation(shop, keys, reserve).run()
 
 
 class _Simulation:
     """A step as it runs. Changes from event to event."""
 
-    def __init__(self, shop: Shop, keys: Keys, reserve: bool, queues: MessageQueues | None) -> None:
-        self.shop, self.keys, self.reserve, self.queues = shop, keys, reserve, queues
+    def __init__(self, shop: Shop, keys: Keys, reserve: bool) -> None:
+        self.shop, self.keys, self.reserve = shop, keys, reserve
         self.blocks = shop.problem.blocks
         self.count = shop.problem.micro_batches
         self.guards = [MemoryGuard(shop, device) for device in range(shop.problem.devices)]
@@ -130,36 +127,32 @@ class _Simulation:
         busy = self.busy
         held: set[int] = set()
         for block in sorted(self.candidates, key=lambda b: (self.keys[b][self.next[b]], b)):
-            machines = self.shop.machines[block]
-            blocked = any(busy[m] or m in held for m in machines)
-            if blocked and (not self.reserve or len(machines) == 1):
+            devices = self.blocks[block].devices
+            blocked = any(busy[m] or m in held for m in devices)
+            if blocked and (not self.reserve or len(devices) == 1):
                 continue
             micro = self.next[block]
             if not all(self.guards[d].may_start(block, micro) for d in self.blocks[block].devices):
                 continue
-            if self.queues is not None and not self.queues.may_start(block, micro):
-                continue
             if blocked:
-                held.update(machines)
+                held.update(devices)
                 continue
             self._start(block, micro)
 
     def _start(self, block: int, micro: int) -> None:
         self.starts[block].append(self.now)
         self.next[block] += 1
-        for machine in self.shop.machines[block]:
-            self.busy[machine] = True
+        for device in self.blocks[block].devices:
+            self.busy[device] = True
         for device in self.blocks[block].devices:
             self.guards[device].start(block, micro)
-        if self.queues is not None:
-            self.queues.start(block, micro)
         if not self._ready(block):
             self.candidates.discard(block)
         heappush(self.events, (self.now + self.blocks[block].duration, block, -1))
 
     def _end(self, block: int) -> None:
-        for machine in self.shop.machines[block]:
-            self.busy[machine] = False
+        for device in self.blocks[block].devices:
+            self.busy[device] = False
         for device in self.blocks[block].devices:
             self.guards[device].end(block)
         for reader, lag in self.shop.readers[block]:

@@ -1,8 +1,8 @@
-"""A schedule problem as a job shop with machines, and the longest paths in it: what every part of the search reads.
+"""A schedule problem as a job shop, and the longest paths in it: what every part of the search reads.
 
-Devices are machines, and so are communicators of collectives: both serve one block at a time. A device has memory.
-All micro-batches are alike. So those that pass a block may be renamed in the order in which they do, and every schedule
-has an equal one in which each block runs the micro-batches in their order; the search looks at no others.
+Devices serve one block at a time, and have memory. All micro-batches are alike. So those that pass a block may be
+renamed in the order in which they do, and every schedule has an equal one in which each block runs the micro-batches in
+their order; the search looks at no others.
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ class Shop:
     """The problem, indexed.
 
     problem     the problem itself
-    machines    by block: its devices, then its communicators, as indices
-    own         by machine: its blocks, before each what it waits for
-    limits      by machine: bytes; inf for a communicator
+    own         by device: its blocks, before each what it waits for
     sources     by block: (block that it waits for, lag)
     readers     by block: (block that waits for it, lag)
     order       all blocks, each after what it waits for
     """
 
     problem: ScheduleProblem
-    machines: tuple[tuple[int, ...], ...]
     own: tuple[tuple[int, ...], ...]
-    limits: tuple[float, ...]
     sources: tuple[tuple[tuple[int, float], ...], ...]
     readers: tuple[tuple[tuple[int, float], ...], ...]
     order: tuple[int, ...]
@@ -61,7 +57,7 @@ class Shop:
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
-        """By machine: its work for one micro-batch."""
+        """By device: its work for one micro-batch."""
         return tuple(sum(self.problem.blocks[b].duration for b in own) for own in self.own)
 
     @cached_property
@@ -103,10 +99,7 @@ class Shop:
 
 
 def shop_of(problem: ScheduleProblem) -> Shop:
-    """Return the problem with its machines and its order."""
-    names = list(dict.fromkeys(name for block in problem.blocks for name in block.communicators))
-    machine_of = {name: problem.devices + i for i, name in enumerate(names)}
-    machines = tuple((*b.devices, *dict.fromkeys(machine_of[name] for name in b.communicators)) for b in problem.blocks)
+    """Return the problem with its order."""
     count = len(problem.blocks)
     sources: list[dict[int, float]] = [{} for _ in range(count)]
     readers: list[dict[int, float]] = [{} for _ in range(count)]
@@ -114,12 +107,10 @@ def shop_of(problem: ScheduleProblem) -> Shop:
         lag = max(edge.lag, sources[edge.after].get(edge.before, 0.0))
         sources[edge.after][edge.before] = readers[edge.before][edge.after] = lag
     order = tuple(TopologicalSorter({b: sources[b] for b in range(count)}).static_order())
-    own = tuple(tuple(b for b in order if m in machines[b]) for m in range(problem.devices + len(names)))
+    own = tuple(tuple(b for b in order if d in problem.blocks[b].devices) for d in range(problem.devices))
     return Shop(
         problem,
-        machines,
         own,
-        (*problem.limits, *[inf] * len(names)),
         tuple(tuple(s.items()) for s in sources),
         tuple(tuple(r.items()) for r in readers),
         order,
@@ -129,13 +120,12 @@ def shop_of(problem: ScheduleProblem) -> Shop:
 def orders_of(shop: Shop, starts: Starts) -> tuple[tuple[Instruction, ...], ...]:
     """Return the order of each device."""
     blocks = shop.problem.blocks
-    each = sequences(shop, starts)[: shop.problem.devices]
-    return tuple(tuple(blocks[block].at(micro) for block, micro in order) for order in each)
+    return tuple(tuple(blocks[block].at(micro) for block, micro in order) for order in sequences(shop, starts))
 
 
 def sequences(shop: Shop, starts: Starts) -> list[list[tuple[int, int]]]:
-    """Return by machine its (block, micro-batch) in the order of their starts; of those at one time, first what ends at
-    once. Nothing comes before what it waits for, so no machine waits for ever.
+    """Return by device its (block, micro-batch) in the order of their starts; of those at one time, first what ends at
+    once. Nothing comes before what it waits for, so no device waits for ever.
 
     Times alone do not say so much: sums of floats are rounded, and of a block that takes no time, the start can come
     out as less than the end of what it waits for.
@@ -153,8 +143,8 @@ def sequences(shop: Shop, starts: Starts) -> list[list[tuple[int, int]]]:
     orders: list[list[tuple[int, int]]] = [[] for _ in shop.own]
     while ready:
         *_, micro, _, block = heappop(ready)
-        for machine in shop.machines[block]:
-            orders[machine].append((block, micro))
+        for device in shop.problem.blocks[block].devices:
+            orders[device].append((block, micro))
         for after, later in ((block, micro + 1), *((reader, micro) for reader, _ in shop.readers[block])):
             if later < count:
                 unmet[after][later] -= 1
@@ -164,7 +154,7 @@ def sequences(shop: Shop, starts: Starts) -> list[list[tuple[int, int]]]:
 
 
 def replay(shop: Shop, orders: Sequence[Sequence[tuple[int, int]]]) -> Starts | None:
-    """Start everything as early as these orders of the machines allow; None where they wait for each other for ever."""
+    """Start everything as early as these orders of the devices allow; None where they wait for each other for ever."""
     blocks, count = shop.problem.blocks, shop.problem.micro_batches
     starts = [[-1.0] * count for _ in blocks]
     position, free = [0] * len(orders), [0.0] * len(orders)
@@ -173,11 +163,11 @@ def replay(shop: Shop, orders: Sequence[Sequence[tuple[int, int]]]) -> Starts | 
     left = sum(len(order) for order in orders)
     waiting = list(range(len(orders)))
     while waiting:
-        machine = waiting.pop()
-        if position[machine] == len(orders[machine]):
+        device = waiting.pop()
+        if position[device] == len(orders[device]):
             continue
-        block, micro = orders[machine][position[machine]]
-        together = shop.machines[block]
+        block, micro = orders[device][position[device]]
+        together = blocks[block].devices
         if unmet[block][micro] or any(
             position[m] == len(orders[m]) or orders[m][position[m]] != (block, micro) for m in together
         ):
@@ -193,7 +183,7 @@ def replay(shop: Shop, orders: Sequence[Sequence[tuple[int, int]]]) -> Starts | 
             unmet[reader][micro] -= 1
             ready[reader][micro] = max(ready[reader][micro], end + lag)
             if not unmet[reader][micro]:
-                waiting.append(shop.machines[reader][0])
+                waiting.append(blocks[reader].devices[0])
         waiting += together
     return None if left else tuple(map(tuple, starts))
 
@@ -207,7 +197,7 @@ def peaks_of(shop: Shop, orders: Sequence[Sequence[tuple[int, int]]]) -> tuple[f
     """Return by device the most bytes at any time. They depend on nothing but the order of its blocks."""
     blocks = shop.problem.blocks
     peaks = []
-    for order in orders[: shop.problem.devices]:
+    for order in orders:
         live = most = 0.0
         for block, _ in order:
             live += blocks[block].allocates

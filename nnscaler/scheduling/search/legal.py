@@ -37,16 +37,16 @@ def violations(problem: ScheduleProblem, starts: Starts, orders: Sequence[Sequen
 
 
 def _overlaps(problem: ScheduleProblem, starts: Starts, slack: float) -> list[str]:
-    spans: dict[str, list[tuple[float, float, Instruction]]] = {}
+    spans: dict[int, list[tuple[float, float, Instruction]]] = {}
     for block, row in zip(problem.blocks, starts, strict=True):
-        for holder in (*(f"device {d}" for d in block.devices), *block.communicators):
-            spans.setdefault(holder, []).extend((s, s + block.duration, block.at(i)) for i, s in enumerate(row))
+        for device in block.devices:
+            spans.setdefault(device, []).extend((s, s + block.duration, block.at(i)) for i, s in enumerate(row))
     wrong = []
-    for holder, each in spans.items():
+    for device, each in spans.items():
         until, last = 0.0, None
         for start, end, instruction in sorted(each):
             if start < until - slack:
-                wrong.append(f"{holder} runs {instruction} while it runs {last}")
+                wrong.append(f"device {device} runs {instruction} while it runs {last}")
             if end > until:
                 until, last = end, instruction
     return wrong

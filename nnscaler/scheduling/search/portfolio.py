@@ -16,7 +16,6 @@ from nnscaler.scheduling.search.greedy import Keys, list_schedule
 from nnscaler.scheduling.search.job_shop_model import Shop, Starts, makespan_of, peaks_of, replay, sequences, shop_of
 
 FIRST_PASSES = 3  # of each rule before the next one is tried
-MANY = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,8 @@ def settled(shop: Shop, starts: Starts) -> Starts:
 class Portfolio:
     """All rules, each with its best schedule so far. Changes as it runs."""
 
-    def __init__(self, shop: Shop, serial: bool) -> None:
-        self.shop, self.serial = shop, serial
+    def __init__(self, shop: Shop) -> None:
+        self.shop = shop
         self.mirror = mirrored(shop)
         self.best: FoundCandidate | None = None
         self.passes = 0
@@ -99,12 +98,11 @@ class Portfolio:
 
     def run(self, goal: float, rounds: int) -> None:
         """Try every rule, then improve each `rounds` times, until a schedule meets the goal."""
-        joint = any(len(machines) > 1 for machines in self.shop.machines)
-        variants = [(r, a) for r in ((True, False) if joint else (True,)) for a in ((MANY, 1) if self.serial else (0,))]
+        joint = any(len(block.devices) > 1 for block in self.shop.problem.blocks)
         current: list[tuple[str, Starts]] = []
         for name, keys in rules_of(self.shop):
-            for reserve, ahead in variants:
-                starts = self._pass(keys, reserve, ahead)
+            for reserve in (True, False) if joint else (True,):
+                starts = self._pass(keys, reserve)
                 if starts is not None:
                     source = f"rule: {name}{'' if reserve else ', nothing kept free'}"
                     self.take(starts, source)
@@ -124,12 +122,11 @@ class Portfolio:
             shop = self.mirror if backwards else self.shop
             keys = turned(self.shop, starts) if backwards else starts
             self.passes += 1
-            found = list_schedule(shop, keys, True, MANY if self.serial and not backwards else 0)
+            found = list_schedule(shop, keys)
             if found is None:
                 return starts
             starts = turned(self.mirror, found) if backwards else found
-            if not (backwards and self.serial):
-                self.take(settled(self.shop, starts) if backwards else starts, f"{source}, justified")
+            self.take(settled(self.shop, starts) if backwards else starts, f"{source}, justified")
             if self._met(goal):
                 break
         return starts
@@ -138,11 +135,11 @@ class Portfolio:
         """Return whether a schedule fits into memory in the order of its times: several blocks at one time can differ
         in it from the order in which they were found."""
         peaks = peaks_of(self.shop, sequences(self.shop, starts))
-        return all(peak <= limit * (1 + SLACK) for peak, limit in zip(peaks, self.shop.limits, strict=False))
+        return all(peak <= limit * (1 + SLACK) for peak, limit in zip(peaks, self.shop.problem.limits, strict=False))
 
-    def _pass(self, keys: Keys, reserve: bool, ahead: int) -> Starts | None:
+    def _pass(self, keys: Keys, reserve: bool) -> Starts | None:
         self.passes += 1
-        return list_schedule(self.shop, keys, reserve, ahead)
+        return list_schedule(self.shop, keys, reserve)
 
     def _met(self, goal: float) -> bool:
         return self.best is not None and self.best.makespan <= goal * (1 + SLACK)

@@ -19,13 +19,12 @@ from nnscaler.instructions import FORM, Instruction, Kind
 class PassBlock:
     """A pass of one micro-batch through one stage.
 
-    kind            F forward, B backward, I and W the two halves of a backward
-    stage           index
-    devices         all that run it, together
-    duration        unit of time: seconds, or any other
-    allocates       bytes taken on each of its devices when it starts
-    frees           bytes given back on each of its devices when it ends
-    communicators   of the collectives inside of it: blocks that share one do not run at the same time
+    kind        F forward, B backward, I and W the two halves of a backward
+    stage       index
+    devices     all that run it, together
+    duration    unit of time: seconds, or any other
+    allocates   bytes taken on each of its devices when it starts
+    frees       bytes given back on each of its devices when it ends
     """
 
     kind: Kind
@@ -34,7 +33,6 @@ class PassBlock:
     duration: float
     allocates: float = 0.0
     frees: float = 0.0
-    communicators: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}"
@@ -48,16 +46,14 @@ class PassBlock:
 class Dependency:
     """A block waits for another one of the same micro-batch.
 
-    before         index of the block that must have ended
-    after          index of the block that waits
-    lag            time between the two: that of a message
-    communicator   on which the message travels; empty: none, or one of its own
+    before   index of the block that must have ended
+    after    index of the block that waits
+    lag      time between the two: that of a message
     """
 
     before: int
     after: int
     lag: float = 0.0
-    communicator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +77,6 @@ class ScheduleProblem:
     @property
     def devices(self) -> int:
         return len(self.limits)
-
-    def messages(self) -> tuple[Dependency, ...]:
-        """Return the dependencies that cross from one device to another."""
-        blocks = self.blocks
-        return tuple(d for d in self.dependencies if set(blocks[d.before].devices) != set(blocks[d.after].devices))
 
 
 def make_problem(

@@ -113,12 +113,12 @@ def _solve(shop: Shop, period: int, nodes: int) -> tuple[highspy.HighsModelStatu
     rows = _Rows()
     for block in range(count):
         rows.add({block * period + t: 1.0 for t in range(period)}, 1.0, 1.0)
-    _add_machines(rows, shop, period)
+    _add_devices(rows, shop, period)
     for block, sources in enumerate(shop.sources):
         for source, lag in sources:
             _add_dependency(rows, shop, period, (source, block), int(lag))
     for device in range(shop.problem.devices):
-        if shop.limits[device] < inf:
+        if shop.problem.limits[device] < inf:
             _add_memory(rows, shop, period, device)
     upper = np.ones(columns)
     upper[count * period :] = _most_laps(shop, period)
@@ -146,8 +146,8 @@ def _solve(shop: Shop, period: int, nodes: int) -> tuple[highspy.HighsModelStatu
     return solver.getModelStatus(), values if found else None, max(0, int(information.mip_node_count))
 
 
-def _add_machines(rows: _Rows, shop: Shop, period: int) -> None:
-    """At every moment of the period a machine serves one block."""
+def _add_devices(rows: _Rows, shop: Shop, period: int) -> None:
+    """At every moment of the period a device serves one block."""
     for own in shop.own:
         for moment in range(period):
             entries: dict[int, float] = {}
@@ -194,7 +194,7 @@ def _add_memory(rows: _Rows, shop: Shop, period: int, device: int) -> None:
             if block.allocates != block.frees:
                 entries[base + index] = block.frees - block.allocates
         if entries:
-            rows.add(entries, shop.limits[device] * (1 + SLACK))
+            rows.add(entries, shop.problem.limits[device] * (1 + SLACK))
 
 
 def _most_laps(shop: Shop, period: int) -> int:

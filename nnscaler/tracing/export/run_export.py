@@ -133,9 +133,9 @@ _HELP_DATA = (
     "the model looks at the values of its data (`.item()`, `if tensor:`, a boolean index). Move that out of the "
     "model, or put it in a function and register it: @nnscaler.register_op"
 )
-OR_SPECIALISE = (
-    "; or pass --specialise to take the branch that the sample batch takes: the program is then right for such batches "
-    "only"
+_OR_SPECIALISE = (
+    "; or --specialise, of the commands that compile a program, takes the branch that the sample batch takes: the "
+    "program is then right for such batches only"
 )
 _BRANCH = "a branch on the values of data; only the one that the sample batch takes is traced"
 _NOT_EAGER = "export cannot follow eager here; traced is what the model does when it is told that it is exported"
@@ -220,7 +220,7 @@ def _export_some_way(
     if _READS_NUMBER in str(first):  # a draft would keep the number that this batch gives for all steps
         raise _trace_failed(first, help_text) from None
     if not specialise:
-        raise _trace_failed(first, f"{help_text}{OR_SPECIALISE}") from None
+        raise _trace_failed(first, f"{help_text}{_OR_SPECIALISE}") from None
     module.around = eager
     return _draft(module, tensors, first, help_text), (f"{_place(first)}: {_BRANCH}",)
 

@@ -217,7 +217,7 @@ def test_gate_items_and_tokens_name_the_file(project: Path, monkeypatch: pytest.
 def test_compiled_verified_and_reproduced(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from nnscaler.cli.commands.verify_plan import plan_request
     from nnscaler.cli.main import build_parser
-    from verify.programs.reproduce_token import encode, make_token
+    from verify.programs.reproduce_token import WORDS, make_token
 
     model = "sketch.models.net:small"
     assert main(["compile", model, "--ranks", "2", "--plan", "dp=2", "--out", "program", "-q"]) == 0
@@ -226,6 +226,6 @@ def test_compiled_verified_and_reproduced(project: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines()[-1].startswith("VERIFIED  net.py on 2 ranks")
     options = build_parser().parse_args(["verify-plan", model, "--plan", "dp=2", *quick])
     token = make_token(replace(plan_request(options), ranks=2))
-    assert (token.model.path, token.factory) == ("src/sketch/models/net.py", "small")
-    word = encode(token)
+    assert token.request["model"] == "src/sketch/models/net.py::small"
+    word = WORDS.encode(token)
     assert word is not None and main(["reproduce", word, "-q"]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nnscaler.ir.graph import Graph, Operation, Slot
-from nnscaler.ir.invariants import InternalError, check_graph, violations
+from tests.graph_invariants import InternalError, check_graph, violations
 from tests.graph_text import parse_graph
 
 GOOD = """graph Good

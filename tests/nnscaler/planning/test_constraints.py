@@ -19,7 +19,6 @@ from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import (
     Constraint,
     all_of,
-    constraints_of,
     forbid,
     interlaced,
     megatron,
@@ -40,6 +39,7 @@ from nnscaler.planning.planner.result import choices_of
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
+from tests.nnscaler.planning.plan_as_constraints import constraints_of
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 from tests.random_plans import Mesh, random_plan
 from tests.sampling import every

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicatorBase, ProgramError
+from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
 from nnscaler.runtime.communication.recording import (
     RecordedEvent,
     RecordingCommunicator,
@@ -23,7 +23,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 EVERY = (0, 1)
 
 
-def calls(communicator: CommunicatorBase | RecordingCommunicator) -> list[list[float]]:
+def calls(communicator: Communicator | RecordingCommunicator) -> list[list[float]]:
     """Make every call of the protocol, and return what came of them."""
     rank = communicator.rank
     value = torch.arange(4.0) + rank
@@ -44,7 +44,7 @@ def calls(communicator: CommunicatorBase | RecordingCommunicator) -> list[list[f
 def test_results_are_the_same_and_calls_are_noted_as_the_listener_hears_them() -> None:
     plain = Simulator(2).run(calls)
 
-    def recorded(communicator: CommunicatorBase) -> tuple[list[list[float]], list[RecordedEvent], list[str]]:
+    def recorded(communicator: Communicator) -> tuple[list[list[float]], list[RecordedEvent], list[str]]:
         heard: list[CommunicationCall] = []
         recording = RecordingCommunicator(communicator)
         recording.listener = heard.append
@@ -66,7 +66,7 @@ def test_results_are_the_same_and_calls_are_noted_as_the_listener_hears_them() -
 
 
 def test_an_instruction_lasts_until_its_name_is_taken_back() -> None:
-    recording = RecordingCommunicator(CommunicatorBase(0, 1))
+    recording = RecordingCommunicator(Communicator(0, 1))
     recording.context = "the gradient sum"
     recording.context = "the gradient sum of `w`"
     recording.all_reduce(torch.ones(2), (0,))

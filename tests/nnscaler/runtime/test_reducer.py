@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nnscaler.buckets import gathered_together, in_buckets
 from nnscaler.runtime import ExecutorSettings, Input, Loss, Parameter, RankExecutor, Sharded, Simulator, Stage
-from nnscaler.runtime.communication.communicator import CommunicatorBase
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 from nnscaler.runtime.role import RunContext
 from nnscaler.runtime.training.gradients.accumulate import Gradients
@@ -107,7 +107,7 @@ def test_buckets_of_a_group_leave_in_one_order_and_no_group_waits_for_another() 
 
 def test_what_a_step_leaves_that_fails_is_not_written_over() -> None:
     stage = built(Small, 0)
-    gradients, left = Gradients({0: stage}, (), CommunicatorBase(0, 3)), []
+    gradients, left = Gradients({0: stage}, (), Communicator(0, 3)), []
     for value in (1.0, 5.0):
         gradients.begin()  # the step before has not come to its end
         stage.p0.grad = torch.full((2, 5), value)

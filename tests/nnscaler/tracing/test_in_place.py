@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.invariants import check_graph
 from nnscaler.tracing import trace
+from tests.graph_invariants import check_graph
 from tests.sampling import every
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.ir.invariants import check_graph
 from nnscaler.ir.text import print_graph
 from nnscaler.tracing import run_graph, trace
+from tests.graph_invariants import check_graph
 from tests.graph_text import parse_graph
 from tests.sampling import every
 

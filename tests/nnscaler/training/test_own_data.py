@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.training import assemble
@@ -190,16 +187,3 @@ def test_a_group_without_parameters_is_told_before_the_model_is_compiled(monkeyp
     monkeypatch.setattr(assemble, "parallelize", lambda *_, **__: pytest.fail("it is compiled"))
     with pytest.raises(NnscalerError, match=r"'down\.bais' matches no parameter"):
         trained(Model(), rows(), optimizer={"name": "SGD", "lr": 0.5, "groups": {"down.bais": {"lr": 0.1}}})
-
-
-def test_what_helps_say_under_another_name_is_still_said() -> None:
-    """A help that is worded anew would keep the other commands' names under `nnscaler train`."""
-    texts = [
-        node.value
-        for file in Path(nnscaler.__file__).parent.rglob("*.py")
-        if file != Path(assemble.__file__)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    lost = [name for name in assemble.OF_A_RUN if not any(name in text for text in texts)]
-    assert not lost

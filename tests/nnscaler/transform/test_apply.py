@@ -84,7 +84,7 @@ def test_the_count_of_labels_is_hoisted_and_nothing_else(transformer: Any) -> No
     assert hoisted == ["aten.reshape.default", "nnscaler.ce_count"]
     counts = [op for op in made.graph.operations if op.operator == "nnscaler.ce_count"]
     assert len(counts) == 1  # the one of each micro-batch is gone
-    assert made.placements[counts[0].name].over_micro_batches == RunInvariant()
+    assert made.placements[counts[0].name].choices[0][-1] == RunInvariant()
     assert apply(transformer, Plan((("dp", 2),))).graph == transformer.graph
 
 

@@ -14,30 +14,21 @@ from hypothesis import strategies as st
 from nnscaler.cli.commands.verify_external import external_request
 from nnscaler.cli.main import build_parser, main
 from nnscaler.errors import NnscalerError
-from verify.external.reproduce_token import (
-    ExternalToken,
-    decode,
-    encode,
-    make_token,
-    request_of,
-    script_file,
-)
+from verify.external.reproduce_token import WORDS, make_token, script_file
 from verify.external.request import ExternalRequest
-from verify.results.file_digests import Source
 from verify.results.packed_json import LONGEST, pack, reproduce_line
 from verify.results.report import environment, version_of
+from verify.results.request_token import RequestToken, Source
 
+encode, decode, request_of = WORDS.encode, WORDS.decode, WORDS.request_of
 names = st.text(min_size=1, max_size=6)
 options = st.dictionaries(names, names | st.integers() | st.booleans() | st.none() | st.lists(names), max_size=5)
 tokens = st.builds(
-    ExternalToken,
-    source=st.none() | st.builds(Source, names, names),
-    function=names,
-    script=st.none() | names,
-    options=options,
+    RequestToken,
+    request=options,
+    sources=st.lists(st.builds(Source, names, names), max_size=1).map(tuple),
     nnscaler=st.just(environment()["nnscaler"]),
-    torch=names,
-    transformers=st.none() | names,
+    versions=st.dictionaries(names, names, max_size=2),
 )
 LINES = (
     ("check.py", "--ranks", "4"),
@@ -69,7 +60,7 @@ def asked(*words: str) -> ExternalRequest:
 
 
 @given(tokens)
-def test_there_and_back(token: ExternalToken) -> None:
+def test_there_and_back(token: RequestToken) -> None:
     word = encode(token)
     assert word is not None and word.startswith("nns3:") and word.isascii() and not set(word) & set(" '\"=\n")
     assert decode(word) == token
@@ -77,7 +68,7 @@ def test_there_and_back(token: ExternalToken) -> None:
 
 
 @given(tokens, st.data())
-def test_a_damaged_token_is_refused(token: ExternalToken, data: st.DataObject) -> None:
+def test_a_damaged_token_is_refused(token: RequestToken, data: st.DataObject) -> None:
     word = encode(token)
     assert word is not None
     with pytest.raises(NnscalerError) as caught:
@@ -101,20 +92,20 @@ def test_a_token_gives_the_request_that_it_was_made_of(folder: Path, line: tuple
 def test_a_token_holds_everything_that_decides_what_is_run(folder: Path) -> None:
     token = make_token(asked("check.py"))
     showing = {"command", "output_format", "quiet", "verbose", "color", "comm_profile", "emit_script"}
-    assert set(token.options) == set(vars(parsed("check.py"))) - showing - {"target", "script"}
+    assert set(token.request) == set(vars(parsed("check.py"))) - showing | {"emit_script"}
     assert {f.name for f in fields(ExternalRequest)} == set(vars(parsed("check.py"))) - showing | {"emit_script"}
 
 
 def test_changes_are_told(folder: Path) -> None:
     for line, file in ((LINES[0], "check.py"), (LINES[5], "train.py"), (LINES[4], "local/config.json")):
         token = make_token(asked(*line))
-        assert token.source == Source.of(file) and not token.changes()
+        assert token.sources == (Source.of(file),) and not token.changes()
         Path(file).write_text("# changed\n", encoding="utf-8")
         assert token.changes() == [f"{file} was changed since the token was made"]
-    assert make_token(asked("check.py")).transformers is None
+    assert set(make_token(asked("check.py")).versions) == {"torch"}
     token = make_token(asked("hf:llama"))
-    assert (token.source, token.transformers) == (None, version_of("transformers"))
-    assert replace(token, torch="1.0", transformers="0.1").changes() == [
+    assert (token.sources, token.versions["transformers"]) == ((), version_of("transformers"))
+    assert replace(token, versions={"torch": "1.0", "transformers": "0.1"}).changes() == [
         f"found under torch 1.0, replayed under {environment()['torch']}",
         f"found under transformers 0.1, replayed under {version_of('transformers')}",
     ]
@@ -153,7 +144,7 @@ def test_what_reproduce_refuses(folder: Path, capsys: pytest.CaptureFixture[str]
     word = encode(token)
     assert word is not None and main(["reproduce", word, "--emit-test", "x.py"]) == 2
     assert "this token is of a program" in capsys.readouterr().err
-    other = encode(replace(token, options={**token.options, "sideways": True}))
+    other = encode(replace(token, request={**token.request, "sideways": True}))
     assert other is not None and main(["reproduce", other]) == 2
     assert "options that this nnscaler lacks: sideways" in capsys.readouterr().err
     Path("check.py").unlink()

@@ -8,9 +8,9 @@ import pytest
 
 from nnscaler.ir.graph import Graph
 from tests.verify.lemmas.planted import planned as make_planned
-from verify.programs.lemmas.statement import Stated
+from verify.programs.typing import Obligation
 
-Planned = tuple[Graph, tuple[Stated, ...]]
+Planned = tuple[Graph, tuple[Obligation, ...]]
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -14,12 +15,12 @@ from op_registry.spec import OperatorSpec, SourceLocation
 
 from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.placement import Choice, PartitionedGraph
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.apply import apply_plan
 from tests.traced_examples import traced
-from verify.programs.lemmas import LemmaResult, Obligation, obligations_of, prove_obligations
-from verify.programs.lemmas.statement import Stated
+from verify.programs.lemmas import LemmaResult, prove_obligations
+from verify.programs.typing import Obligation
 
 SECONDS = 60.0
 AXES = (("tp", 2),)
@@ -54,12 +55,14 @@ def users(function: Callable[..., Tensor], annotation: str, **more: Any) -> Oper
     return OperatorSpec("planted", annotation, target=function, where=SourceLocation("my_ops.py", 7), **more)
 
 
-def stated(spec: OperatorSpec | str, call: Call, *choices: Choice, axes: Sequence[tuple[str, int]] = AXES) -> Stated:
+def stated(
+    spec: OperatorSpec | str, call: Call, *choices: Choice, axes: Sequence[tuple[str, int]] = AXES
+) -> Obligation:
     """One obligation."""
     found = default_registry().lookup(spec) if isinstance(spec, str) else spec
     assert found is not None
     sets = tuple(frozenset(s) for s in linear_sets(found, call))
-    return Stated(Signature(call, found, bind_call(found, call), sets), choices, tuple(axes), 1, "operation")
+    return Obligation(Signature(call, found, bind_call(found, call), sets), choices, tuple(axes), 1, "operation")
 
 
 def proved(*obligations: Obligation) -> LemmaResult:
@@ -67,9 +70,29 @@ def proved(*obligations: Obligation) -> LemmaResult:
     return prove_obligations(obligations, seconds=SECONDS)
 
 
-def planned(name: str, plan: str, ranks: int = 8, micro_batches: int = 2) -> tuple[Graph, tuple[Stated, ...]]:
+def planned(name: str, plan: str, ranks: int = 8, micro_batches: int = 2) -> tuple[Graph, tuple[Obligation, ...]]:
     """The graph of an example and the obligations of a plan for it."""
     graph = traced(name).graph
     made = make(graph, WantedPlan(ranks, plan, micro_batches=micro_batches))
     known = dict(made.signatures)  # `apply_plan` adds operations that the plan repeats
     return graph, obligations_of(apply_plan(graph, known, made.plan), known)
+
+
+def obligations_of(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> tuple[Obligation, ...]:
+    """Return the distinct obligations of a partitioned graph: one per call and choices, not per layer,
+    stage or rank."""
+    found: dict[object, Obligation] = {}
+    for op in partitioned.graph.operations:
+        placement = partitioned.placements[op.name]
+        signature = signatures[op.name]
+        for index in placement.stages:
+            stage = partitioned.stages[index]
+            axes = tuple(zip(stage.names, stage.sizes, strict=True))
+            key = (repr(signature.call), placement.choices[index], axes)
+            known = found.get(key)
+            found[key] = (
+                Obligation(signature, placement.choices[index], axes, 1, op.name)
+                if known is None
+                else replace(known, uses=known.uses + 1)
+            )
+    return tuple(found.values())

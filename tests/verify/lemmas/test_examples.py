@@ -12,10 +12,10 @@ from tests.sampling import only
 from tests.verify.lemmas.planted import SECONDS
 from verify.programs.lemmas import Memo, prove_obligations
 from verify.programs.lemmas.result import NAME
-from verify.programs.lemmas.statement import Stated
+from verify.programs.typing import Obligation
 from verify.results.verdict import Verdict
 
-Plan = Callable[..., tuple[Graph, tuple[Stated, ...]]]
+Plan = Callable[..., tuple[Graph, tuple[Obligation, ...]]]
 # what is proved at bounded sizes only: the pick of a split vocabulary, alone and with the batch; `arange` split by
 # sequence; a convolution, whose windows have to fit
 BOUNDED = {
@@ -55,7 +55,7 @@ def test_lemmas_do_not_mention_ranks_axes_or_sizes(planned: Plan) -> None:
     assert len({m.text for m in two.lemmas} & texts) > 40
 
 
-def _renamed(obligations: tuple[Stated, ...]) -> list[Stated]:
+def _renamed(obligations: tuple[Obligation, ...]) -> list[Obligation]:
     return [replace(o, axes=tuple((f"axis {n}", size) for n, size in o.axes)) for o in obligations]
 
 

@@ -23,21 +23,22 @@ from verify.operators.run.cache import Cache
 from verify.programs.lemmas import LemmaResult, Memo, check_claims, prove_obligations
 from verify.programs.lemmas.check_claims import Evidence
 from verify.programs.lemmas.small_call import represent
-from verify.programs.lemmas.statement import Claim, Splits, Stated
+from verify.programs.lemmas.statement import Claim, Splits
+from verify.programs.typing import Obligation
 from verify.results.verdict import Strength, Verdict
 
 
-def linear() -> Stated:
+def linear() -> Obligation:
     operator = "aten.linear.default"
     return stated(operator, called(operator, [(8, 64)], floats(8, 32), floats(64, 32)), Split("k"))
 
 
-def wrong() -> Stated:
+def wrong() -> Obligation:
     spec = users(lambda x: torch.softmax(x, -1), "a b -> a b")
     return stated(spec, called("planted", [(8, 32)], floats(8, 32)), Split("b"))
 
 
-def run(obligation: Stated, memo: Memo, seconds: float = SECONDS) -> LemmaResult:
+def run(obligation: Obligation, memo: Memo, seconds: float = SECONDS) -> LemmaResult:
     return prove_obligations([obligation], seconds=seconds, memo=memo)
 
 
@@ -71,7 +72,7 @@ def test_without_a_memo_nothing_is_kept() -> None:
     assert prove_obligations([linear()], seconds=-1.0).verdict is Verdict.INCONCLUSIVE
 
 
-def filled(value: float) -> Stated:
+def filled(value: float) -> Obligation:
     operator = "aten.masked_fill.Scalar"
     call = called(operator, [(6, 4)], floats(6, 4), TensorArgument(0, (6, 4), "bool"), value)
     return stated(operator, call, Split("a"))

@@ -15,7 +15,7 @@ from nnscaler.ir.placement import RunPartial, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, integers, stated
 from verify.programs.lemmas import LemmaResult, prove_obligations
 from verify.programs.lemmas.small_call import represent
-from verify.programs.lemmas.statement import Obligation, Stated
+from verify.programs.typing import Obligation
 from verify.results.verdict import Verdict
 
 FIRST = RunPartial(frozenset({0}))
@@ -26,11 +26,11 @@ SEEDS = (204, 408, 502, 503, *range(16))
 PLANS = (("dp=2", 2, 1), ("tp=2", 2, 1), ("dp=2,tp=2", 4, 1), ("dp=2,tp=3", 6, 1), ("dp=3", 3, 2), ("dp=2,tp=2", 4, 3))
 
 
-def proved(obligations: list[Obligation] | list[Stated], seed: int) -> LemmaResult:
+def proved(obligations: list[Obligation], seed: int) -> LemmaResult:
     return prove_obligations(obligations, seconds=SECONDS, seed=seed)
 
 
-def divided(whole: tuple[int, ...], count: tuple[int, ...]) -> Stated:
+def divided(whole: tuple[int, ...], count: tuple[int, ...]) -> Obligation:
     call = called("aten.div.Tensor", [whole], floats(*whole), integers(*count))
     return stated("aten.div.Tensor", call, FIRST)
 
@@ -75,7 +75,7 @@ def test_a_claim_that_is_not_linear_is_refuted(operator: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["custom_op", "moe", "t5_hf", "gpt", "llama_hf"])
 def test_every_lemma_of_an_example_is_decided_for_every_seed(
-    name: str, planned: Callable[..., tuple[Graph, tuple[Stated, ...]]]
+    name: str, planned: Callable[..., tuple[Graph, tuple[Obligation, ...]]]
 ) -> None:
     """Six plans and twenty seeds of each model: 120 pairs, of which plans share most lemmas."""
     obligations = [stated for plan in PLANS for stated in planned(name, *plan)[1]]

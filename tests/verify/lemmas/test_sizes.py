@@ -15,11 +15,12 @@ from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from tests.sampling import every
+from tests.verify.lemmas.planted import obligations_of
 from verify import verify_plan
-from verify.programs.lemmas import SizesResult, obligations_of, sizes_result
-from verify.programs.lemmas.statement import Stated
+from verify.programs.lemmas import SizesResult, sizes_result
+from verify.programs.typing import Obligation
 
-Planned = Callable[..., tuple[Graph, tuple[Stated, ...]]]
+Planned = Callable[..., tuple[Graph, tuple[Obligation, ...]]]
 
 
 class Small(nn.Module):

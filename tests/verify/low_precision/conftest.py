@@ -63,7 +63,7 @@ class Case:
         return Comparison(self.reference, tuple(results), parameters, buffers, names, {}, exact_tolerance(), steps)
 
     def outcomes(self, *dtypes: str) -> tuple[list[CheckOutcome], tuple[NoiseRow, ...]]:
-        return low_precision_outcomes(self, self, self.reference, dtypes, self.run, self.progress)
+        return low_precision_outcomes(self.seed, self, self.reference, dtypes, self.run, self.progress)
 
 
 def _train(

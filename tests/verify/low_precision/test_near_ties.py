@@ -111,7 +111,7 @@ def routed(second: float, folder: Path) -> Case:
 def noises(second: float, folder: Path) -> tuple[float, float]:
     """Of the gradient of the experts, in the norm: over the first draws, and over twice as many."""
     case = routed(second, folder)
-    first = level.calibrate(case, case, case.reference, "bfloat16")
+    first = level.calibrate(case.seed, case, case.reference, "bfloat16")
     assert first.noise.draws == FIRST_DRAWS
     key = ("gradient", 0, "experts")
     return first.noise.largest[key][1], first.with_more_draws().noise.largest[key][1]
@@ -130,7 +130,7 @@ def test_more_draws_show_what_a_flip_does(tmp_path: Path) -> None:
 def test_an_error_that_the_model_makes_now_and_then_is_not_refuted(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in none of the first draws, and in one of the next."""
     monkeypatch.setattr(level, "MOST_DRAWS", 2 * FIRST_DRAWS)
-    calibration = level.calibrate(case, case, case.reference, "bfloat16")
+    calibration = level.calibrate(case.seed, case, case.reference, "bfloat16")
     key = ("gradient", 0, "layers.0.up.weight")
     greatest, norm, factor = calibration.noise.largest[key]
     rare = (100 * greatest, 100 * norm, 100 * factor)

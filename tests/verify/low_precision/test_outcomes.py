@@ -105,7 +105,7 @@ def test_gradients_missing_and_extra_are_refuted(case: Case) -> None:
         )
         return replace(comparison, results=results)
 
-    outcomes, _ = level.low_precision_outcomes(case, case, case.reference, ["bfloat16"], lost)  # type: ignore[arg-type]
+    outcomes, _ = level.low_precision_outcomes(case.seed, case, case.reference, ["bfloat16"], lost)  # type: ignore[arg-type]
     found = [f for outcome in outcomes for f in outcome.findings]
     assert [f.code for f in found] == ["gradient_missing"] * 2
     assert {f.counter_example["tensor"] for f in found} == {"layers.0.up.bias"}
@@ -113,7 +113,7 @@ def test_gradients_missing_and_extra_are_refuted(case: Case) -> None:
 
 def test_a_program_that_does_not_run_says_so(case: Case) -> None:
     failed = CheckOutcome(Check("program ran", Verdict.REFUTED, 1, 1), (Finding("rank_raises", "rank 0 raises"),))
-    outcomes, rows = level.low_precision_outcomes(case, case, case.reference, ["float16"], lambda p, s: failed)
+    outcomes, rows = level.low_precision_outcomes(case.seed, case, case.reference, ["float16"], lambda p, s: failed)
     assert [o.check.name for o in outcomes] == ["program ran in float16"] and rows == ()
     assert verdict_of(outcomes) is Verdict.REFUTED and outcomes[0].findings == failed.findings
 
@@ -123,7 +123,7 @@ def test_near_the_threshold_more_draws_then_inconclusive(case: Case, monkeypatch
     most = 2 * FIRST_DRAWS
     assert most < MOST_DRAWS
     monkeypatch.setattr(level, "MOST_DRAWS", most)
-    calibration = level.calibrate(case, case, case.reference, "bfloat16")
+    calibration = level.calibrate(case.seed, case, case.reference, "bfloat16")
     comparison = case.run("bfloat16", 1.0)
     # a program whose errors are 4 to 16 times its noise, however often it is drawn
     exact = level.draw_noise(calibration.subject, calibration.targets, 0, most)
@@ -186,7 +186,7 @@ def test_a_model_in_half_precision_keeps_its_islands(tmp_path: Path) -> None:
         asked.append(precision)
         return case.run(precision, scale)
 
-    outcomes, _ = level.low_precision_outcomes(case, case, case.reference, ["float16"], run)  # type: ignore[arg-type]
+    outcomes, _ = level.low_precision_outcomes(case.seed, case, case.reference, ["float16"], run)  # type: ignore[arg-type]
     assert asked == [None]
     assert verdict_of(outcomes).passes
 

@@ -174,17 +174,17 @@ def test_a_rule_that_says_nothing_is_short_and_no_pass() -> None:
     silent = replaced({"aten.linear.default": lambda call: (Unknown("silent"),)})
     result = fuzz_rule(direct("aten.linear.default"), silent, effort=Effort(limit=50))
     assert result.asked == 50 and result.verified == 0 and not result.unsound
-    report = RulesReport({"aten.linear.default": result}, (), (), {}, 1, ())
+    report = RulesReport({"aten.linear.default": result}, (), {}, 1, ())
     assert not report.passed and report.short == {"aten.linear.default": 0}
 
 
 def test_no_rules_are_no_pass() -> None:
     full = RuleResult("aten.linear.default", asked=90, verified=80)
-    assert RulesReport({full.overload: full}, (), (), {}, 1, ()).passed
-    assert not RulesReport({}, (), (), {}, 1, ()).passed
-    assert not RulesReport({full.overload: full}, ("aten.mm.default",), (), {}, 1, ()).passed
-    assert not RulesReport({full.overload: full}, (), (), {}, 0, ()).passed
-    assert not RulesReport({full.overload: full}, (), (), {}, 1, ("aten.mm.default is wrong",)).passed
+    assert RulesReport({full.overload: full}, (), {}, 1, ()).passed
+    assert not RulesReport({}, (), {}, 1, ()).passed
+    assert not RulesReport({full.overload: full}, ("aten.mm.default",), {}, 1, ()).passed
+    assert not RulesReport({full.overload: full}, (), {}, 0, ()).passed
+    assert not RulesReport({full.overload: full}, (), {}, 1, ("aten.mm.default is wrong",)).passed
 
 
 def test_what_is_trivial_is_not_counted() -> None:

@@ -22,7 +22,7 @@ from nnscaler.ir.graph import Graph, Operation, Slot
 from nnscaler.model_file import shown_path
 from nnscaler.tracing import Traced
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction
-from nnscaler.tracing.rewrite import dtype_of
+from nnscaler.tracing.rewrite import dtype_of, torch_operator
 from nnscaler.tracing.run_graph import run_graph
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, make_call
 from verify.evidence.inputs.find_operator import record_of
@@ -240,7 +240,7 @@ def tensors_of(traced: Traced, operations: Sequence[Operation]) -> Mapping[str, 
 def record(missing: Missing) -> OperatorSpec:
     """Return the operator's record, without annotation, as `verify-op` takes it."""
     if missing.function is None:
-        spec = record_of(_overload(missing.operator))
+        spec = record_of(torch_operator(missing.operator))
         assert spec is not None
         return spec
     spec = record_of(missing.function.function)
@@ -304,10 +304,3 @@ def _ready(value: Any, tensor: Callable[[Any], Tensor], plain: Callable[[Any], A
         return [_ready(v, tensor, plain) for v in value]
     found = map_instances(value, Slot, tensor)
     return found if isinstance(found, Tensor) else plain(found)
-
-
-def _overload(operator: str) -> Any:
-    found: Any = torch.ops
-    for part in operator.split("."):
-        found = getattr(found, part)
-    return found

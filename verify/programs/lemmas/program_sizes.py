@@ -17,7 +17,8 @@ from verify.programs.lemmas.check_claims import Evidence, test_choices
 from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.result import Lemma
 from verify.programs.lemmas.small_call import Representative, call_of_sizes
-from verify.programs.lemmas.statement import Claim, Obligation, RunsWhole, claims_of
+from verify.programs.lemmas.statement import Claim, RunsWhole, claims_of
+from verify.programs.typing import Obligation
 from verify.results.verdict import Condition, Verdict
 
 

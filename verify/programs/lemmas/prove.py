@@ -30,7 +30,8 @@ from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.program_sizes import lemmas_at_sizes
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
 from verify.programs.lemmas.small_call import Representative, represent
-from verify.programs.lemmas.statement import Claim, Obligation, RunsWhole, claims_of, strided
+from verify.programs.lemmas.statement import Claim, RunsWhole, claims_of, strided
+from verify.programs.typing import Obligation
 from verify.results.catalogue import INCOMPARABLE
 from verify.results.verdict import Condition, Verdict
 

@@ -16,7 +16,6 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.smt.decide_equality import answer_of
-from verify.programs.lemmas.statement import Obligation
 from verify.programs.lemmas.unify_sizes import (
     Conflict,
     Size,
@@ -27,6 +26,7 @@ from verify.programs.lemmas.unify_sizes import (
     symbols_of_value,
     total,
 )
+from verify.programs.typing import Obligation
 
 # Symbolic sizes of every tensor of a graph, by the bound annotations of its operations.
 # A dim of a single identifier has the identifier's size, a group's is a product, a concatenation's a sum. A number

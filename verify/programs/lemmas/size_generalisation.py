@@ -27,8 +27,8 @@ from verify.programs.lemmas.size_conditions import (
     place_of,
     simplify,
 )
-from verify.programs.lemmas.statement import Obligation
 from verify.programs.lemmas.unify_sizes import Conflict, join_names, named, number
+from verify.programs.typing import Obligation
 
 BATCH = "batch"
 SEQUENCE = "sequence length"

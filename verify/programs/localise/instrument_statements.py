@@ -46,11 +46,6 @@ class Statement:
     key: str = ""
     compound: bool = False
 
-    @property
-    def expression(self) -> str:
-        """The right-hand side, as the file has it."""
-        return shown(self.function.body)
-
 
 def shown(node: ast.expr) -> str:
     """Return the text of an expression, with `self.w` for `self__w`."""

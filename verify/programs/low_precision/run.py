@@ -6,14 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from nnscaler.compile import Progress
 from nnscaler.errors import SourceLocation
-from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.checks import replicas
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.programs.low_precision.measure import (
@@ -38,7 +35,7 @@ from verify.programs.low_precision.noise import (
     subject_of,
     targets_of,
 )
-from verify.programs.opened_program import OpenedProgram
+from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import Trajectory
 from verify.results.finding import Finding
 from verify.results.report import Check
@@ -152,24 +149,6 @@ def _all_drowned(kind: str, dtype: str) -> Finding:
 Run = Callable[[str | None, float], Comparison | CheckOutcome]
 
 
-class Requested(Protocol):
-    """The part of a `PlanRequest` that is used here."""
-
-    @property
-    def seed(self) -> int: ...
-
-
-class Built(Protocol):
-    """The part of a `Prepared` that is used here: `model` has its random parameters, in its own dtypes."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def sample(self) -> SampleInputs: ...
-    @property
-    def program(self) -> OpenedProgram: ...
-
-
 @dataclass(frozen=True)
 class Calibration:
     """The noise of one dtype on one model, which serves every program of it under the same axes."""
@@ -202,8 +181,8 @@ class LowPrecisionResult:
 
 
 def low_precision_outcomes(
-    request: Requested,
-    prepared: Built,
+    seed: int,
+    prepared: Prepared,
     reference: Trajectory,
     dtypes: Sequence[str],
     run: Run,
@@ -218,7 +197,7 @@ def low_precision_outcomes(
     rows: list[NoiseRow] = []
     for name in dtypes:
         started = time.perf_counter()
-        result = _one_dtype(request, prepared, reference, name, run)
+        result = _one_dtype(seed, prepared, reference, name, run)
         seconds = time.perf_counter() - started
         first, *others = result.outcomes
         outcomes += [replace(first, check=replace(first.check, seconds=seconds)), *others]
@@ -229,8 +208,8 @@ def low_precision_outcomes(
     return outcomes, tuple(rows)
 
 
-def _one_dtype(request: Requested, prepared: Built, reference: Trajectory, name: str, run: Run) -> LowPrecisionResult:
-    calibration = calibrate(request, prepared, reference, name)
+def _one_dtype(seed: int, prepared: Prepared, reference: Trajectory, name: str, run: Run) -> LowPrecisionResult:
+    calibration = calibrate(seed, prepared, reference, name)
     if calibration.noise.overflowed is not None:
         return LowPrecisionResult((_overflows(calibration),), draws=calibration.noise.draws)
     comparison = run(calibration.precision, calibration.subject.loss_scale)
@@ -240,11 +219,11 @@ def _one_dtype(request: Requested, prepared: Built, reference: Trajectory, name:
     return compare(calibration, comparison)
 
 
-def calibrate(request: Requested, prepared: Built, reference: Trajectory, name: str) -> Calibration:
+def calibrate(seed: int, prepared: Prepared, reference: Trajectory, name: str) -> Calibration:
     """Return the noise of the dtype called `name`, from the first draws."""
     program = prepared.program
     parts = parts_of(program.axes, program.manifest.micro_batches)
-    subject = subject_of(prepared.model, prepared.sample, getattr(torch, name), reference, parts, request.seed)
+    subject = subject_of(prepared.model, prepared.sample, getattr(torch, name), reference, parts, seed)
     targets = targets_of(subject.truth)
     subject = replace(subject, loss_scale=choose_loss_scale(subject, targets))
     return Calibration(subject, targets, draw_noise(subject, targets, 0, FIRST_DRAWS))

@@ -13,6 +13,7 @@ from torch import Tensor
 from op_registry.samples.sample import B, F, I, P, S, Sample, U, replace_tensors
 from op_registry.samples.sample import Tensor as SampleTensor
 
+from nnscaler.tracing.rewrite import torch_operator
 from verify.evidence.dimension_types.rules.call import Operand
 from verify.evidence.dimension_types.states import SAME, Size, size_of, substituted
 from verify.evidence.dimension_types.symbolic_call import World
@@ -109,9 +110,7 @@ def direct_calls() -> list[DrawnCall]:
 
 
 def _direct(row: Sample) -> DrawnCall:
-    overload: Any = torch.ops
-    for part in row.operator.split("."):
-        overload = getattr(overload, part)
+    overload: Any = torch_operator(row.operator)
     world = World()
     integers: dict[int, Any] = {}
     integers_of: list[Values] = []

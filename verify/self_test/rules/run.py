@@ -31,14 +31,12 @@ class RulesReport:
     """
     results    what came out, by overload that has a rule
     unreached  rules of which no call is known: nothing was tried
-    ruleless   overloads that samples call and that have no rule: they are never proved
     untraced   samples that cannot be traced, with the reason
     planted    how many wrong rules were planted; `missed`: those that were not found
     """
 
     results: Mapping[str, RuleResult]
     unreached: tuple[str, ...]
-    ruleless: tuple[str, ...]
     untraced: Mapping[str, str]
     planted: int
     missed: tuple[str, ...]
@@ -86,9 +84,8 @@ def fuzz_rules(seed: int = 0) -> RulesReport:
     ruled = {name: found for name, found in calls.items() if rule_of(found[0].overload) is not None}
     results = fuzz_in_children(ruled, seed=seed)
     unreached = tuple(sorted(set(RULES) - set(calls)))
-    ruleless = tuple(sorted(set(calls) - set(ruled)))
     missed = tuple(f"{p.overload} {p.mistake}" for p in missed_plants(calls, PLANTED, seed))
-    return RulesReport(results, unreached, ruleless, drawn.untraced, len(PLANTED), missed)
+    return RulesReport(results, unreached, drawn.untraced, len(PLANTED), missed)
 
 
 def missed_plants(calls: Mapping[str, Sequence[DrawnCall]], planted: Sequence[Planted], seed: int = 0) -> list[Planted]:

@@ -20,7 +20,6 @@ import numpy as np
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.bounds.pipeline import Layered
-from nnscaler.planning.planner.bounds.rough import Rough
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.planner_graph import PlanningCache
@@ -31,7 +30,6 @@ from nnscaler.planning.sharding.zero_placement import Rates
 from nnscaler.planning.solver.fold_equal_layers import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor
-from nnscaler.scheduling.registry import DEFAULT
 from nnscaler.transform.plan import DP
 
 # The Lagrangian bound under a budget at many prices of memory at once.
@@ -104,34 +102,15 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
 
     Infinite where nothing fits, 0 where the graph is no chain, and where ranks divide experts: those read and sum less.
     """
-    rough = _rough(subject, c, parts, c.chunks > 1)  # with several stages fewer passes of the ends are alive
+    if c.ep > 1:
+        return 0.0
+    rough = subject.rough(c.tp, parts, c.chunks > 1)  # with several stages fewer passes of the ends are alive
     if rough is None:
         return 0.0
     sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])
     each = gathering(subject, c, len(subject.layers) // 2)
     rates, uncut = summing_rates(subject, c), subject.parameters_by_layer.uncut(c.dp)
     return rough.bound(c, memory, rates, uncut, each, sent, subject.shrinks(c.rests))
-
-
-def _rough(subject: PlanningCache, c: Configuration, parts: int, inside: bool = False) -> Rough | None:
-    """Return the bounds of a chain; None where the graph is none, and where ranks divide experts, of which it holds and
-    gathers all."""
-    return None if c.ep > 1 else subject.rough(c.tp, parts, inside)
-
-
-def grouped_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:
-    """Bound the seconds of a step by what holds for all schedules of the configuration's sizes.
-
-    Infinite where nothing fits, 0 where the graph is no chain, and where ranks divide experts.
-    """
-    rough = _rough(subject, c, 1)
-    if rough is None or c.pp == 1:
-        return 0.0
-    key = replace(c, schedule=DEFAULT, chunks=1), memory
-    if key not in subject.grouped:
-        each = gathering(subject, c, len(subject.layers) // 2)
-        subject.grouped[key] = rough.in_any_order(key[0], memory, each, subject.shrinks(c.rests))
-    return c.repeats * subject.grouped[key]
 
 
 def summing_rates(subject: PlanningCache, c: Configuration) -> Rates:

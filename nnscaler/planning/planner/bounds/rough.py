@@ -18,7 +18,6 @@ from nnscaler.planning.planner.bounds.lagrangian import (
     Kind,
     Pieces,
     Prices,
-    StageKind,
     at_prices,
     ends_of,
     floors_of,
@@ -121,32 +120,6 @@ class Rough:
             whole("summed"),
         )
 
-    def in_any_order(self, c: Configuration, memory: float, each: float, shrinks: float) -> float:
-        """Bound the seconds of a micro-batch on the busiest device, whatever the schedule is.
-
-        No schedule holds fewer micro-batches than 1F1B. The first and the last piece of the model, and messages, are
-        left out: schedules have them in different places.
-        """
-        lives = [min(c.micro_batches, c.pp - device) for device in range(c.pp)]
-        prices, most, part = self._priced[1], min(self.layers, 2 * -(-self.layers // c.pp) + 2), self.parts / c.parts
-        values = self._values(most, frozenset({(False, False)}))
-        cut = {
-            kind: np.full_like(v, np.inf)[: most + 1] if c.recompute is False and kind[2] != 0 else v[: most + 1]
-            for kind, v in values.items()
-        }
-        stages = [StageKind(_coarse(live), False, False, 0.0) for live in lives]
-        made = {}
-        for stage, (bounds, _) in limited(cut, stages, self.floors, memory, prices, part, shrinks).items():
-            bounds[0] = 0.0
-            made[stage] = part * bounds + each * np.arange(most + 1)[:, None, None]
-        # the busiest device alone: all other seconds count next to nothing
-        seconds = np.stack([made[stage] for stage in stages])
-        found = best_cut(seconds, self.layers - 2, 1.0, np.zeros_like(seconds))
-        if found is None:
-            return np.inf
-        taken = zip(stages, found.layers, found.states, strict=True)
-        return max(float(made[stage][count, a, b]) for stage, count, (a, b) in taken)
-
     def bound(
         self,
         c: Configuration,
@@ -191,8 +164,3 @@ class Rough:
         added = added_of(c, stages, self.chain, most, part)
         found = best_cut(seconds, self.layers, c.repeats, adding(seconds, c.ramp, added))
         return np.inf if found is None else found.value
-
-
-def _coarse(live: float) -> float:
-    """Return one of few numbers that are no larger, and not much smaller."""
-    return live if live <= 4 else float(2 ** (np.floor(4 * np.log2(live)) / 4))

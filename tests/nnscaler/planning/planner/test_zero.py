@@ -14,7 +14,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.performance.predict import programmed
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration, configurations
-from nnscaler.planning.constraints import all_of, constraints_of, data_parallel, read_constraints, sizes
+from nnscaler.planning.constraints import all_of, data_parallel, read_constraints, sizes
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.planner.bounds.configuration import bound_within, near_bound, rough_bound
@@ -25,6 +25,7 @@ from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.sharding.memory import MemoryBudget, parameter_memory
 from nnscaler.planning.sharding.zero_placement import PLACEMENTS, WHOLE, ZERO_1, ZERO_2, ZERO_3, AtRest
 from nnscaler.transform.plan import Plan, RestStep
+from tests.nnscaler.planning.plan_as_constraints import constraints_of
 from tests.nnscaler.planning.planner.planned import deep, graph_of, subject_of
 from tests.sampling import every, only
 

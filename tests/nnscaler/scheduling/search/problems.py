@@ -14,7 +14,7 @@ KINDS = "FBIW"
 
 @st.composite
 def small_problems(draw: st.DrawFn, most: int = 7, times: st.SearchStrategy[float] | None = None) -> ScheduleProblem:
-    """Draw a problem of at most so many passes in all: any graph, joint blocks, lags, memory, collectives."""
+    """Draw a problem of at most so many passes in all: any graph, joint blocks, lags, memory."""
     times = st.integers(0, 3).map(float) if times is None else times
     count = draw(st.integers(1, 4))
     micro_batches = draw(st.integers(1, max(1, most // count)))
@@ -40,7 +40,6 @@ def small_problems(draw: st.DrawFn, most: int = 7, times: st.SearchStrategy[floa
             place,
             draw(times),
             *memory[i],
-            ("all",) if draw(st.integers(0, 5)) == 0 else (),
         )
         for i, place in enumerate(places)
     ]
@@ -58,7 +57,7 @@ def shortest(problem: ScheduleProblem) -> float:
     every = [(b, i) for b in range(len(blocks)) for i in range(count)]
     best = inf
 
-    def extend(ends: dict[tuple[int, int], float], free: dict[object, float], live: list[float], latest: float) -> None:
+    def extend(ends: dict[tuple[int, int], float], free: dict[int, float], live: list[float], latest: float) -> None:
         nonlocal best
         if latest >= best:
             return
@@ -74,11 +73,11 @@ def shortest(problem: ScheduleProblem) -> float:
             one = blocks[block]
             if any(live[d] + one.allocates > problem.limits[d] for d in one.devices):
                 continue
-            holders = (*one.devices, *one.communicators)
-            start = max([0.0, *(free.get(h, 0.0) for h in holders), *(ends[e.before, micro] + e.lag for e in needed)])
+            busy = (free.get(d, 0.0) for d in one.devices)
+            start = max([0.0, *busy, *(ends[e.before, micro] + e.lag for e in needed)])
             end = start + one.duration
             after = [v + (one.allocates - one.frees if d in one.devices else 0.0) for d, v in enumerate(live)]
-            extend(ends | {(block, micro): end}, free | dict.fromkeys(holders, end), after, max(latest, end))
+            extend(ends | {(block, micro): end}, free | dict.fromkeys(one.devices, end), after, max(latest, end))
 
     extend({}, {}, [0.0] * problem.devices, 0.0)
     return best

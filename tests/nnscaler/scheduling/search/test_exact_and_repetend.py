@@ -32,7 +32,7 @@ def legal(shop: Shop, starts: Starts) -> bool:
 
 
 def fits(shop: Shop) -> bool:
-    return all(memory_needed(shop, d)[1] <= shop.limits[d] for d in range(shop.problem.devices))
+    return all(memory_needed(shop, d)[1] <= shop.problem.limits[d] for d in range(shop.problem.devices))
 
 
 @pytest.mark.long

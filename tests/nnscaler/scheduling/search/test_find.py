@@ -232,9 +232,9 @@ def test_faults_in_a_schedule_are_seen() -> None:
 
 def test_blocks_that_take_no_time_come_before_what_starts_with_them() -> None:
     blocks = [
-        PassBlock("F", 0, (0,), 0.0, communicators=("all",)),
-        PassBlock("B", 0, (1,), 1.0, communicators=("all",)),
-        PassBlock("I", 1, (0, 1), 0.0, communicators=("all",)),
+        PassBlock("F", 0, (0, 2), 0.0),
+        PassBlock("B", 0, (1, 2), 1.0),
+        PassBlock("I", 1, (0, 1, 2), 0.0),
         PassBlock("W", 1, (0,), 1.0),
     ]
     found = find_schedule(make_problem(blocks, [(2, 3)], 1))
@@ -255,10 +255,3 @@ def test_passes_that_take_no_time_or_next_to_none(problem: ScheduleProblem, data
         return
     assert violations(problem, found.starts, found.orders) == []
     assert bound(problem).makespan <= found.certificate.makespan * (1 + 1e-9)
-
-
-def test_blocks_on_one_collective_communicator_do_not_overlap() -> None:
-    blocks = [PassBlock("F", s, (s,), 2.0, communicators=("tp",)) for s in range(3)]
-    found = find_schedule(make_problem(blocks, [], 2))
-    assert found.certificate.makespan == 12
-    assert found.certificate.proof == "the work of communicator 0"

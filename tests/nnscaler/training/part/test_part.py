@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.ops.random import logical_uniform
 from nnscaler.training.part.engine import PartEngine
@@ -191,7 +191,7 @@ def on_ranks(plan: str, program: PartProgram, work: Callable[[Part], Any], setti
     def run(communicator: Communicator) -> Any:
         return work(Part(PartEngine(program, communicator, settings)))
 
-    return [run(CommunicatorBase(0, 1))] if PLANS[plan] == 1 else Simulator(PLANS[plan]).run(run)
+    return [run(Communicator(0, 1))] if PLANS[plan] == 1 else Simulator(PLANS[plan]).run(run)
 
 
 def rows_of(whole: Tensor, part: Part) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import verify
 from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.communication.communicator import CommunicatorBase
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.training.part.engine import PartEngine
 from nnscaler.training.part.module import Part
 from nnscaler.training.part.program import compile_part
@@ -50,9 +50,7 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
 
 
 def alone(module: nn.Module, sample: Any, settings: EngineSettings = FLOAT64, **options: Any) -> Part:
-    return Part(
-        PartEngine(compile_part(module, sample, ranks=1, plan="dp=1", **options), CommunicatorBase(0, 1), settings)
-    )
+    return Part(PartEngine(compile_part(module, sample, ranks=1, plan="dp=1", **options), Communicator(0, 1), settings))
 
 
 def squares(module: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,7 +273,7 @@ def test_precision_around_a_part_does_not_reach_in() -> None:
 
 def test_the_optimizer_of_the_engine_updates_the_part() -> None:
     case = CASES["mlp"]
-    part = Part(PartEngine(compiled(case, "dp=1"), CommunicatorBase(0, 1), FLOAT64))
+    part = Part(PartEngine(compiled(case, "dp=1"), Communicator(0, 1), FLOAT64))
     model, right = Around(part, case), Around(made(case).double(), case)
     groups = {"*.bias": {"weight_decay": 0.0}}
     optimizer = part.engine.optimizer(torch.optim.SGD, groups=groups, lr=0.1, weight_decay=0.1)

@@ -6,28 +6,73 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from nnscaler.runtime.training.async_pipeline import StreamExecutor, Versions
 from tests.sampling import every
 from verify.self_test.programs.corpus import TINY, build
 from verify.self_test.programs.judge import Execution, read_statically
 from verify.self_test.programs.mutants import pipedream_updates, runtime_faults, schedule
 from verify.self_test.programs.mutants.mutant import apply_edits
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
+from verify.self_test.programs.mutants.runtime_faults import replaced
 
 # of the programs in which the kinds have a place: a step with pipelines and tensor parallelism, recycling, a stream;
 # stages that devices share, slices, and orders that were searched
 PROGRAMS = ("staged", "recycled", "stream", "interlaced", "sliced", "searched")
 EVERY = (*schedule.OPERATORS, *pipedream_updates.OPERATORS)
+# Bugs of what runs a stream.
+
+
+def no_stashing() -> AbstractContextManager[None]:
+    """A backward goes through the newest parameters, whichever its forward read."""
+    return replaced(Versions, "begin", lambda self: None)
+
+
+def stale_forward() -> AbstractContextManager[None]:
+    """A forward reads the version before the newest one."""
+
+    def read(self: Versions, batch: int) -> None:
+        right(self, batch)
+        last = self._places[(self._made - 1) % self._stage.versions] if self._made else None
+        if last is not None and len(self._places) > 1:
+            self._leaves[batch] = {name: torch.nn.Parameter(value.clone()) for name, value in last.items()}
+            self.again(batch)
+
+    right = Versions.read
+    return replaced(Versions, "read", read)
+
+
+def repeated_update(times: int) -> runtime_faults.Fault:
+    """Add to the parameters so many times what an update adds."""
+
+    def apply(self: StreamExecutor, *given: Any) -> None:
+        before = {p: p.detach().clone() for p in self.parameters.values()}
+        right(self, *given)
+        with torch.no_grad():
+            for p, old in before.items():
+                p.copy_(old + times * (p - old))
+
+    right = StreamExecutor._apply
+    return lambda: replaced(StreamExecutor, "_apply", apply)
+
+
+def update_before_the_sum() -> AbstractContextManager[None]:
+    """An update takes the gradient of this rank's rows, before the sum over data parts."""
+    return runtime_faults.summing(lambda held, own, total, _: own)
+
+
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     # bugs of what runs a right stream, and what is said of each
-    "no stashing": (runtime_faults.no_stashing, "stashing is missing"),
-    "stale forward": (runtime_faults.stale_forward, "one update older than its staleness says"),
-    "double update": (runtime_faults.repeated_update(2), "the loss of batch 0 of step 1"),
-    "missing update": (runtime_faults.repeated_update(0), "one update older than its staleness says"),
+    "no stashing": (no_stashing, "stashing is missing"),
+    "stale forward": (stale_forward, "one update older than its staleness says"),
+    "double update": (repeated_update(2), "the loss of batch 0 of step 1"),
+    "missing update": (repeated_update(0), "one update older than its staleness says"),
     "update before the sum over data parts": (
-        runtime_faults.update_before_the_sum,
+        update_before_the_sum,
         "an all_reduce over dp is missing",
     ),
 }

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Parameter, Stage
-from nnscaler.runtime.training.async_pipeline import StreamExecutor, Versions
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.gradients import gradient_plan
 from nnscaler.runtime.training.gradients.accumulate import Gradients
@@ -26,7 +25,7 @@ Summed = Callable[[Holding, Tensor, Tensor, Communicator], Tensor]  # of the own
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -59,7 +58,7 @@ def early_reducer(parameter: str) -> Fault:
 
     @contextmanager
     def fault() -> Iterator[None]:
-        with _replaced(Gradients, "enter", enter), _replaced(Gradients, "_completed", completed):
+        with replaced(Gradients, "enter", enter), replaced(Gradients, "_completed", completed):
             yield
 
     return fault
@@ -67,7 +66,7 @@ def early_reducer(parameter: str) -> Fault:
 
 def kept_gradients() -> AbstractContextManager[None]:
     """The buffer of gradients is not zeroed between steps."""
-    return _replaced(RankExecutor, "zero_grad", lambda self: None)
+    return replaced(RankExecutor, "zero_grad", lambda self: None)
 
 
 @contextmanager
@@ -85,7 +84,7 @@ def summing(change: Summed) -> Iterator[None]:
             self.place(i).copy_(change(Holding(name, self.group), own[i], self.place(i).clone(), communicator))
 
     _start, _wait = SumBucket.start, SumBucket.wait
-    with _replaced(SumBucket, "start", start), _replaced(SumBucket, "wait", wait):
+    with replaced(SumBucket, "start", start), replaced(SumBucket, "wait", wait):
         yield
 
 
@@ -132,7 +131,7 @@ def stale_parameter(parameter: str) -> Fault:
         return loss
 
     _step = RankExecutor.step
-    return lambda: _replaced(RankExecutor, "step", step)
+    return lambda: replaced(RankExecutor, "step", step)
 
 
 def mixed_shards(parameter: str) -> Fault:
@@ -147,7 +146,7 @@ def mixed_shards(parameter: str) -> Fault:
         ranks = sorted(r for copy in description.copies for r in copy)
         return Holding(held.fqn, tuple(sorted((stage.rank, ranks[-1 - ranks.index(stage.rank)]))))
 
-    return lambda: _replaced(gradient_plan, "holding", wrong)
+    return lambda: replaced(gradient_plan, "holding", wrong)
 
 
 def names_of_stages() -> AbstractContextManager[None]:
@@ -161,45 +160,4 @@ def names_of_stages() -> AbstractContextManager[None]:
             for entry in right([stage], tied)
         ]
 
-    return _replaced(checkpoint, "stored_tensors", wrong)
-
-
-# Bugs of what runs a stream.
-
-
-def no_stashing() -> AbstractContextManager[None]:
-    """A backward goes through the newest parameters, whichever its forward read."""
-    return _replaced(Versions, "begin", lambda self: None)
-
-
-def stale_forward() -> AbstractContextManager[None]:
-    """A forward reads the version before the newest one."""
-
-    def read(self: Versions, batch: int) -> None:
-        right(self, batch)
-        last = self._places[(self._made - 1) % self._stage.versions] if self._made else None
-        if last is not None and len(self._places) > 1:
-            self._leaves[batch] = {name: torch.nn.Parameter(value.clone()) for name, value in last.items()}
-            self.again(batch)
-
-    right = Versions.read
-    return _replaced(Versions, "read", read)
-
-
-def repeated_update(times: int) -> Fault:
-    """Add to the parameters so many times what an update adds."""
-
-    def apply(self: StreamExecutor, *given: Any) -> None:
-        before = {p: p.detach().clone() for p in self.parameters.values()}
-        right(self, *given)
-        with torch.no_grad():
-            for p, old in before.items():
-                p.copy_(old + times * (p - old))
-
-    right = StreamExecutor._apply
-    return lambda: _replaced(StreamExecutor, "_apply", apply)
-
-
-def update_before_the_sum() -> AbstractContextManager[None]:
-    """An update takes the gradient of this rank's rows, before the sum over data parts."""
-    return summing(lambda held, own, total, _: own)
+    return replaced(checkpoint, "stored_tensors", wrong)
