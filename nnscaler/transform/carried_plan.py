@@ -120,8 +120,8 @@ def _resized(
 
 
 def _identifier(before: Signature, after: Signature, identifier: str) -> str | None:
-    """Return what the identifier of one call is named in the other, by where it stands: a dim of size 1 may have no name
-    there, and those after it other ones. None where it is not split there."""
+    """Return what the identifier of one call is named in the other, by where it stands: a dim of size 1 may have no
+    name there, and those after it other ones. None where none stands there."""
     old, new = ({} if signature.bound is None else _places(signature.bound) for signature in (before, after))
     return next((new[place] for place, name in old.items() if name == identifier and place in new), None)
 
