@@ -40,7 +40,14 @@ from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.optimizers import build_optimizer
-from nnscaler.training.program_runner import EngineSettings, Running, named_buffers, run_program, stages_of_roles
+from nnscaler.training.program_runner import (
+    EngineSettings,
+    Running,
+    check_alike,
+    named_buffers,
+    run_program,
+    stages_of_roles,
+)
 from nnscaler.training.recompilation import (
     SentProgram,
     SizeClass,
@@ -120,13 +127,19 @@ class Engine:
         self._has_modes = has_modes(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [self] if share is None else share._family
-        self._current = self._run(sent(program), dict(program.state), None if share is None else share.executor)
+        self._current: Running = self._run(
+            sent(program), dict(program.state), None if share is None else share._current
+        )
         self._running[self._first_size] = self._current
         self._program = valueless(program)
         if share is None:
             self._buffers = named_buffers(self.executor)  # as they are now, of all programs over these parameters
         else:
-            self._buffers = share._joined_buffers(self)
+            for engine in share._family:
+                check_alike(engine._current, self._current)
+            self._buffers = share._buffers
+            for name, tensor in named_buffers(self.executor).items():
+                self._buffers.setdefault(name, tensor)
             self._family.append(self)
         stages = list(self.executor.stages.values())
         self.data_part: DataPart = data_part(stages, program.plan.data_axes)
@@ -137,7 +150,8 @@ class Engine:
 
         `program` is of a module that has them under the same names, such as the two steps of a GAN; what is trained in
         one of them may be frozen in the other. Checkpoints of either engine have the tensors of both.
-        Raises ProgramError or NnscalerError("layouts_differ") for a tensor that lies otherwise between steps.
+        Raises ProgramError or NnscalerError("layouts_differ") for a tensor that lies otherwise between steps, or is
+        changed by one of them and on other ranks in the other one.
         """
         if program.manifest.ranks != self.world_size:
             message = f"the program is for {program.manifest.ranks} ranks, and {self.world_size} run"
@@ -302,22 +316,7 @@ class Engine:
     def add_size(self, size: SizeClass, program: SentProgram) -> None:
         """Take a program for batches of another size that was compiled before. Every rank calls it."""
         self._has_modes = self._has_modes or not size.training  # known by this alone where the model is not here
-        self._running[size] = self._run(program, dict(program.constants), self.executor)
-
-    def _joined_buffers(self, other: Engine) -> dict[str, Tensor]:
-        """Return the buffers of both engines, as they are now. Raises NnscalerError("layouts_differ")."""
-        first, second = ({e.fqn: e for e in stored_tensors(list(x.executor.stages.values()))} for x in (self, other))
-        wrong = next((n for n, e in second.items() if n in first and first[n].shape != e.shape), None)
-        wrong = wrong or next(
-            (n for n, e in second.items() if e.kind == "buffer" and n in first and first[n].states != e.states), None
-        )
-        if wrong is not None:
-            message = f"{wrong!r} is {first[wrong].shape} as {dict(first[wrong].states)} in the program before, and "
-            message += f"{second[wrong].shape} as {dict(second[wrong].states)} in the other one"
-            raise NnscalerError("layouts_differ", message, help="compile both under one plan, for one model")
-        for name, tensor in named_buffers(other.executor).items():
-            self._buffers.setdefault(name, tensor)
-        return self._buffers
+        self._running[size] = self._run(program, dict(program.constants), self._current)
 
     @property
     def _first(self) -> RankExecutor:
@@ -343,6 +342,9 @@ class Engine:
         if running is None:
             running = self._compiled(size, named)
         running.executor.take_buffers(self._buffers)
+        if running.strays:
+            astray = [entry for entry in self.stored() if entry.fqn in running.strays]
+            running.take(gathered_state(astray, self.communicator))
         if training:
             self._current = running
         if running.cut:
@@ -371,10 +373,12 @@ class Engine:
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
         made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch)
         self.compilations.append(described(size))
-        self._running[size] = self._run(made, dict(made.constants), self.executor)
-        return self._running[size]
+        running = self._running[size] = self._run(made, dict(made.constants), self._current)
+        if size.training:
+            check_alike(self._running[self._first_size], running)
+        return running
 
-    def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: RankExecutor | None) -> Running:
+    def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: Running | None) -> Running:
         return run_program(program, state, self.communicator, self.settings, self.device, share)
 
     def _whole(self, name: str, rows: Tensor) -> Tensor:
