@@ -109,6 +109,8 @@ class Engine:
     compilations what was compiled for batches of other sizes, in words
     """
 
+    _current: Running
+
     def __init__(
         self,
         program: Program,
@@ -127,9 +129,7 @@ class Engine:
         self._has_modes = has_modes(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [self] if share is None else share._family
-        self._current: Running = self._run(
-            sent(program), dict(program.state), None if share is None else share._current
-        )
+        self._current = self._run(sent(program), dict(program.state), None if share is None else share._current)
         self._running[self._first_size] = self._current
         self._program = valueless(program)
         if share is None:
@@ -138,8 +138,7 @@ class Engine:
             for engine in share._family:
                 check_alike(engine._current, self._current)
             self._buffers = share._buffers
-            for name, tensor in named_buffers(self.executor).items():
-                self._buffers.setdefault(name, tensor)
+            self._buffers |= {**named_buffers(self.executor), **self._buffers}
             self._family.append(self)
         stages = list(self.executor.stages.values())
         self.data_part: DataPart = data_part(stages, program.plan.data_axes)

@@ -118,9 +118,9 @@ def run_program(
     stages = stages_of_roles(program, settings.cache)
     strays = frozenset[str]() if share is None else read_elsewhere(share.stages, stages)
     if share is not None:  # what is handed over before each run
-        manifest = program.manifest
-        given = (*(e for e in manifest.parameters if e.fqns[0] in strays), *manifest.buffers)
-        state = {**{e.fqns[0]: torch.zeros(e.shape, dtype=dtype_named(e.dtype)) for e in given}, **state}
+        known = {e.fqns[0]: (e.shape, e.dtype) for e in program.manifest.buffers}
+        known |= {e.fqns[0]: (e.shape, e.dtype) for e in program.manifest.parameters if e.fqns[0] in strays}
+        state = {**{n: torch.zeros(shape, dtype=dtype_named(dtype)) for n, (shape, dtype) in known.items()}, **state}
     module = load_role(folder / role.file, transform=letting_go)
     shared = None if share is None else share.executor
     executor = executor_of(module)(module, rank, communicator, state, chosen, share=shared)
