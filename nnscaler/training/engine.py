@@ -13,6 +13,7 @@ Every rank runs the same loop, and all of them see the same loss.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,7 +60,9 @@ from nnscaler.training.recompilation import (
     has_modes,
     sent,
     shapes_of,
+    told_of_changes,
     valueless,
+    whole_batch,
 )
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
@@ -126,7 +129,7 @@ class Engine:
         self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
         self._first_size = self.size = SizeClass(shapes_of(program.manifest), True)
         self._carried, self._constants = carried_inputs(program), constants_of(program)
-        self._has_modes = has_modes(program)
+        self._has_modes, self._changed = has_modes(program), told_of_changes(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [self] if share is None else share._family
         self._current = self._run(sent(program), dict(program.state), None if share is None else share._current)
@@ -159,6 +162,7 @@ class Engine:
         for engine in self._family:  # programs for other sizes would not see what this one trains: they come again
             engine._current = engine._running[engine._first_size]
             engine._running = {engine._first_size: engine._current}
+            engine._changed = told_of_changes(engine.program)  # what this one trains may be frozen for the other
         return Engine(program, self.communicator, self.settings, self)
 
     # -- what a loop calls ----------------------------------------------------------------------------------------
@@ -326,6 +330,9 @@ class Engine:
         if isinstance(self._first, StreamExecutor):
             message = f"schedule {self.manifest.schedule} makes an update after each batch, and has no step"
             raise NnscalerError("no_step", message, help="call engine.stream(batches, optimizer.step), or use 1f1b")
+        if self.rank == 0 and (changed := self._changed()):
+            warnings.warn(changed, stacklevel=3)
+            self._changed = str
         running, rows = self._prepared(batch, training=True)
         running.executor.loss_scale = self.loss_scale
         loss = running.executor.step(rows, last=last, keep=keep)
@@ -352,8 +359,10 @@ class Engine:
             if rows != wanted:
                 message = f"the data parts have {list(rows)} rows, and the program takes {list(wanted)}"
                 raise NnscalerError("batch_differs", message, help="engine.loader gives every part its rows")
-        whole = running.whole if running.cut else named
-        return running, {name: self._whole(name, t) if name in whole else t for name, t in named.items()}
+        parts = self.data_part.count > 1
+        whole = self._carried & (running.whole if running.cut else named.keys()) if parts else frozenset()
+        joined = {n: whole_batch(t, self.communicator, self.data_part) for n, t in named.items() if n in whole}
+        return running, {**named, **joined}
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         names = [entry.name for entry in self.manifest.inputs]
@@ -379,18 +388,6 @@ class Engine:
 
     def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: Running | None) -> Running:
         return run_program(program, state, self.communicator, self.settings, self.device, share)
-
-    def _whole(self, name: str, rows: Tensor) -> Tensor:
-        """Return the global batch of an input, put together from the rows of all data parts."""
-        if name not in self._carried or self.data_part.count == 1:
-            return rows
-        everyone = tuple(range(self.world_size))
-        head = torch.tensor([self.data_part.index, rows.shape[0]])
-        heads = torch.stack(self.communicator.all_gather(head, everyone)).tolist()
-        shapes = [(count, *rows.shape[1:]) for _, count in heads]
-        pieces = self.communicator.all_gather(rows, everyone, shapes)
-        parts = {part: piece for (part, _), piece in reversed(list(zip(heads, pieces, strict=True)))}
-        return torch.cat([parts[index] for index in sorted(parts)])
 
     def _told(self, running: Running, loss: Tensor | None) -> Tensor:
         """Return the loss on every rank, in float64."""

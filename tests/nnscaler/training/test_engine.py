@@ -303,6 +303,20 @@ def test_a_stream_that_is_read_by_parts_is_refused() -> None:
 
 
 @pytest.mark.long
+def test_a_module_that_is_changed_is_compiled_for_other_sizes_as_before() -> None:
+    module = model(dropout=0.0, norm=True)
+    plain, batches = copy.deepcopy(module), [batch(12), batch(5)]
+    engine = Engine(compiled(module, "dp=1", 1), None, FLOAT64)
+    expected = eager(plain, batches)
+    assert curve(engine, batches[:1]) == pytest.approx(expected[:1], rel=1e-12)
+    module.eval()
+    with pytest.warns(UserWarning, match="the model has training=False, and had training=True: the program goes on"):
+        found = float(engine.step(batch(5)))
+    assert found == pytest.approx(expected[1], rel=1e-12)
+    module.train().head.requires_grad_(False)
+    engine.step(batch(5))  # told once
+
+
 def test_an_engine_holds_the_model_once() -> None:
     """A model that nobody else holds is freed once it is compiled, and other sizes are compiled all the same."""
     made, whole, other = model(dropout=0.5).double(), batch(8), batch(5, seed=1)
