@@ -302,7 +302,6 @@ def test_a_stream_that_is_read_by_parts_is_refused() -> None:
     assert caught.value.code == "batch_differs"
 
 
-@pytest.mark.long
 def test_a_module_that_is_changed_is_compiled_for_other_sizes_as_before() -> None:
     module = model(dropout=0.0, norm=True)
     plain, batches = copy.deepcopy(module), [batch(12), batch(5)]
@@ -317,6 +316,7 @@ def test_a_module_that_is_changed_is_compiled_for_other_sizes_as_before() -> Non
     engine.step(batch(5))  # told once
 
 
+@pytest.mark.long
 def test_an_engine_holds_the_model_once() -> None:
     """A model that nobody else holds is freed once it is compiled, and other sizes are compiled all the same."""
     made, whole, other = model(dropout=0.5).double(), batch(8), batch(5, seed=1)
