@@ -15,7 +15,7 @@ from op_registry.registry import default_registry
 
 from nnscaler.codegen.generate import generate, manifest
 from nnscaler.codegen.operator_names import operator_files, operator_origins
-from nnscaler.codegen.program import Origin, Program
+from nnscaler.codegen.program import Origin, Program, modes_of
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.communication_volume import step_communication
 from nnscaler.communication.materialise import materialise
@@ -173,7 +173,7 @@ def parallelize(
     wanted = WantedPlan(ranks, plan, schedule, micro_batches, replicate, precision, optimizer_bytes)
     program = compile_traced(traced, wanted, model=described, progress=progress)
     assert traced.sample is not None
-    origin = Origin(module, traced.sample.rebuild, loss_fn, specialise, repeat_layers)
+    origin = Origin(module, traced.sample.rebuild, loss_fn, specialise, repeat_layers, modes=modes_of(module))
     return replace(program, origin=origin)
 
 
@@ -202,6 +202,8 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
     try:
         for name, parameter in named.items():  # it may have been frozen since, for another program of this model
             parameter.requires_grad_(name in trained)
+        for name, part in origin.module.named_modules():  # and put into another mode
+            part.training = origin.modes.get(name, part.training)
         if not training:
             origin.module.eval()
         with warnings.catch_warnings():  # the notes were told when the program was compiled

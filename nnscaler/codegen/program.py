@@ -33,6 +33,7 @@ class Origin:
     specialise     branches on data are those of the sample batch
     repeat_layers  as in `parallelize`
     resize         fits the module to a batch, before it is traced for it; None: it takes any
+    modes          part -> whether it was in training mode when it was compiled; without an entry: as it is
     """
 
     module: torch.nn.Module
@@ -41,6 +42,12 @@ class Origin:
     specialise: bool = False
     repeat_layers: str = "auto"
     resize: Callable[[Mapping[str, torch.Tensor]], None] | None = None
+    modes: Mapping[str, bool] = field(default_factory=dict)
+
+
+def modes_of(module: torch.nn.Module) -> dict[str, bool]:
+    """Return of each part of a module whether it is in training mode."""
+    return {name: part.training for name, part in module.named_modules()}
 
 
 @dataclass(frozen=True)

@@ -351,10 +351,11 @@ def _finish_loss(builder: StageBuilder, graph: Graph) -> Version:
 
 
 def _finish_updates(builder: StageBuilder) -> tuple[tuple[str, Version], ...]:
-    """Convert the new values of buffers so that they rest whole."""
+    """Convert the new values of buffers that the stage has so that they rest whole."""
     result: list[tuple[str, Version]] = []
+    here = {stored.tensor for stored in builder.stored}
     for buffer, value in builder.graph.updates:
-        for prepare in (True, False):
+        for prepare in (True, False) if buffer in here else ():
             if builder.known(value, prepare):
                 result.append((buffer, builder.obtain(value, whole(builder.stage), prepare)))
                 break

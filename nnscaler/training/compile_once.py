@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from nnscaler.codegen.program import Origin, Program
+from nnscaler.codegen.program import Origin, Program, modes_of
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.tracing.user_loss import LossFunction, with_loss
@@ -77,5 +77,5 @@ def unpack_program(packed: bytes, module: nn.Module, batch: Any, loss_fn: LossFu
         raise NnscalerError("replicas_differ", message, help="make the same model on every rank")
     state: Mapping[str, Tensor] = {name: made[name] if name in made else own[name] for name in names}
     sample = flatten_inputs(module if loss_fn is None else with_loss(module, loss_fn), batch)
-    origin = Origin(module, sample.rebuild, loss_fn, specialise, repeat_layers)
+    origin = Origin(module, sample.rebuild, loss_fn, specialise, repeat_layers, modes=modes_of(module))
     return Program(sources, manifest, plan, graph, state, dict(sample.tensors), origin)

@@ -13,6 +13,7 @@ Every rank runs the same loop, and all of them see the same loss.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,7 +41,14 @@ from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.data import Loader, SampleOrder, loader
 from nnscaler.training.optimizers import build_optimizer
-from nnscaler.training.program_runner import EngineSettings, Running, named_buffers, run_program, stages_of_roles
+from nnscaler.training.program_runner import (
+    EngineSettings,
+    Running,
+    check_alike,
+    named_buffers,
+    run_program,
+    stages_of_roles,
+)
 from nnscaler.training.recompilation import (
     SentProgram,
     SizeClass,
@@ -52,7 +60,9 @@ from nnscaler.training.recompilation import (
     has_modes,
     sent,
     shapes_of,
+    told_of_changes,
     valueless,
+    whole_batch,
 )
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
@@ -102,6 +112,8 @@ class Engine:
     compilations what was compiled for batches of other sizes, in words
     """
 
+    _current: Running
+
     def __init__(
         self,
         program: Program,
@@ -117,16 +129,19 @@ class Engine:
         self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
         self._first_size = self.size = SizeClass(shapes_of(program.manifest), True)
         self._carried, self._constants = carried_inputs(program), constants_of(program)
-        self._has_modes = has_modes(program)
+        self._has_modes, self._changed = has_modes(program), told_of_changes(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [self] if share is None else share._family
-        self._current = self._run(sent(program), dict(program.state), None if share is None else share.executor)
+        self._current = self._run(sent(program), dict(program.state), None if share is None else share._current)
         self._running[self._first_size] = self._current
         self._program = valueless(program)
         if share is None:
             self._buffers = named_buffers(self.executor)  # as they are now, of all programs over these parameters
         else:
-            self._buffers = share._joined_buffers(self)
+            for engine in share._family:
+                check_alike(engine._current, self._current)
+            self._buffers = share._buffers
+            self._buffers |= {**named_buffers(self.executor), **self._buffers}
             self._family.append(self)
         stages = list(self.executor.stages.values())
         self.data_part: DataPart = data_part(stages, program.plan.data_axes)
@@ -137,7 +152,8 @@ class Engine:
 
         `program` is of a module that has them under the same names, such as the two steps of a GAN; what is trained in
         one of them may be frozen in the other. Checkpoints of either engine have the tensors of both.
-        Raises ProgramError or NnscalerError("layouts_differ") for a tensor that lies otherwise between steps.
+        Raises ProgramError or NnscalerError("layouts_differ") for a tensor that lies otherwise between steps, or is
+        changed by one of them and on other ranks in the other one.
         """
         if program.manifest.ranks != self.world_size:
             message = f"the program is for {program.manifest.ranks} ranks, and {self.world_size} run"
@@ -146,6 +162,7 @@ class Engine:
         for engine in self._family:  # programs for other sizes would not see what this one trains: they come again
             engine._current = engine._running[engine._first_size]
             engine._running = {engine._first_size: engine._current}
+            engine._changed = told_of_changes(engine.program)  # what this one trains may be frozen for the other
         return Engine(program, self.communicator, self.settings, self)
 
     # -- what a loop calls ----------------------------------------------------------------------------------------
@@ -302,22 +319,7 @@ class Engine:
     def add_size(self, size: SizeClass, program: SentProgram) -> None:
         """Take a program for batches of another size that was compiled before. Every rank calls it."""
         self._has_modes = self._has_modes or not size.training  # known by this alone where the model is not here
-        self._running[size] = self._run(program, dict(program.constants), self.executor)
-
-    def _joined_buffers(self, other: Engine) -> dict[str, Tensor]:
-        """Return the buffers of both engines, as they are now. Raises NnscalerError("layouts_differ")."""
-        first, second = ({e.fqn: e for e in stored_tensors(list(x.executor.stages.values()))} for x in (self, other))
-        wrong = next((n for n, e in second.items() if n in first and first[n].shape != e.shape), None)
-        wrong = wrong or next(
-            (n for n, e in second.items() if e.kind == "buffer" and n in first and first[n].states != e.states), None
-        )
-        if wrong is not None:
-            message = f"{wrong!r} is {first[wrong].shape} as {dict(first[wrong].states)} in the program before, and "
-            message += f"{second[wrong].shape} as {dict(second[wrong].states)} in the other one"
-            raise NnscalerError("layouts_differ", message, help="compile both under one plan, for one model")
-        for name, tensor in named_buffers(other.executor).items():
-            self._buffers.setdefault(name, tensor)
-        return self._buffers
+        self._running[size] = self._run(program, dict(program.constants), self._current)
 
     @property
     def _first(self) -> RankExecutor:
@@ -328,6 +330,9 @@ class Engine:
         if isinstance(self._first, StreamExecutor):
             message = f"schedule {self.manifest.schedule} makes an update after each batch, and has no step"
             raise NnscalerError("no_step", message, help="call engine.stream(batches, optimizer.step), or use 1f1b")
+        if self.rank == 0 and (changed := self._changed()):
+            warnings.warn(changed, stacklevel=3)
+            self._changed = str
         running, rows = self._prepared(batch, training=True)
         running.executor.loss_scale = self.loss_scale
         loss = running.executor.step(rows, last=last, keep=keep)
@@ -343,6 +348,9 @@ class Engine:
         if running is None:
             running = self._compiled(size, named)
         running.executor.take_buffers(self._buffers)
+        if running.strays:
+            astray = [entry for entry in self.stored() if entry.fqn in running.strays]
+            running.take(gathered_state(astray, self.communicator))
         if training:
             self._current = running
         if running.cut:
@@ -351,8 +359,10 @@ class Engine:
             if rows != wanted:
                 message = f"the data parts have {list(rows)} rows, and the program takes {list(wanted)}"
                 raise NnscalerError("batch_differs", message, help="engine.loader gives every part its rows")
-        whole = running.whole if running.cut else named
-        return running, {name: self._whole(name, t) if name in whole else t for name, t in named.items()}
+        parts = self.data_part.count > 1
+        whole = self._carried & (running.whole if running.cut else named.keys()) if parts else frozenset()
+        joined = {n: whole_batch(t, self.communicator, self.data_part) for n, t in named.items() if n in whole}
+        return running, {**named, **joined}
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         names = [entry.name for entry in self.manifest.inputs]
@@ -371,23 +381,13 @@ class Engine:
     def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
         made = compile_size(self.program, size, batch, self.communicator, self.settings.vouch)
         self.compilations.append(described(size))
-        self._running[size] = self._run(made, dict(made.constants), self.executor)
-        return self._running[size]
+        running = self._running[size] = self._run(made, dict(made.constants), self._current)
+        if size.training:
+            check_alike(self._running[self._first_size], running)
+        return running
 
-    def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: RankExecutor | None) -> Running:
+    def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: Running | None) -> Running:
         return run_program(program, state, self.communicator, self.settings, self.device, share)
-
-    def _whole(self, name: str, rows: Tensor) -> Tensor:
-        """Return the global batch of an input, put together from the rows of all data parts."""
-        if name not in self._carried or self.data_part.count == 1:
-            return rows
-        everyone = tuple(range(self.world_size))
-        head = torch.tensor([self.data_part.index, rows.shape[0]])
-        heads = torch.stack(self.communicator.all_gather(head, everyone)).tolist()
-        shapes = [(count, *rows.shape[1:]) for _, count in heads]
-        pieces = self.communicator.all_gather(rows, everyone, shapes)
-        parts = {part: piece for (part, _), piece in reversed(list(zip(heads, pieces, strict=True)))}
-        return torch.cat([parts[index] for index in sorted(parts)])
 
     def _told(self, running: Running, loss: Tensor | None) -> Tensor:
         """Return the loss on every rank, in float64."""

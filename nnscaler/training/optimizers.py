@@ -174,6 +174,7 @@ def check_update(
     split = split_of(cls, defaults)
     for parameter in parameters:
         ndim = len(parameter.shape)
+        complete = complete and (parameter.tensor.numel() > 0 or 0 in parameter.shape)  # else another rank owns it
         if ndim in split.refused:
             message = f"{split.optimizer} does not take `{parameter.fqn}`, of shape {parameter.shape}"
             raise NnscalerError("optimizer_refused", f"{message}: {split.refused[ndim]}", help=_TWO)
@@ -184,7 +185,7 @@ def check_update(
                 raise _refused(split, parameter, axis, state)
     if split.coupled and not complete:
         message = f"what {split.optimizer} does to one parameter depends on others, and no rank has all of them"
-        raise NnscalerError("update_needs_whole", message, help=f"a plan without pipeline stages; {_OTHER}")
+        raise NnscalerError("update_needs_whole", message, help=f"a plan without pipeline stages and owners; {_OTHER}")
     return split
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.freed_memory import keep_freed_memory
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
-from nnscaler.runtime.role import Stage
+from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
+from nnscaler.runtime.shards import shard
 from nnscaler.runtime.training.async_pipeline import executor_of
 from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.batch import inputs_read_whole
@@ -57,6 +58,7 @@ class Running:
     whole     inputs that a rank reads whole all the same, because the model mixes their rows
     program   itself
     stages    of all roles
+    strays    what its ranks read and do not have from the program whose tensors it shares, by name in the model
     """
 
     executor: RankExecutor
@@ -65,6 +67,7 @@ class Running:
     whole: frozenset[str]
     program: SentProgram
     stages: tuple[type[Stage], ...]
+    strays: frozenset[str] = frozenset()
 
     @property
     def has_loss(self) -> bool:
@@ -76,6 +79,15 @@ class Running:
             return loss
         return communicator.broadcast(loss, self.source, tuple(range(communicator.world_size)))
 
+    def take(self, values: Mapping[str, Tensor]) -> None:
+        """Go on with these values of what is astray: logical tensors, by name in the model."""
+        for stage in self.executor.stages.values():
+            for name, description in _declared(stage):
+                if description.fqn in self.strays:
+                    held = stage.at_rest.get(name, getattr(stage, name)).detach()
+                    whole = values[description.fqn]
+                    held.copy_(shard(whole, description.at_rest, stage.sizes(), stage.coordinates()))
+
 
 def run_program(
     program: SentProgram,
@@ -83,7 +95,7 @@ def run_program(
     communicator: Communicator,
     settings: EngineSettings,
     device: torch.device,
-    share: RankExecutor | None = None,
+    share: Running | None = None,
 ) -> Running:
     """Make what runs this rank's role. `share`: has the parameters already, under this or another program.
 
@@ -103,15 +115,72 @@ def run_program(
         compiled=settings.compiled,
         cut_axes=program.data_axes,
     )
-    if share is not None:  # buffers of the other program are handed over before each run
-        buffers = {entry.fqns[0]: entry for entry in program.manifest.buffers}
-        state = {**{n: torch.zeros(b.shape, dtype=dtype_named(b.dtype)) for n, b in buffers.items()}, **state}
-    module = load_role(folder / role.file, transform=letting_go)
-    executor = executor_of(module)(module, rank, communicator, state, chosen, share=share)
     stages = stages_of_roles(program, settings.cache)
+    strays = frozenset[str]() if share is None else read_elsewhere(share.stages, stages)
+    if share is not None:  # what is handed over before each run
+        known = {e.fqns[0]: (e.shape, e.dtype) for e in program.manifest.buffers}
+        known |= {e.fqns[0]: (e.shape, e.dtype) for e in program.manifest.parameters if e.fqns[0] in strays}
+        state = {**{n: torch.zeros(shape, dtype=dtype_named(dtype)) for n, (shape, dtype) in known.items()}, **state}
+    module = load_role(folder / role.file, transform=letting_go)
+    shared = None if share is None else share.executor
+    executor = executor_of(module)(module, rank, communicator, state, chosen, share=shared)
     keep_freed_memory()
     whole = inputs_read_whole(stages, program.data_axes)
-    return Running(executor, _source_of_loss(stages), bool(program.data_axes), whole, program, tuple(stages))
+    cut = bool(program.data_axes)
+    return Running(executor, _source_of_loss(stages), cut, whole, program, tuple(stages), strays)
+
+
+def read_elsewhere(before: Sequence[type[Stage]], after: Sequence[type[Stage]]) -> frozenset[str]:
+    """Return what a rank reads in the stages `after` that it does not have in `before`, or has unread and cut
+    otherwise; by name in the model."""
+    held = {(d.fqn, rank): d for stage in before for _, d in _declared(stage) for rank in stage.ranks}
+    found = set[str]()
+    for stage in after:
+        for described in (d for _, d in _declared(stage) if _is_read(d)):
+            known = [held.get((described.fqn, rank)) for rank in stage.ranks]
+            if any(d is None or not (_is_read(d) or d.at_rest == described.at_rest) for d in known):
+                found.add(described.fqn)
+    return frozenset(found)
+
+
+def check_alike(first: Running, second: Running) -> None:
+    """Check that two programs have what they share in one shape, buffers in one layout, and what either of them changes
+    on the same ranks. Raises NnscalerError("layouts_differ")."""
+    known, found = _places(first.stages), _places(second.stages)
+    changed = {d.fqn for stage in (*first.stages, *second.stages) for d in _changed(stage)}
+    for name in (name for name in found if name in known):
+        (there, before), (here, described) = known[name], found[name]
+        cut = isinstance(described, Buffer) and dict(described.states) != dict(before.states)
+        if described.shape != before.shape or cut or (here != there and name in changed):
+            message = f"{name!r} is {before.shape} as {dict(before.states)} on ranks {sorted(there)} in the program "
+            message += f"before, and {described.shape} as {dict(described.states)} on {sorted(here)} in the other one"
+            help = "compile both under one plan, for one model; where it has stages, with each layer in the same stage"
+            raise NnscalerError("layouts_differ", message, help=help)
+
+
+def _places(stages: Sequence[type[Stage]]) -> dict[str, tuple[set[int], Parameter | Buffer]]:
+    """Return the ranks that have each tensor of the model, and how."""
+    found: dict[str, tuple[set[int], Parameter | Buffer]] = {}
+    for stage in stages:
+        for _, described in _declared(stage):
+            found.setdefault(described.fqn, (set(), described))[0].update(stage.ranks)
+    return found
+
+
+def _declared(stage: type[Stage] | Stage) -> Iterator[tuple[str, Parameter | Buffer]]:
+    """Yield the tensors of the model that a stage has."""
+    for declared in (stage.parameters, stage.frozen, stage.buffers):
+        yield from ((name, d) for name, d in declared.items() if not d.fqn.startswith(INPUT_GRADIENT))
+
+
+def _changed(stage: type[Stage]) -> Iterator[Parameter | Buffer]:
+    """Yield what a step changes: what is trained, and buffers."""
+    yield from (d for d in stage.parameters.values() if not d.fqn.startswith(INPUT_GRADIENT))
+    yield from (stage.buffers[name] for name in stage.updates.values())
+
+
+def _is_read(described: Parameter | Buffer) -> bool:
+    return isinstance(described, Buffer) or described.used
 
 
 def _source_of_loss(stages: Sequence[type[Stage]]) -> int:

@@ -251,9 +251,36 @@ def _checked(path: str, like: Any, value: Any) -> Any:
     if path in _CHOICES and value not in _CHOICES[path]:
         choices = [choice for choice in _CHOICES[path] if choice]
         raise _bad(f"`{path}` is {value!r}", f"one of {', '.join(choices)}")
-    if isinstance(value, int | float) and value < _LEAST.get(path, 0) and path != "seed":
+    if isinstance(value, int | float) and not value >= _LEAST.get(path, 0) and path != "seed":
         raise _bad(f"`{path}` is {value}, and at least {_LEAST.get(path, 0)} is needed")
     return value
+
+
+# Key -> those that do nothing while it is empty.
+_SWITCHES = {
+    "schedule.name": ("schedule.per", "schedule.arguments"),
+    "checkpoints.folder": ("checkpoints.every", "checkpoints.asynchronous", "checkpoints.keep", "checkpoints.best"),
+    "profiler.first": ("profiler.last", "profiler.folder"),
+    "weights": ("weights_prefix",),
+}
+
+
+def idle(settings: TrainSettings) -> list[str]:
+    """Say which settings do nothing, since another one is not set."""
+    made, default = ({"": s} | {f.name: getattr(s, f.name) for f in fields(s)} for s in (settings, TrainSettings()))
+
+    def value(of: Mapping[str, Any], path: str) -> Any:
+        table, _, key = path.rpartition(".")
+        return getattr(of[table], key)
+
+    told = []
+    for switch, paths in _SWITCHES.items():
+        found = [path for path in paths if not value(made, switch) and value(made, path) != value(default, path)]
+        table = switch.partition(".")[0]
+        named = [f"{table}.{key}" for key in made[table].arguments] if f"{table}.arguments" in found else []
+        shown = ", ".join(f"`{name}`" for name in [p for p in found if not p.endswith(".arguments")] + named)
+        told += [f"`{switch}` is not set, and without it there is no effect of {shown}"] if found else []
+    return told
 
 
 def _relative(settings: TrainSettings, folder: Path) -> TrainSettings:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.program import Program, modes_of
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
@@ -71,7 +71,37 @@ def constants_of(program: Program) -> BatchConstants:
 
 def has_modes(program: Program) -> bool:
     """Return whether evaluation is another program: whether any part of the model is in training mode."""
-    return program.origin is not None and any(module.training for module in program.origin.module.modules())
+    return program.origin is not None and any((program.origin.modes or modes_of(program.origin.module)).values())
+
+
+def told_of_changes(program: Program) -> Callable[[], str]:
+    """Return what says how the user's module has changed since in what no program follows: which parameters are trained
+    and which parts are in training mode; "" where it has not."""
+    held = None if program.origin is None else weakref.ref(program.origin.module)
+
+    def now() -> dict[str, str]:
+        module = None if held is None else held()
+        if module is None:
+            return before
+        modes = {f"`{n}`" if n else "the model": f"training={mode}" for n, mode in modes_of(module).items()}
+        flags = {f"`{n}`": f"requires_grad={p.requires_grad}" for n, p in module.named_parameters()}
+        return modes | flags
+
+    before: dict[str, str] = {}
+    before = now()
+
+    def told() -> str:
+        found = now()
+        name = next((n for n, value in found.items() if before.get(n, value) != value), None)
+        return "" if name is None else f"{name} has {found[name]}, and had {before[name]}: {_AS_COMPILED}"
+
+    return told
+
+
+_AS_COMPILED = (
+    "the program goes on as it was compiled. To change it under way, save a checkpoint, and start a run of the model "
+    "as it is then from its weights"
+)
 
 
 def sent(program: Program) -> SentProgram:
@@ -274,6 +304,17 @@ def agreed(
                 raise _other_values(name, one, rank, name in carried)
         position += 1
     return tuple(shapes), tuple(parts[index] for index in sorted(parts))
+
+
+def whole_batch(rows: Tensor, communicator: Communicator, part: DataPart) -> Tensor:
+    """Return the global batch of an input, put together from the rows of all data parts. Every rank calls it."""
+    everyone = tuple(range(communicator.world_size))
+    head = torch.tensor([part.index, rows.shape[0]])
+    heads = torch.stack(communicator.all_gather(head, everyone)).tolist()
+    shapes = [(count, *rows.shape[1:]) for _, count in heads]
+    pieces = communicator.all_gather(rows, everyone, shapes)
+    parts = {number: piece for (number, _), piece in reversed(list(zip(heads, pieces, strict=True)))}
+    return torch.cat([parts[index] for index in sorted(parts)])
 
 
 def _other_values(name: str, one: int, other: int, rows: bool) -> NnscalerError:

@@ -44,7 +44,7 @@ from nnscaler.training.data import Loader, SampleOrder
 from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
-from nnscaler.training.read_settings import ranks_of, settings_of
+from nnscaler.training.read_settings import idle, ranks_of, settings_of
 from nnscaler.training.recompilation import Vouch
 from nnscaler.training.resume import LoadedSchedule, MadeGroups
 from nnscaler.training.saving.checkpoints import Checkpoints
@@ -88,6 +88,9 @@ class Trainer:
     schedule: Any
     loader: Loader
     checkpoints: Checkpoints | None
+    step: int
+    loss: float
+    validation_loss: float | None
 
     def __init__(
         self,
@@ -123,10 +126,6 @@ class Trainer:
         self._stopping = self._asked = self._interrupted = self.running = False
         self.step, self.loss, self.validation_loss = 0, math.nan, None
         self.schedule, self.checkpoints = None, None
-
-    step: int
-    loss: float
-    validation_loss: float | None
 
     def stop(self) -> None:
         """End the run after this step, as hooks may want it; every rank calls it at the same step."""
@@ -167,6 +166,8 @@ class Trainer:
         if settings.checkpoints.folder:  # a run that cannot save is told before its first step
             with as_user_error("cannot_write"):
                 check_writable(Path(settings.checkpoints.folder) / "step", place.rank)
+        for text in idle(settings) if place.rank == 0 else ():
+            self._warn(text)
         self._parts: Parts = load_parts(settings, self._module, self._datasets)
         say = self._say
 
@@ -174,10 +175,9 @@ class Trainer:
             say(f"{phase:<12} {seconds:5.1f} s  {text}")
 
         program = make_program(settings, self._parts, place.world_size, told, self._vouch)
-        dtype = settings.precision.dtype or None
         self.engine = start(
             program,
-            dtype=dtype,
+            dtype=settings.precision.dtype or None,
             device=settings.device,
             seed=settings.seed,
             compiled=settings.compile,

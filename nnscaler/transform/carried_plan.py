@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from op_registry.annotation.sizes import BoundAnnotation
+
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import even_or_balanced, is_legal
 from nnscaler.ir.graph import Graph, Operation
@@ -42,7 +44,7 @@ def carry(plan: Plan, before: Graph, after: Graph) -> Plan:
         elif isinstance(step, OrderStep):
             first, second = (_carried(after, patterns, names) for patterns in (step.first, step.second))
             steps += [OrderStep(first, second)] if first and second else []
-        elif isinstance(step, SplitStep) and _shaped(step):
+        elif isinstance(step, SplitStep):
             steps += _resized(step, [op.name for op in select(before, step.operations)], names, known, plan)
         elif isinstance(step, ChunkStep):
             pattern, named_by, identifier = step.identifier.rpartition(":")
@@ -94,7 +96,7 @@ def _resized(
     known: tuple[Signatures, Signatures],
     plan: Plan,
 ) -> list[Step]:
-    """Return the split of these operations as it is at their other sizes: a step for each form that it takes there.
+    """Return the split of these operations as it is at their other sizes: a step for each form and name that it takes.
 
     An operation of another size that cannot be cut so follows its operands instead.
     """
@@ -105,17 +107,34 @@ def _resized(
         name = names[operation]
         if name is None:
             continue
-        old, new = (_size(of[n], step.identifier) for of, n in zip(known, (operation, name), strict=True))
-        if new is None:
+        before, after = known[0][operation], known[1][name]
+        identifier = _identifier(before, after, step.identifier)
+        if before.bound is None or after.bound is None or identifier is None:
             continue
-        form = step if old is None or old == new else _of_size(step, old, new)
-        if old == new or all(_is_legal(form, known[1][name], n) for n in parts):
+        old, new = before.bound.sizes[step.identifier], after.bound.sizes[identifier]
+        named = replace(step, identifier=identifier)
+        form = named if old == new else _of_size(named, old, new)
+        if old == new or all(_is_legal(form, after, n) for n in parts):
             forms.setdefault(form, []).append(name)
     return [replace(form, operations=tuple(found)) for form, found in forms.items()]
 
 
-def _size(signature: Signature, identifier: str) -> int | None:
-    return None if signature.bound is None else signature.bound.sizes.get(identifier)
+def _identifier(before: Signature, after: Signature, identifier: str) -> str | None:
+    """Return what the identifier of one call is named in the other, by where it stands: a dim of size 1 may have no
+    name there, and those after it other ones. None where none stands there."""
+    old, new = ({} if signature.bound is None else _places(signature.bound) for signature in (before, after))
+    return next((new[place] for place, name in old.items() if name == identifier and place in new), None)
+
+
+def _places(bound: BoundAnnotation) -> dict[tuple[int, ...], str]:
+    """Return the identifiers by operand, dim, and place among as many factors."""
+    return {
+        (number, dim, len(bound_dim.factors), place): factor.identifier
+        for number, operand in enumerate((*bound.inputs, *bound.outputs))
+        for dim, bound_dim in enumerate(operand.dims if operand else ())
+        for place, factor in enumerate(bound_dim.factors)
+        if factor.identifier is not None
+    }
 
 
 def _is_legal(step: SplitStep, signature: Signature, parts: int) -> bool:

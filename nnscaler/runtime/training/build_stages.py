@@ -120,7 +120,8 @@ class StageBuilder:
         return self.held[key]
 
     def _known(self, stage: Stage, description: Parameter, trained: bool) -> Held | None:
-        """Return the given parameter of this name; one that nothing reads here is left out where it lies otherwise.
+        """Return the given parameter of this name; one that nothing reads here or there is left out where it lies
+        otherwise.
 
         One of two programs that does not train it may divide it less between steps than the other: there it is
         gathered (`adopted`, and `_parameter` here). Raises ProgramError where it lies otherwise else.
@@ -135,7 +136,7 @@ class StageBuilder:
         frozen = not trained or not known.rest.requires_grad
         if alike or (frozen and dict(theirs.states) == dict(description.states)):
             return known
-        if not description.used:
+        if not (description.used and theirs.used):
             return None
         where = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}"
         message = f"{where} lies as {dict(description.at_rest)} between steps, and in the program before as"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
 from op_registry.spec import SourceLocation
@@ -65,6 +66,28 @@ def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None
                     part._buffers[name] = None
                 else:
                     delattr(part, name)
+
+
+@contextmanager
+def buffers_written(module: nn.Module) -> Iterator[None]:
+    """Write into a buffer, at the end, the tensor that forward puts in its place, as `self.mean = 0.9 * self.mean`
+    does: export would drop it. Raises NnscalerError("trace_failed") for one of another shape or dtype."""
+    held = [(path, part, dict(part._buffers)) for path, part in module.named_modules()]
+    yield
+    put: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+    for path, part, before in held:
+        for name, buffer in before.items():
+            found = part._buffers.get(name)
+            if buffer is None or found is None or found is buffer:
+                continue
+            if (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
+                fqn, kinds = f"{path}.{name}".lstrip("."), [f"{_shown(t)}, {t.dtype}" for t in (buffer, found)]
+                message = f"forward puts {kinds[1]}, in the place of the buffer `{fqn}`, {kinds[0]}"
+                raise NnscalerError("trace_failed", message, _place_of_change(module, fqn), _HELP_BUFFER)
+            put.append((part, name, buffer, found.detach().clone()))  # it may be another buffer
+    with torch.no_grad():
+        for part, name, buffer, value in put:
+            part._buffers[name] = buffer.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -121,6 +144,7 @@ _HELP_ATTRIBUTES = (
     "keep what changes in a buffer (self.register_buffer, changed in place), or give it as an input of the batch; what "
     "only a first forward does, do in build_model()"
 )
+_HELP_BUFFER = "give it one shape and dtype for the whole run, and what fills it in an input of the batch or in place"
 _HELP_DRAWS = (
     "draw with torch, as a tensor: `keep = (torch.rand(()) < p).to(x.dtype)`, and multiply by it or give it to "
     "torch.where; or draw where the data is made, and give it as an input of the batch"

@@ -4,6 +4,7 @@ optimizer.class                         its name
 optimizer.groups                        hyper-parameters of its groups, in order
 optimizer.param_groups.<name>           hyper-parameters of the group that a parameter is in
 optimizer.state.<name>.<entry>          a tensor of the parameter's shape lies as it does; others are stored once
+optimizer.others                        what its state has that belongs to no parameter, where it has any
 
 A second optimizer is `optimizer_2`, and so on.
 """
@@ -22,7 +23,7 @@ from nnscaler.runtime.training.saving.boxes import boxes_of, leads
 from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, whole
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 
-CLASS, GROUPS, HYPER, STATE = "class", "groups", "param_groups", "state"
+CLASS, GROUPS, HYPER, STATE, OTHERS = "class", "groups", "param_groups", "state", "others"
 
 Held = Mapping[torch.nn.Parameter, StoredTensor]
 Entries = tuple[list[TensorShard], dict[tuple[str, ...], object]]
@@ -43,6 +44,8 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, held: Held, rank: int, r
     if rank == 0:
         objects[root, CLASS] = type(optimizer).__name__
         objects[root, GROUPS] = [_hyper(group) for group in optimizer.param_groups]
+        others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        objects |= {(root, OTHERS): others} if others else {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             entry = _entry(parameter, held)
@@ -77,7 +80,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Held, folder: Folder,
         raise NnscalerError("other_optimizer", message, help="load it without one, which starts with a new state")
     entries = {_entry(p, held).fqn: p for group in optimizer.param_groups for p in group["params"]}
     hyper = [known[path] for fqn in entries if (path := (root, HYPER, fqn)) in known]
-    found = folder.read([], [known[kind], known[groups_], *hyper])
+    others = [known[root, OTHERS]] if (root, OTHERS) in known else []
+    found = folder.read([], [known[kind], known[groups_], *others, *hyper])
     if found[known[kind]] != type(optimizer).__name__:
         message = f"{folder.path} has the state of {found[known[kind]]}, and this is {type(optimizer).__name__}"
         raise NnscalerError("other_optimizer", message, help="load it without an optimizer, which starts a new state")
@@ -96,6 +100,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Held, folder: Folder,
         optimizer.state.pop(parameter, None)
         if fqn in states:
             optimizer.state[parameter] = states[fqn]
+    for key in others:
+        optimizer.state.update(found[key])
 
 
 def _states(

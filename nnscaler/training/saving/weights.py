@@ -4,6 +4,7 @@ it. Each rank reads what it holds and no more."""
 from __future__ import annotations
 
 import json
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,22 +32,29 @@ def load_weights(engine: Engine, path: str | Path, prefix: str = "") -> list[str
 
     `prefix`: what names in the model begin with and those in the files do not ("model." where the model holds a
     `transformers` model as `self.model`). Returns the names of buffers that the files lack, which stay as they are:
-    `save_pretrained` writes no buffers that are computed. Every rank calls it.
-    Raises NnscalerError on every rank: no_such_file, cannot_read, and other_model for a parameter that is missing or
-    has another shape.
+    `save_pretrained` writes no buffers that are computed. Warns of what is there and the model does not have. Every
+    rank calls it. Raises NnscalerError on every rank: no_such_file, cannot_read, and other_model for a parameter that
+    is missing, has another shape, or is two different ones there.
     """
     place = Path(path)
     error: Exception | None = None
-    lacking: list[str] = []
+    lacking, there = list[str](), list[str]()
     with as_user_error("cannot_read"):
         try:
             if (place / METADATA).is_file():
-                read_model(engine, Folder(place))
+                opened = Folder(place)
+                there = _names_of(opened)
+                read_model(engine, opened)
             else:
-                lacking = _read_safetensors(engine.stored(), SafetensorFiles(place), prefix)
+                files = SafetensorFiles(place)
+                there = sorted(prefix + name for name in files.file_of)
+                lacking = _read_safetensors(engine.stored(), files, prefix)
         except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
             error = raised
         everywhere(engine.communicator, error, f"loading {place}")
+    if unknown := _unknown(engine, there):
+        shown = ", ".join(f"`{name}`" for name in unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        warnings.warn(f"{place} has {len(unknown)} tensors that the model does not have: {shown}", stacklevel=2)
     return lacking
 
 
@@ -84,15 +92,23 @@ def read_model(engine: Engine, folder: Folder) -> None:
 
 def check_known(engine: Engine, folder: Folder) -> None:
     """Check that some rank holds each tensor of the checkpoint's model. Every rank calls it."""
-    names = sorted(path[-1] for path in folder.contents.paths.values() if path[0] == MODEL)
+    unknown = _unknown(engine, _names_of(folder))
+    if unknown:
+        raise other_model(folder.path, f"the program has no `{unknown[0]}`")
+
+
+def _names_of(folder: Folder) -> list[str]:
+    return sorted(path[-1] for path in folder.contents.paths.values() if path[0] == MODEL)
+
+
+def _unknown(engine: Engine, names: Sequence[str]) -> list[str]:
+    """Return the names of tensors that no rank holds. Every rank calls it, with the same names."""
     mine = {name for entry in engine.stored() for name in (entry.fqn, *entry.names)}
     if not names:
-        return
+        return []
     held = torch.tensor([int(name in mine) for name in names], device=engine.device)
     anywhere = engine.communicator.all_reduce(held, tuple(range(engine.world_size)), "max").tolist()
-    unknown = next((name for name, there in zip(names, anywhere, strict=True) if not there), None)
-    if unknown is not None:
-        raise other_model(folder.path, f"the program has no `{unknown}`")
+    return [name for name, there in zip(names, anywhere, strict=True) if not there]
 
 
 def _check_kind(path: Path, entry: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -148,8 +164,9 @@ class SafetensorFiles:
                 message, help = f"{file} is no file of safetensors, but one of torch.save", _FROM_TORCH
             raise NnscalerError("cannot_read", message, help=help) from error
 
-    def read(self, wanted: Mapping[str, Sequence[StoredTensor]]) -> None:
-        """Fill boxes of tensors by name; a file is open while it is read."""
+    def read(self, wanted: Mapping[str, Sequence[StoredTensor]], compared: bool = False) -> None:
+        """Fill boxes of tensors by name; a file is open while it is read. `compared`: they have been filled by another
+        of their names, and must be equal."""
         by_file: dict[Path, list[str]] = {}
         for name in wanted:
             by_file.setdefault(self.file_of[name], []).append(name)
@@ -161,7 +178,11 @@ class SafetensorFiles:
                     for entry in wanted[name]:
                         _check_kind(self.path, entry, shape, dtype)
                         for box in boxes_of(entry):
-                            _copy(part, box, entry.tensor.detach())
+                            if not compared:
+                                box.of(entry.tensor.detach()).copy_(_part_of(part, box))
+                            elif not _is_same(box.of(entry.tensor.detach()), _part_of(part, box)):
+                                names_ = " and ".join(f"`{n}`" for n in entry.names)
+                                raise other_model(self.path, f"{names_} are one tensor in the model, and differ in it")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -177,24 +198,32 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _copy(part: Any, box: Box, tensor: Tensor) -> None:
+def _part_of(whole: Any, box: Box) -> Tensor:
     where = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-    box.of(tensor).copy_(part[where] if where else part[...])
+    return whole[where] if where else whole[...]  # type: ignore[no-any-return]
+
+
+def _is_same(held: Tensor, found: Tensor) -> bool:
+    return torch.allclose(held, found.to(held), rtol=0, atol=0, equal_nan=True)
 
 
 def _read_safetensors(stored: Sequence[StoredTensor], files: SafetensorFiles, prefix: str) -> list[str]:
     wanted: dict[str, list[StoredTensor]] = {}
+    others: dict[str, list[StoredTensor]] = {}
     lacking: list[str] = []
     for entry in stored:
         names = [name.removeprefix(prefix) for name in (entry.fqn, *entry.names) if name.startswith(prefix)]
-        name = next((n for n in names if n in files.file_of), None)
-        if name is not None:
-            wanted.setdefault(name, []).append(entry)
-        elif entry.kind == "buffer":
+        there = [name for name in dict.fromkeys(names) if name in files.file_of]
+        for name in there:
+            (wanted if name == there[0] else others).setdefault(name, []).append(entry)
+        if there:
+            continue
+        if entry.kind == "buffer":
             lacking.append(entry.fqn)
         else:
             raise _missing(files, entry, prefix)
     files.read(wanted)
+    files.read(others, compared=True)
     return lacking
 
 
@@ -204,8 +233,11 @@ def _missing(files: SafetensorFiles, entry: StoredTensor, prefix: str) -> Nnscal
     parts = entry.fqn.split(".")
     tails = [".".join(parts[i:]) for i in range(len(parts))]
     found = next((tail for tail in tails if tail in files.file_of), None)
-    error = other_model(files.path, message)
-    if found is None or found == entry.fqn.removeprefix(prefix):
-        return error
-    help = f"it has `{found}`: prefix={entry.fqn.removesuffix(found)!r}"
-    return NnscalerError(error.code, error.message, help=help)
+    longer = next((name for name in files.file_of if name.endswith(f".{entry.fqn}")), None)
+    help = None
+    if found is not None and found != entry.fqn.removeprefix(prefix):
+        help = f"it has `{found}`: prefix={entry.fqn.removesuffix(found)!r}"
+    elif longer is not None:
+        shorter = f"{{n.removeprefix({longer.removesuffix(entry.fqn)!r}): t for n, t in load_file(path).items()}}"
+        help = f"it has `{longer}`: write its tensors by the model's names, safetensors.torch.save_file({shorter}, ...)"
+    return NnscalerError("other_model", other_model(files.path, message).message, help=help)

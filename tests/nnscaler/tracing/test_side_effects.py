@@ -249,3 +249,32 @@ def test_an_attribute_that_is_the_same_after_each_forward() -> None:
             return self.proj(x).sum() * self.size
 
     assert trace(Settles(), (X,)).notes == ()
+
+
+class Rebinds(Model):
+    """Puts other tensors in the places of its buffers: a mean that moves, and two that change places."""
+
+    def __init__(self, grows: bool = False) -> None:
+        super().__init__()
+        self.grows = grows
+        for name, value in (("mean", torch.zeros(6)), ("one", torch.ones(6)), ("other", torch.arange(6.0))):
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x) * self.one + self.mean
+        self.mean = torch.cat([self.mean, self.one]) if self.grows else 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        self.one, self.other = self.other, self.one
+        return (h - self.mean[:6]).square().sum()
+
+
+def test_a_buffer_in_whose_place_forward_puts_another_tensor() -> None:
+    model = Rebinds()
+    before = dict(model.named_buffers())
+    traced = trace(model, (X,))
+    assert {traced.graph.tensors[name].fqns[0] for name, _ in traced.graph.updates} == {"mean", "one", "other"}
+    assert all(buffer is before[name] for name, buffer in model.named_buffers())
+    with pytest.raises(
+        NnscalerError, match=r"shape \(12,\), torch.float32, in the place of the buffer `mean`"
+    ) as caught:
+        trace(Rebinds(grows=True), (X,))
+    assert caught.value.where is not None and caught.value.where.text.startswith("self.mean = torch.cat")

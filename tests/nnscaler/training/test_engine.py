@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -214,6 +215,45 @@ class Shifted(nn.Module):
         return self.layer(x).square().mean() + self.layer(shift).square().mean()
 
 
+class Quantised(Model):
+    """Rows of a buffer that a step moves, read again after it, and by evaluation alone what training has no use for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rescale = nn.Linear(10, 10)
+        self.register_buffer("codes", torch.randn(4, 10))
+        self.register_buffer("prior", torch.randn(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        nearest = nn.functional.one_hot((x[:, None] - self.codes).square().sum(-1).argmin(1), 4).to(x.dtype)
+        if self.training:
+            with torch.no_grad():
+                self.codes.lerp_(nearest.T @ x / (1 + nearest.sum(0)[:, None]), 0.1)
+        x = x + (nearest @ self.codes - x).detach()
+        scores = self.head(x if self.training else self.rescale(x))
+        return nn.functional.cross_entropy(scores if self.training else scores - self.prior, y)
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("pp=2", 2), ("dp=2,pp=2,zero=1", 4), ("dp=2,zero=3", 2)])
+def test_evaluation_reads_what_other_stages_have(plan: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    module, batches = Quantised(), [batch(12, seed) for seed in range(3)]
+    program, plain = compiled(module, plan, ranks), copy.deepcopy(module)
+    expected = eager(plain, batches)
+    with torch.no_grad():
+        expected += [float(plain.eval()(**batch(rows, 9))) for rows in (12, 1)]
+
+    def work(engine: Engine) -> list[float]:
+        evaluated = [rows_of(batch(rows, 9), engine.data_part) for rows in (12, 1)]
+        engine.evaluate(evaluated[0])  # compiled before the buffer moves
+        return [*curve(engine, batches), *(float(engine.evaluate(rows)) for rows in evaluated)]
+
+    for found in on_ranks(program, work):
+        assert found == pytest.approx(expected, rel=1e-11)
+
+
 def test_an_input_that_is_no_rows_of_the_batch_has_the_same_values_on_all_ranks() -> None:
     values = batch(12)["x"]
     program = nnscaler.parallelize(Shifted(), {"x": values, "shift": values[:1]}, ranks=2, plan="dp=2")
@@ -260,6 +300,20 @@ def test_a_stream_that_is_read_by_parts_is_refused() -> None:
     with pytest.raises(NnscalerError, match="reads other samples of the stream than rank") as caught:
         on_ranks(program, lambda engine: next(iter(engine.loader(Stream(engine.rank), 12))))
     assert caught.value.code == "batch_differs"
+
+
+def test_a_module_that_is_changed_is_compiled_for_other_sizes_as_before() -> None:
+    module = model(dropout=0.0, norm=True)
+    plain, batches = copy.deepcopy(module), [batch(12), batch(5)]
+    engine = Engine(compiled(module, "dp=1", 1), None, FLOAT64)
+    expected = eager(plain, batches)
+    assert curve(engine, batches[:1]) == pytest.approx(expected[:1], rel=1e-12)
+    module.eval()
+    with pytest.warns(UserWarning, match="the model has training=False, and had training=True: the program goes on"):
+        found = float(engine.step(batch(5)))
+    assert found == pytest.approx(expected[1], rel=1e-12)
+    module.train().head.requires_grad_(False)
+    engine.step(batch(5))  # told once
 
 
 @pytest.mark.long

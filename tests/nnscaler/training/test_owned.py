@@ -166,6 +166,24 @@ def test_a_matrix_that_tensor_parallelism_cuts_is_refused() -> None:
         Simulator(4).run(lambda communicator: muon_and_adam(Engine(program, communicator)))
 
 
+class Normed(torch.optim.SGD):
+    """What it does to one parameter depends on the gradients of all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+        for gradient in gradients:
+            gradient /= norm
+        super().step()
+
+
+def test_an_update_that_depends_on_all_parameters_is_refused_where_each_has_an_owner() -> None:
+    program = compiled("dp=2,zero=1,owned=1", 2)
+    with pytest.raises(NnscalerError, match="depends on others, and no rank has all of them"):
+        Simulator(2).run(lambda communicator: Engine(program, communicator).optimizer(Normed, lr=0.1))
+
+
 @pytest.mark.parametrize("wrong", ["sizes=(9, 0)", "sizes=(10, 10)", "sizes=(10, 0, 0)", "sizes=(0, 0)"])
 def test_an_owner_of_other_elements_is_refuted(wrong: str) -> None:
     program = compiled("dp=2,zero=1,owned=1", 2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nnscaler.errors import NnscalerError
-from nnscaler.training.read_settings import all_options, ranks_of, read_settings, settings_of
+from nnscaler.training.read_settings import all_options, idle, ranks_of, read_settings, settings_of
 
 FILE = """\
 model = "models/gpt.py::small"
@@ -77,6 +78,7 @@ WRONG = {
     ('source = "text.py::datasets"', ""): "`data.source` is missing",
     ("[data]", '[checkpoints]\nbest = "lowest"\n[data]'): "`checkpoints.best` is 'lowest'",
     ("[data]", "[profiler]\nfirst = 5\nlast = 3\n[data]"): "the profiler's first step is 5 and its last 3",
+    ("steps = 8", "steps = 8\nclip = nan"): "`clip` is nan, and at least 0 is needed",
     ("steps = 8", "epochs = 0"): "neither `steps` nor `epochs` says when training ends",
 }
 
@@ -107,6 +109,22 @@ def test_what_is_wrong_on_the_command_line_is_told(file: Path, word: str) -> Non
     with pytest.raises(NnscalerError) as error:
         read_settings(file, [word])
     assert WORDS[word] in str(error.value)
+
+
+IDLE: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": {"max_lr": 1.0, "per": "epoch"}}, "`schedule.name`.* no effect of `schedule.per`, `schedule.max_lr`"),
+    ({"checkpoints": {"every": 2, "keep": 1}}, "`checkpoints.folder` .* of `checkpoints.every`, `checkpoints.keep`"),
+    ({"profiler": {"last": 3}}, "`profiler.first` is not set"),
+    ({"weights_prefix": "model."}, "`weights` is not set"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), IDLE)
+def test_settings_that_do_nothing_are_told(given: dict[str, Any], told: str) -> None:
+    (found,) = idle(settings_of(given))
+    assert re.match(told, found)
+    more = {"schedule": {"name": "StepLR", "step_size": 2}, "validation": {"every": 1}, "weights": "w"}
+    assert not idle(settings_of({**more, "checkpoints": {"folder": "runs", "every": 2}}))
 
 
 def test_python_gives_tables_as_dicts() -> None:

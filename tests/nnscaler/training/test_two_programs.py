@@ -132,6 +132,66 @@ def test_a_checkpoint_of_one_optimizer_is_not_taken_for_two(tmp_path: Path) -> N
         Checkpoints(tmp_path).load(run.engine, run.optimizers)
 
 
+class Deep(nn.Module):
+    """Layers of which a loss takes the first ones, so that its stages end elsewhere."""
+
+    def __init__(self, layers: nn.ModuleList, count: int) -> None:
+        super().__init__()
+        self.layers, self.count = layers, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.count]:
+            x = torch.tanh(layer(x))
+        return (x - self.count).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,zero=3"])
+def test_what_only_one_program_reads_may_lie_otherwise_there(plan: str) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    pair = [nnscaler.parallelize(Deep(layers, n), (x.float(),), ranks=2, plan=plan) for n in (2, 4)]
+    plain = copy.deepcopy(layers).double()
+    steps = [(Deep(plain, n), torch.optim.Adam(plain.parameters(), lr=0.1)) for n in (2, 4)]
+
+    def work(communicator: Communicator) -> tuple[list[float], dict[str, Tensor]]:
+        engine = Engine(pair[0], communicator, EngineSettings(dtype="float64"))
+        engines = (engine, engine.another(pair[1]))
+        optimizers = [each.optimizer(torch.optim.Adam, lr=0.1) for each in engines]
+        losses = []
+        for _ in range(3):
+            for each, optimizer in zip(engines, optimizers, strict=True):
+                part = each.data_part
+                losses.append(float(each.step((x[part.index :: part.count],))))
+                optimizer.step()
+                each.zero_grad()
+        return losses, engine.state_dict()
+
+    expected = []
+    for _ in range(3):
+        for step, optimizer in steps:
+            loss = step(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append(float(loss.detach()))
+    for losses, state in Simulator(2).run(work):
+        assert losses == pytest.approx(expected, rel=1e-11)
+        for name, wanted in plain.state_dict().items():
+            torch.testing.assert_close(state[f"layers.{name}"], wanted)
+
+
+def test_what_one_program_trains_on_other_ranks_is_refused() -> None:
+    """Each would train a copy of its own."""
+    layers, x = nn.ModuleList(nn.Linear(8, 8) for _ in range(8)), torch.randn(4, 8)
+    pair = [nnscaler.parallelize(Deep(layers, n), (x,), ranks=2, plan="pp=2") for n in (4, 8)]
+
+    def work(communicator: Communicator) -> None:
+        with pytest.raises(NnscalerError, match=r"layers.2.weight' .* on ranks .1. in .* on .0. in the other one"):
+            Engine(pair[0], communicator).another(pair[1])
+
+    Simulator(2).run(work)
+
+
 def test_a_program_whose_tensors_lie_otherwise_is_refused() -> None:
     class Step(nn.Module):
         def __init__(self, norm: nn.Module) -> None:

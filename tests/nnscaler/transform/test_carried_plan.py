@@ -103,6 +103,9 @@ def test_steps_of_other_operations_are_left_out() -> None:
         (split("add_2", sizes=(5, 7)), 6, [split("add_2", sizes=(5, 7))]),
         (split("add_2", sizes=(5, 7)), 9, [split("add_2")]),
         (split("up", identifier="n", outer=5), 9, [split("linear", identifier="n", outer=5)]),
+        (split("view", identifier="d"), 1, [split("view", identifier="c")]),  # a dim of size 1 has no name
+        (split("view", identifier="b"), 1, [split("view")]),
+        (split("view"), 1, []),
     ],
 )
 def test_blocks_keep_their_size(step: SplitStep, rows: int, wanted: list[Step]) -> None:

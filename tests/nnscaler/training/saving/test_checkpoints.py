@@ -275,6 +275,20 @@ def test_another_optimizer(tmp_path: Path) -> None:
         run.save(3, engine, torch.optim.SGD([nn.Parameter(torch.ones(3))]))
 
 
+def test_what_belongs_to_no_parameter_goes_on_too(tmp_path: Path) -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.state["count"] = self.state.get("count", 0) + 1
+            super().step()
+
+    engine, run = engine_of(), Checkpoints(tmp_path, every=1)
+    optimizers = [engine.optimizer(Counts, lr=0.1) for _ in range(2)]
+    optimizers[0].step()
+    run.save(1, engine, optimizers[0])
+    run.load(engine, optimizers[1])
+    assert optimizers[1].state["count"] == 1
+
+
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     engine, run = engine_of(), Checkpoints(tmp_path, every=1)
     run.save(1, engine)

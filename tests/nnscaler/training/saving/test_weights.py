@@ -120,6 +120,26 @@ def test_other_dtypes_and_one_file(program: Program, tmp_path: Path) -> None:
         assert weights._dtype(name) is dtype
 
 
+def test_two_tensors_are_not_taken_for_a_tied_one(tmp_path: Path) -> None:
+    """torch would keep the second one, and a reader of the first name that one."""
+
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = torch.nn.Linear(10, 3, bias=False)
+            self.again.weight = self.head.weight
+
+    engine = started(compiled(Tied(), "dp=1", 1))
+    for added, told in ((0.0, None), (1.0, "`head.weight` and `again.weight` are one tensor in the model, and differ")):
+        state = {name: t.clone() for name, t in Tied().state_dict().items()}
+        save_file({**state, "again.weight": state["head.weight"] + added}, tmp_path / "model.safetensors")
+        if told is None:
+            assert nnscaler.load_weights(engine, tmp_path) == []
+        else:
+            with pytest.raises(NnscalerError, match=told):
+                nnscaler.load_weights(engine, tmp_path)
+
+
 def test_files_that_do_not_fit(program: Program, tmp_path: Path) -> None:
     engine = started(program)
     with pytest.raises(NnscalerError, match="holds neither a checkpoint nor safetensors"):
@@ -131,6 +151,13 @@ def test_files_that_do_not_fit(program: Program, tmp_path: Path) -> None:
         nnscaler.load_weights(engine, tmp_path)
     save_file({n: t for n, t in state.items() if n != "head.weight"}, tmp_path / "model.safetensors")
     with pytest.raises(NnscalerError, match=r"it has no `head\.weight`"):
+        nnscaler.load_weights(engine, tmp_path)
+    save_file({f"module.{n}": t for n, t in state.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(NnscalerError) as caught:
+        nnscaler.load_weights(engine, tmp_path)
+    assert "n.removeprefix('module.')" in (caught.value.help or "")
+    save_file({**state, "more.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="has 1 tensors that the model does not have: `more.weight`"):
         nnscaler.load_weights(engine, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(NnscalerError, match="cannot be read, it may be cut short"):
