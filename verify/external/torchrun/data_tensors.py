@@ -71,11 +71,16 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 class ScriptMode(TorchFunctionMode):
-    """While open, functions of torch that a script calls compute on the CPU and drop nothing, and what it computes of a
-    model's output and other data is told: targets, masks and counts, as events of the kind "target"."""
+    """While open, functions of torch that a script calls compute on the CPU and drop nothing (unless asked), and what it
+    computes of a model's output and other data is told: targets, masks and counts, as events of the kind "target".
 
-    def __init__(self, tell: Tell, outside: Callable[[], bool], take: Take) -> None:
+    dropped  a function was kept from dropping something
+    """
+
+    def __init__(self, tell: Tell, outside: Callable[[], bool], take: Take, dropout: bool) -> None:
         super().__init__()
+        self.dropped = False
+        self._dropout = dropout
         self._tell = tell
         self._outside = outside  # of models and backward passes, with gradients on
         self._take = take
@@ -91,7 +96,8 @@ class ScriptMode(TorchFunctionMode):
         there = without_gpu(func, given, named, self._tell)
         if there is not None:
             return there
-        without_drop(func, given, named)
+        if not self._dropout and without_drop(func, given, named):
+            self.dropped = True
         if self._outside() and func.__name__ not in ("__get__", "__set__") and _meets_data(given, named):
             given, named = exchanged([given, named], "target", self._take)
         return func(*given, **named)

@@ -110,6 +110,9 @@ class RanksFeed:
         same = all(close(first, other) for other in column[1:])
         if same and (first.dim() == 0 or len(column) == 1 or len(first) not in self._rows):
             return first
+        if first.dim() == 0:
+            self.tell("numbers of the data parts (counts of rows or labels) were added up")
+            return torch.stack(list(column)).sum().to(first.dtype)
         if first.dim() == 0 or any(other.shape[1:] != first.shape[1:] for other in column):
             raise Unmatched(f"the ranks' data ({kind}) of shape {list(first.shape)} cannot be put together")
         return torch.cat(list(column))

@@ -13,8 +13,10 @@ from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
+from verify.external.comparison.replicas import NAME as COPIES
 from verify.external.observe import RankRecord
 from verify.external.parameter_mapping import RankPiece
+from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.data_tensors import close
 from verify.external.torchrun.feed import Material, Way
@@ -124,6 +126,9 @@ def judge(
     if chosen.agrees:
         idle = idle_at_start(runner, chosen.run.reference, material, double, chosen.way)
         judged = _judged(chosen, tuple(reasons), None, unseen, idle)
+        if judged.passes and any(record.dropped for record in records):
+            checks, found = _with_dropout(runner, chosen.run, layout, double)
+            judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
         return judged if runner.parts else _with_assumption(judged, made)
     return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen, ())
 
@@ -262,16 +267,18 @@ _PARTS = "where that mean is meant: --reference parts"
 
 
 def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
-    """Leave a script open that agrees with the mean over its data parts alone, where it could be run on whole batches:
-    losses over unequal counts, or statistics of each part, make such a script another one than that on one rank."""
-    whole = next((attempt for attempt in made if attempt.way in ("own", "whole") and not attempt.agrees), None)
-    if judged.attempt is None or judged.attempt.way != "part" or whole is None:
+    """Leave a script open that agrees with the mean over its data parts alone: losses over unequal counts, or
+    statistics of each part, make such a script another one than that on one rank."""
+    if judged.attempt is None or judged.attempt.way != "part" or not judged.attempt.run.reference.steps[0].part_losses:
         return judged
-    differing = next(difference for result in whole.compared for difference in result.differences)
-    message = (
-        "the ranks agree with the mean over the data parts, each by itself, and not with the script on one rank, given "
-        f"the rows of all: {differing.name or 'the loss'} differs"
-    )
+    message = "the ranks agree with the mean over the data parts, each by itself, and "
+    whole = next((attempt for attempt in made if attempt.way in ("own", "whole") and not attempt.agrees), None)
+    if whole is not None:
+        differing = next(difference for result in whole.compared for difference in result.differences)
+        message += f"not with the script on one rank, given the rows of all: {differing.name or 'the loss'} differs"
+    else:
+        reason = dict(judged.reasons)["whole"]
+        message += f"the script could not be run on one rank with the rows of all: {reason}"
     cause = "a mean over unequal counts, statistics of a part's rows alone, or rows that belong together on other ranks"
     check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
     return replace(
@@ -313,6 +320,29 @@ def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
 
 
 # Ranks that hold the same elements.
+
+
+def _with_dropout(
+    runner: ScriptRunner, run: ProgramRun, layout: Layout, double: bool
+) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
+    """Compare what ranks hold of the same elements once more, with dropout on: nothing else shows what they drop."""
+    try:
+        made = runner.on_ranks(double, dropout=True)
+    except RanksFailed as failure:
+        return (Check(COPIES, Verdict.INCONCLUSIVE, 0),), (Finding(failure.code, f"{failure.message}, with dropout on"),)
+    result = compare_replicas(rank_records(made, layout, run.reference))
+    found = tuple(
+        Finding(
+            "random_numbers_differ",
+            f"copies of {one.name} on rank {one.rank} and others differ after step {one.step} with dropout on",
+            counter_example={"cause": "random_numbers"},
+            cause="ranks that hold copies and see the same rows do not drop the same elements",
+            help="seed the ranks of one data part alike before they draw for copies",
+        )
+        for one in result.differences[:1]
+    )
+    check = replace(result.check(Verdict.TESTED_EXACT), name=COPIES, supporting=True)
+    return (check,) if result.count else (), found
 
 
 def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:

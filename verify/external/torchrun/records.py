@@ -78,6 +78,7 @@ class ScriptRecord:
     dtype    that its parameters have
     unseen   what was changed and cannot be compared
     replica  its number among the ranks whose gradients DDP or FSDP averages, and how many these are; None without them
+    dropped  it would drop something, and was kept from it
     """
 
     rank: int
@@ -91,6 +92,7 @@ class ScriptRecord:
     dtype: torch.dtype
     unseen: tuple[str, ...] = ()
     replica: tuple[int, int] | None = None
+    dropped: bool = False
 
 
 class Stopped(BaseException):

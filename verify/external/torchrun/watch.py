@@ -43,6 +43,7 @@ class Start:
     double  every floating-point tensor is float64
     vary    the data are made others on every rank of another number; None: they stay
     devices that torch.accelerator counts; 0: one for each rank
+    dropout is on
     """
 
     words: tuple[str, ...]
@@ -53,6 +54,7 @@ class Start:
     double: bool
     vary: int | None = None
     devices: int = 0
+    dropout: bool = False
 
 
 class Feed(Protocol):
@@ -100,6 +102,7 @@ class ScriptWatch:
         self._steps: list[SeenStep] = []
         self._made: dict[int, int] = {}  # optimizer -> its steps
         self._drew = self._stopped = self._scheduled = False
+        self._mode = ScriptMode(self.tell, self._outside, self._take, start.dropout)
 
     @property
     def stopped(self) -> bool:
@@ -117,7 +120,7 @@ class ScriptWatch:
         with ExitStack() as stack:
             stack.enter_context(replaced(self._changes()))
             stack.enter_context(exact(dropout=True) if self._double else autocast_on("cpu"))
-            stack.enter_context(ScriptMode(self.tell, self._outside, self._take))
+            stack.enter_context(self._mode)
             try:
                 yield
             finally:
@@ -141,6 +144,7 @@ class ScriptWatch:
             dtype,
             state.unseen(),
             state.replica(),
+            self._mode.dropped,
         )
 
     # Data.
