@@ -36,12 +36,14 @@ class Material:
     taken  for each step: data event -> how many had come in on a rank
     start  whole parameters before the first step, by name; without those that cannot be put together
     settings for each step: those of each group of parameters
+    draws  random numbers that each data part drew outside of models; empty where all drew the same
     """
 
     parts: tuple[Events, ...]
     taken: tuple[Mapping[str, int], ...]
     start: Mapping[str, Tensor]
     settings: tuple[tuple[Settings, ...], ...]
+    draws: tuple[Tensors, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,18 @@ class RanksFeed:
             for own, column in zip(natural, columns, strict=True)
         )
         return self._replaced(kind, natural, wanted)
+
+    def drawn(self, number: int, natural: Tensor) -> Tensor:
+        """Return the numbers that this data part drew, or those of all parts together: rows, noise, steps of diffusion."""
+        draws = self.material.draws
+        if self.way not in ("whole", "part") or any(number >= len(own) for own in draws):
+            return natural
+        here = [own[number] for own in draws]
+        if not here or not natural.dim() or any(other.shape != here[0].shape for other in here):
+            return natural
+        wanted = torch.cat(here) if self.way == "whole" else here[self.part]
+        fits = wanted.shape[1:] == natural.shape[1:] and wanted.numel()
+        return wanted.to(natural.dtype) if fits and not all(close(here[0], other) for other in here) else natural
 
     def _replaced(self, kind: str, natural: Tensors, wanted: Tensors) -> Tensors:
         if natural and all(close(own, other) for own, other in zip(natural, wanted, strict=True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -55,10 +55,12 @@ class Attempt:
     """A comparison with one reference.
 
     way      how the script on one rank was fed
+    material with which it was
     notes    of that run
     """
 
     way: Way
+    material: Material
     run: ProgramRun
     compared: tuple[ComparisonResult, ...]
     notes: tuple[str, ...]
@@ -101,11 +103,11 @@ def judge(
     """Make references until one agrees, and judge by that, or by the one that assumes least."""
     reasons: list[tuple[Way, str]] = []
     made: list[Attempt] = []
-    for way in WAYS:
+    for way, given in _ways(material):
         if layout.count == 1 and (made or way in ("whole", "turns")):
             continue
         try:
-            attempt = _attempt(runner, name, records, layout, material, double, way)
+            attempt = _attempt(runner, name, records, layout, given, double, way)
         except NotMatched as problem:
             reasons.append((way, str(problem)))
             continue
@@ -117,20 +119,29 @@ def judge(
             break
     if not made:
         return Judged(None, tuple(reasons), (), ())
+    reasons = [(way, reason) for way, reason in reasons if all(way != attempt.way for attempt in made)]
     agreeing = [attempt for attempt in made if attempt.agrees]
     firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
-        chosen = _explained(runner, chosen, made, material, double)
+        chosen = _explained(runner, chosen, made, double)
     unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
-        idle = idle_at_start(runner, chosen.run.reference, material, double, chosen.way)
+        idle = idle_at_start(runner, chosen.run.reference, chosen.material, double, chosen.way)
         judged = _judged(chosen, tuple(reasons), None, unseen, idle)
         if judged.passes and any(record.dropped for record in records):
             checks, found = _with_dropout(runner, chosen.run, layout, double)
             judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
         return judged if runner.parts else _with_assumption(judged, made)
     return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen, ())
+
+
+def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
+    """Yield the ways, first with the random numbers that the parts drew outside of models, then without them."""
+    for way in WAYS:
+        if material.draws and way in ("whole", "part"):
+            yield way, material
+        yield way, replace(material, draws=())
 
 
 def _attempt(
@@ -157,7 +168,7 @@ def _attempt(
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
     run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
-    attempt = Attempt(way, run, compare(run), made[0].notes)
+    attempt = Attempt(way, material, run, compare(run), made[0].notes)
     if not double and not attempt.agrees:
         run = replace(run, tolerance=_noise(runner, material, double, way, reference))
         attempt = replace(attempt, run=run, compared=compare(run))
@@ -204,13 +215,11 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     return Noise(noise, torch.finfo(truth.dtype).eps, double)
 
 
-def _explained(
-    runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], material: Material, double: bool
-) -> Attempt:
+def _explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
     """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
     run = chosen.run
     if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
-        run = replace(run, tolerance=_noise(runner, material, double, chosen.way, run.reference))
+        run = replace(run, tolerance=_noise(runner, chosen.material, double, chosen.way, run.reference))
     parts = next((attempt.run for attempt in made if attempt.way == "part"), None)
     if parts is not None and parts.reference.space.names == run.reference.space.names:
         run = replace(run, part_gradients=parts.part_gradients)
@@ -329,7 +338,9 @@ def _with_dropout(
     try:
         made = runner.on_ranks(double, dropout=True)
     except RanksFailed as failure:
-        return (Check(COPIES, Verdict.INCONCLUSIVE, 0),), (Finding(failure.code, f"{failure.message}, with dropout on"),)
+        return (Check(COPIES, Verdict.INCONCLUSIVE, 0),), (
+            Finding(failure.code, f"{failure.message}, with dropout on"),
+        )
     result = compare_replicas(rank_records(made, layout, run.reference))
     found = tuple(
         Finding(

@@ -100,7 +100,9 @@ def material_of(records: Sequence[ScriptRecord], parts: Sequence[int]) -> Materi
             for kind, number in seen.taken.items():
                 step[kind] = max(step.get(kind, 0), number)
     settings = tuple(step.settings for step in records[0].steps[: len(taken)])
-    return Material(tuple(events), tuple(taken), whole_start(records), settings)
+    draws = tuple(next(r.draws for r, own in zip(records, parts, strict=True) if own == part) for part in range(count))
+    same = all(len(own) == len(draws[0]) and all(map(close, own, draws[0])) for own in draws)
+    return Material(tuple(events), tuple(taken), whole_start(records), settings, () if same else draws)
 
 
 def whole_start(records: Sequence[ScriptRecord]) -> Mapping[str, Tensor]:

@@ -79,6 +79,7 @@ class ScriptRecord:
     unseen   what was changed and cannot be compared
     replica  its number among the ranks whose gradients DDP or FSDP averages, and how many these are; None without them
     dropped  it would drop something, and was kept from it
+    draws    random numbers that it drew for itself, outside of its models
     """
 
     rank: int
@@ -93,6 +94,7 @@ class ScriptRecord:
     unseen: tuple[str, ...] = ()
     replica: tuple[int, int] | None = None
     dropped: bool = False
+    draws: Tensors = ()
 
 
 class Stopped(BaseException):

@@ -32,6 +32,9 @@ from verify.external.torchrun.records import ScriptRecord, SeenStep, Stopped, Te
 from verify.external.torchrun.script_state import ScriptState
 
 
+_DRAWN = 1_000_000  # elements; larger draws are data sets, of which batches come in
+
+
 @dataclass(frozen=True)
 class Start:
     """How a script is started on one rank.
@@ -69,6 +72,9 @@ class Feed(Protocol):
     def data(self, kind: str, number: int, natural: Tensors) -> Tensors:
         """Return what is used in place of the script's own. Raises Unmatched."""
 
+    def drawn(self, number: int, natural: Tensor) -> Tensor:
+        """Return what is used in place of random numbers that the script draws for itself."""
+
     def start(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters the values that they have on the ranks. Raises Unmatched."""
 
@@ -94,6 +100,7 @@ class ScriptWatch:
         self._stepping = 0
         self._state = ScriptState()
         self._events: dict[str, list[Tensors]] = {}
+        self._draws: list[Tensor] = []
         self._loaders: dict[int, int] = {}
         self._losses: list[Tensor] = []
         self._norms: list[Tensor] = []
@@ -102,7 +109,7 @@ class ScriptWatch:
         self._steps: list[SeenStep] = []
         self._made: dict[int, int] = {}  # optimizer -> its steps
         self._drew = self._stopped = self._scheduled = False
-        self._mode = ScriptMode(self.tell, self._outside, self._take, start.dropout)
+        self._mode = ScriptMode(self.tell, self._outside, self._take, self._draw, start.dropout)
 
     @property
     def stopped(self) -> bool:
@@ -145,6 +152,7 @@ class ScriptWatch:
             state.unseen(),
             state.replica(),
             self._mode.dropped,
+            tuple(self._draws),
         )
 
     # Data.
@@ -161,6 +169,12 @@ class ScriptWatch:
         elif self._vary is not None:
             used = tuple(varied(t, self._vary, len(events)) for t in used)
         events.append(tuple(t.detach().clone() for t in used))
+        return used
+
+    def _draw(self, numbers: Tensor) -> Tensor:
+        """Note random numbers that the script draws for itself, and return what is to be used."""
+        used = numbers if self._feed is None else self._feed.drawn(len(self._draws), numbers)
+        self._draws.append(used.clone() if used.numel() <= _DRAWN else used.new_empty(0))
         return used
 
     def _changes(self) -> list[tuple[Any, str, Any]]:
