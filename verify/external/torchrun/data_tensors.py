@@ -76,9 +76,9 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 class ScriptMode(TorchFunctionMode):
-    """While open, functions of torch that a script calls compute on the CPU and drop nothing (unless asked). Told is what
-    it computes of a model's output and other data: targets, masks and counts, as events of the kind "target"; and the
-    random numbers that it draws for itself.
+    """While open, functions of torch that a script calls compute on the CPU and drop nothing (unless asked). What it
+    computes of a model's output and other data is told: targets, masks and counts, as events of the kind "target"; so
+    are the random numbers that it draws for itself.
 
     dropped  a function was kept from dropping something
     """

@@ -95,7 +95,7 @@ class RanksFeed:
         return self._replaced(kind, natural, wanted)
 
     def drawn(self, number: int, natural: Tensor) -> Tensor:
-        """Return the numbers that this data part drew, or those of all parts together: rows, noise, steps of diffusion."""
+        """Return the numbers that this data part drew, or those of all parts together: rows, noise, masks."""
         draws = self.material.draws
         if self.way not in ("whole", "part") or any(number >= len(own) for own in draws):
             return natural

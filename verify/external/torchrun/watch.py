@@ -31,7 +31,6 @@ from verify.external.torchrun.data_tensors import ScriptMode, exchanged, setting
 from verify.external.torchrun.records import ScriptRecord, SeenStep, Stopped, Tensors
 from verify.external.torchrun.script_state import ScriptState
 
-
 _DRAWN = 1_000_000  # elements; larger draws are data sets, of which batches come in
 
 
