@@ -164,8 +164,17 @@ class RanksFeed:
                     f"on one rank, {name} starts from other values than on the ranks, outside of any module"
                 )
 
-    def before_step(self, number: int, optimizer: Optimizer, taken: Mapping[str, int]) -> None:
-        """Give the optimizer the settings of the ranks, and check that as much data came in as there."""
+    def before_step(self, number: int, optimizer: Optimizer) -> None:
+        """Give the optimizer the settings of the ranks."""
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        for group, settings in zip(groups, self.material.settings[number], strict=False):
+            for name, value in settings_of(group).items():
+                if name in settings and settings[name] != value:
+                    self.tell(f"on one rank, the optimizer's {name} is another number: it was that of the ranks")
+                    group[name] = torch.tensor(settings[name]) if isinstance(group[name], Tensor) else settings[name]
+
+    def after_step(self, number: int, taken: Mapping[str, int]) -> None:
+        """Check that as much data came in as on the ranks, by the end of this step. Raises Unmatched."""
         times = len(self.material.parts) if self.way == "turns" else 1
         there = {kind: times * count for kind, count in self.material.taken[number].items()}
         for kind in sorted({*there, *taken}):
@@ -175,12 +184,6 @@ class RanksFeed:
                     f"before step {number} the script on one rank took {taken.get(kind, 0)} times {noun}, and "
                     f"{there.get(kind, 0)} were expected of what the ranks took"
                 )
-        groups: list[dict[str, Any]] = optimizer.param_groups
-        for group, settings in zip(groups, self.material.settings[number], strict=False):
-            for name, value in settings_of(group).items():
-                if name in settings and settings[name] != value:
-                    self.tell(f"on one rank, the optimizer's {name} is another number: it was that of the ranks")
-                    group[name] = torch.tensor(settings[name]) if isinstance(group[name], Tensor) else settings[name]
 
     def after_backward(self, parameters: Sequence[Tensor]) -> None:
         """Make the gradients the mean over all data parts."""

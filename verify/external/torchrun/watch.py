@@ -80,8 +80,11 @@ class Feed(Protocol):
     def started(self, state: Mapping[str, Tensor]) -> None:
         """Check that tensors which were used started from the values of the ranks. Raises Unmatched."""
 
-    def before_step(self, number: int, optimizer: Optimizer, taken: Mapping[str, int]) -> None:
-        """Give the optimizer the settings of the ranks. Raises Unmatched where other data came in than there."""
+    def before_step(self, number: int, optimizer: Optimizer) -> None:
+        """Give the optimizer the settings of the ranks."""
+
+    def after_step(self, number: int, taken: Mapping[str, int]) -> None:
+        """Check that as much data came in as on the ranks. Raises Unmatched."""
 
     def after_backward(self, parameters: Sequence[Tensor]) -> None:
         """Make the gradients those of all data parts."""
@@ -332,18 +335,32 @@ class ScriptWatch:
                 self._own[name] = added if own is None else own + added
         self._feed.after_backward(list(self._state.parameters().values()))
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._stopped:
             raise Stopped
         self._stepping += 1
         if self._stepping > 1:
-            return
+            return None
         if self._feed is not None:
-            taken = {kind: len(events) for kind, events in self._events.items()}
-            self._feed.before_step(len(self._steps), optimizer, taken)
+            self._feed.before_step(len(self._steps), optimizer)
         self._gradients = self._state.gradients()
         if any(True for _ in self._state.unknown()):
             self.tell("an optimizer has tensors that no module holds and no backward pass reaches: not compared")
+        watched = [self._watched(value) if callable(value) else value for value in args]
+        return tuple(watched), {name: self._watched(v) if callable(v) else v for name, v in kwargs.items()}
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that an optimizer's step runs, as what is outside of the step: the model and its loss."""
+
+        def called() -> Any:
+            depth, self._stepping = self._stepping, 0
+            try:
+                return closure()
+            finally:
+                self._stepping = depth
+                self._gradients = self._state.gradients()
+
+        return called
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping -= 1
@@ -352,6 +369,8 @@ class ScriptWatch:
         state = self._state.values()
         settings = tuple(settings_of(group) for group in optimizer.param_groups)
         taken = {kind: len(events) for kind, events in self._events.items()}
+        if self._feed is not None:
+            self._feed.after_step(len(self._steps), taken)
         losses, self._losses = tuple(self._losses), []
         own, self._own = self._own, {}
         norm = torch.stack(self._norms).norm() if self._norms else None
