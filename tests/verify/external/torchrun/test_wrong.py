@@ -29,6 +29,13 @@ from verify.results.verdict import Verdict
             "megatron_style.py --broken copy", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
         ("megatron_style.py --broken bias", 2, "loss_differs", "differs"),
+        ("megatron_style.py --broken seed", 2, "random_numbers_differ", "random_numbers"),
+        ("loops.py penalty --broken sync", 2, "gradient_differs", "missing_reduction"),
+        pytest.param("loops.py two --broken sync", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
+        pytest.param(
+            "loops.py closure --broken sync", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
+        ),
+        pytest.param("loops.py inside --broken sync", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         ("kept_state.py --broken temperature", 2, "gradient_differs", "missing_reduction"),
         ("by_hand.py --broken norm", 2, "gradient_norm_differs", "differs"),
         pytest.param("kept_state.py --broken weights", 2, "buffer_differs", "scaled", marks=pytest.mark.long),
@@ -59,6 +66,8 @@ def test_replicas_that_nobody_made_equal() -> None:
     ("command", "words"),
     [
         ("by_hand.py --idle", "the gradient of 0.bias, 0.weight is zero in every step"),
+        ("loops.py counts --tensor --broken own", "given the rows of all: loss differs"),
+        pytest.param("loops.py counts --broken own", "given the rows of all: loss differs", marks=pytest.mark.long),
         ("kept_state.py --broken mean", "not with the script on one rank, given the rows of all: mean differs"),
         pytest.param(
             "kept_state.py --twice", "steps change several Model aside, which cannot be found", marks=pytest.mark.long
