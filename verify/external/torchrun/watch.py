@@ -2,17 +2,17 @@
 
 Torch's public entry points are wrapped while a `Watch` is open: calls of modules, data loaders, pipeline schedules,
 backward passes and optimizers. Data come in three ways: from a data loader, as inputs of a model, and in what is
-computed of a model's output (targets). Each is an event with a number. In a run on one rank, a `Feed` says what is used
+computed of a model's output (targets). Each is an event with a number. In a run on one rank, a feed says what is used
 in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.pipelining.schedules as schedules
@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader
 
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
-from verify.external.observe import changed
+from verify.external.observe import changed, local_gradient
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied
+from verify.external.torchrun.feed import RanksFeed
 from verify.external.torchrun.records import ScriptRecord, SeenStep, Stopped, Tensors
 from verify.external.torchrun.script_state import ScriptState
 
@@ -59,41 +60,10 @@ class Start:
     dropout: bool = False
 
 
-class Feed(Protocol):
-    """The data and parameters that a run on one rank is given.
-
-    steps  of optimizers, after which it is stopped
-    """
-
-    @property
-    def steps(self) -> int: ...
-
-    def data(self, kind: str, number: int, natural: Tensors) -> Tensors:
-        """Return what is used in place of the script's own. Raises Unmatched."""
-
-    def drawn(self, number: int, natural: Tensor) -> Tensor:
-        """Return what is used in place of random numbers that the script draws for itself."""
-
-    def start(self, state: Mapping[str, Tensor]) -> None:
-        """Give parameters the values that they have on the ranks. Raises Unmatched."""
-
-    def started(self, state: Mapping[str, Tensor]) -> None:
-        """Check that tensors which were used started from the values of the ranks. Raises Unmatched."""
-
-    def before_step(self, number: int, optimizer: Optimizer) -> None:
-        """Give the optimizer the settings of the ranks."""
-
-    def after_step(self, number: int, taken: Mapping[str, int]) -> None:
-        """Check that as much data came in as on the ranks. Raises Unmatched."""
-
-    def after_backward(self, parameters: Sequence[Tensor]) -> None:
-        """Make the gradients those of all data parts."""
-
-
 class ScriptWatch:
     """Watches one process. `save`: keeps the record, before the script is stopped."""
 
-    def __init__(self, start: Start, save: Callable[[ScriptRecord], None], feed: Feed | None = None) -> None:
+    def __init__(self, start: Start, save: Callable[[ScriptRecord], None], feed: RanksFeed | None = None) -> None:
         self.notes: dict[str, None] = {}
         self.groups: list[tuple[int, ...]] = []
         self._rank, self._wanted, self._double, self._vary = start.rank, start.steps, start.double, start.vary
@@ -328,12 +298,17 @@ class ScriptWatch:
         if self._feed is None:
             return
         self._feed.started({one.names[0]: one.tensor for one in new})
-        for name, added in self._state.gradients().items():
+        self._share(self._feed, self._state.parameters(), before)
+
+    def _share(self, feed: RanksFeed, parameters: Mapping[str, Tensor], before: Mapping[str, Tensor | None]) -> None:
+        """Note what was added to the gradients from `before`, and average over the data parts."""
+        for name, parameter in parameters.items():
+            added = local_gradient(parameter)
             if added is not None:
                 earlier, own = before.get(name), self._own.get(name)
                 added = added if earlier is None else added - earlier
                 self._own[name] = added if own is None else own + added
-        self._feed.after_backward(list(self._state.parameters().values()))
+        feed.after_backward(list(parameters.values()))
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._stopped:
@@ -343,6 +318,9 @@ class ScriptWatch:
             return None
         if self._feed is not None:
             self._feed.before_step(len(self._steps), optimizer)
+            if self._inside:  # of a backward pass, which has made these gradients
+                mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                self._share(self._feed, {n: p for n, p in self._state.parameters().items() if id(p) in mine}, {})
         self._gradients = self._state.gradients()
         if any(True for _ in self._state.unknown()):
             self.tell("an optimizer has tensors that no module holds and no backward pass reaches: not compared")

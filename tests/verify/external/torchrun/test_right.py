@@ -29,7 +29,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         ("by_hand.py --inside", 2, OWN),
         pytest.param("fsdp_transformer.py", 2, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py", 3, PART, marks=pytest.mark.long),
-        pytest.param("fsdp_transformer.py --same-rows", 4, WHOLE, marks=pytest.mark.long),
+        pytest.param("fsdp_transformer.py --same-rows", 4, PART, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 3, OWN, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 4, OWN, marks=pytest.mark.long),
