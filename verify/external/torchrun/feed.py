@@ -204,6 +204,15 @@ class RanksFeed:
             with torch.no_grad():
                 local.copy_(mean / count)
 
+    def send(self, buffers: Sequence[Tensor]) -> None:
+        """Give every data part the buffers of the first one, as DDP does before a forward pass."""
+        for buffer in buffers if self.add_up is not None else ():
+            value = buffer.detach() if buffer.is_floating_point() or buffer.is_complex() else buffer.long()
+            value = torch.zeros_like(value) if self.part else value.clone()
+            self.add_up(value)
+            with torch.no_grad():
+                buffer.copy_(value)
+
 
 _NOUNS = {"input": "inputs of the model", "target": "targets of the loss"}
 

@@ -19,6 +19,7 @@ import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
@@ -161,6 +162,8 @@ class ScriptWatch:
                     self._enter(module)
                 return call(module, *args, **named)
             self._enter(module)
+            if self._feed is not None and isinstance(module, DistributedDataParallel):
+                self._feed.send(list(module.buffers()) if module.will_sync_module_buffers() else [])
             args, named = exchanged([args, named], "input", self._take)
             with self._entered():
                 return call(module, *args, **named)
