@@ -45,6 +45,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("gpt_train.py --batch_size=2", 4, TURNS, marks=pytest.mark.long),
         pytest.param("accumulate.py", 2, WHOLE, marks=pytest.mark.long),
         ("accumulate.py --batch-norm", 3, PART),
+        pytest.param("accumulate.py --batch-norm --unsent", 3, PART, marks=pytest.mark.long),
         ("kept_state.py", 2, OWN),
         pytest.param("accumulate.py --accumulate 3", 4, WHOLE, marks=pytest.mark.long),
         ("loops.py counts", 3, WHOLE),

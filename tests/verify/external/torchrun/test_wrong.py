@@ -62,6 +62,12 @@ def test_replicas_that_nobody_made_equal() -> None:
     assert "0.weight" in finding.message
 
 
+def test_statistics_of_every_data_part_are_compared() -> None:
+    report = verified("accumulate.py --batch-norm --broken momentum", 2, reference="parts")
+    assert [finding.code for finding in report.findings] == ["buffer_differs"], told(report)
+    assert "1.running_mean, 1.running_var" in report.findings[0].message, told(report)
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
