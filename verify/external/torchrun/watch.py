@@ -217,7 +217,9 @@ class ScriptWatch:
             by_norm(parameters, max_norm, total_norm, *args, **named)
 
         def clipped_sharded(*args: Any, **named: Any) -> Any:
-            return self._noted(sharded(*args, **named))
+            before = len(self._norms)
+            norm = sharded(*args, **named)  # one that shards nothing calls torch's function, which is noted
+            return norm if len(self._norms) > before else self._noted(norm)
 
         owners = (nn.utils, nn.utils.clip_grad)
         return [
