@@ -116,8 +116,12 @@ def _gradients(run: ProgramRun) -> ComparisonResult:
     count, worst, name = 0, 0.0, "gradients"
     for number, step in enumerate(run.reference.steps):
         scale = _largest_finite(step.gradients)
+        seen = [record.steps[number] for record in run.records]
+        read = frozenset(name for one in seen for name in one.gradients if name not in one.unread)
         for record in run.records:
             for piece in _compared(record, "parameter"):
+                if piece.local in read & record.steps[number].unread:
+                    continue  # another rank makes its update
                 count += 1
                 value = record.steps[number].gradients.get(piece.local)
                 one, gap = _gradient(run, number, record, piece, value, scale)

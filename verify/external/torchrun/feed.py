@@ -12,7 +12,7 @@ by the number of its micro-batches. `part` assumes what data parallelism means: 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from verify.external.torchrun.data_tensors import close, settings_of
 from verify.external.torchrun.records import Events, Settings, Tensors, Unmatched
 
 Way = Literal["own", "whole", "turns", "part"]
+BESIDE = ", as many of them, although other data are"  # at the end of a reason
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,19 @@ class Material:
 
 @dataclass(frozen=True)
 class RanksFeed:
-    """Feeds one process. `part`: its number, for the way "part"; `average`: sums a tensor over all such processes."""
+    """Feeds one process.
+
+    part    its number, for the way "part"
+    add_up  sums a tensor over all such processes
+    divided kinds of the script's own data of which each data part has had a part
+    """
 
     material: Material
     way: Way
     tell: Callable[[str], None]
     part: int = 0
     add_up: Callable[[Tensor], None] | None = None
+    divided: set[str] = field(default_factory=set)
 
     @property
     def steps(self) -> int:
@@ -85,8 +92,12 @@ class RanksFeed:
             return tuple(self._joined(kind, column) for column in columns)
         if self.way == "own":
             for own, column in zip(natural, columns, strict=True):
+                rows = own.dim() > 0 and not all(close(column[0], other) for other in column)
                 if not _is_own(own, column):
-                    raise Unmatched(f"on one rank the script's own data ({kind}) are not those of the ranks together")
+                    beside = rows and self.divided - {kind} and own.numel() == sum(other.numel() for other in column)
+                    what = f"the script's own data ({kind}) are not those of the ranks together"
+                    raise Unmatched(f"on one rank {what}{BESIDE if beside else ''}")
+                self.divided.update([kind] if rows else [])
             return natural
         wanted = tuple(
             own if _is_total(own, column) else self._joined(kind, column)

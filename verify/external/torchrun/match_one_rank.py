@@ -232,17 +232,22 @@ def rank_records(
     """Return what each rank did, by the addresses of the run on one rank, or of those `made` on each data part."""
     lookup, unequal = reference.lookup(), frozenset(unequal_starts(records))
     changing = _changing((*records, *made))
+    count = len(reference.steps)
+    last = [record.steps[count - 1] for record in records]
+    read = frozenset(name for seen in last for name in seen.gradients if name not in seen.unread)
     found = []
     for record in records:
         steps = tuple(
             ObservedStep(
                 torch.stack(seen.losses).sum() if seen.losses else None,
                 seen.gradients,
-                seen.state,
+                # what another rank updates arrives after the step, and the script may have been stopped before
+                {n: v for n, v in seen.state.items() if number < count - 1 or n not in seen.unread & read},
                 seen.norm,
                 seen.late,
+                seen.unread,
             )
-            for seen in record.steps[: len(reference.steps)]
+            for number, seen in enumerate(record.steps[:count])
         )
         cuts = _Cuts(record.rank, lookup)
         pieces = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +107,14 @@ class ScriptWatch:
                 for hook in hooks:
                     hook.remove()
 
+    def _settle(self) -> None:
+        """Note what the last step left, before it is used: a script may hand out what one rank has updated."""
+        if self._steps and not self._steps[-1].state:
+            self._steps[-1] = replace(self._steps[-1], state=self._state.values())
+
     def record(self) -> ScriptRecord:
         """Return what was seen."""
+        self._settle()
         state = self._state
         dtypes = [state.start[name].dtype for name, held in state.held.items() if held.kind == "parameter"]
         dtype = max(set(dtypes), key=lambda d: (dtypes.count(d), str(d))) if dtypes else torch.get_default_dtype()
@@ -277,6 +283,7 @@ class ScriptWatch:
         """Get to know the model of a module that is called, and give it its values at the start."""
         if self._stopped:
             raise Stopped
+        self._settle()
         if self._state.knows(module):
             return
         self._state.meet_model(module)
@@ -321,6 +328,7 @@ class ScriptWatch:
         self._stepping += 1
         if self._stepping > 1:
             return None
+        self._settle()
         if self._feed is not None:
             self._feed.before_step(len(self._steps), optimizer)
             if self._inside:  # of a backward pass, which has made these gradients
@@ -349,7 +357,6 @@ class ScriptWatch:
         self._stepping -= 1
         if self._stepping:
             return
-        state = self._state.values()
         settings = tuple(settings_of(group) for group in optimizer.param_groups)
         taken = {kind: len(events) for kind, events in self._events.items()}
         if self._feed is not None:
@@ -359,7 +366,8 @@ class ScriptWatch:
         norm = torch.stack(self._norms).norm() if self._norms else None
         self._norms = []
         late = changed(self._gradients, self._state.gradients())
-        self._steps.append(SeenStep(losses, self._gradients, own, state, settings, taken, norm, late))
+        unread = self._state.unread()
+        self._steps.append(SeenStep(losses, self._gradients, own, {}, settings, taken, norm, late, unread))
         self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         enough = (
             min(self._made.values()) >= self._wanted if self._feed is None else len(self._steps) >= self._feed.steps
