@@ -26,7 +26,7 @@ from verify.external.torchrun.data_tensors import close, settings_of
 from verify.external.torchrun.records import Events, Settings, Tensors, Unmatched
 
 Way = Literal["own", "whole", "turns", "part"]
-BESIDE = ", as many of them, although other data are"  # at the end of a reason
+MIXED = ", although there are as many, and other data or single rows are"  # at the end of a reason
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,10 @@ class RanksFeed:
             for own, column in zip(natural, columns, strict=True):
                 rows = own.dim() > 0 and not all(close(column[0], other) for other in column)
                 if not _is_own(own, column):
-                    beside = rows and self.divided - {kind} and own.numel() == sum(other.numel() for other in column)
+                    many = rows and own.numel() == sum(other.numel() for other in column)
+                    mixed = many and (self.divided - {kind} or _same_rows(own, column))
                     what = f"the script's own data ({kind}) are not those of the ranks together"
-                    raise Unmatched(f"on one rank {what}{BESIDE if beside else ''}")
+                    raise Unmatched(f"on one rank {what}{MIXED if mixed else ''}")
                 self.divided.update([kind] if rows else [])
             return natural
         wanted = tuple(
@@ -241,6 +242,15 @@ def _is_total(own: Tensor, column: Sequence[Tensor]) -> bool:
         return False
     different = any(not close(column[0], other) for other in column[1:])
     return different and close(own.double(), torch.stack([other.double() for other in column]).sum())
+
+
+def _same_rows(own: Tensor, column: Sequence[Tensor]) -> bool:
+    """Return whether each row of the parts is one of the script's own. Single whole numbers are by chance."""
+    if any(other.shape[1:] != own.shape[1:] for other in column):
+        return False
+    rows, joined = (t.reshape(len(t), -1).tolist() for t in (own, torch.cat(list(column))))
+    known = set(map(tuple, rows))
+    return (own.is_floating_point() or own.shape[1:].numel() > 3) and all(tuple(row) in known for row in joined)
 
 
 def _same_elements(one: Tensor, other: Tensor) -> bool:

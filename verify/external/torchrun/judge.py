@@ -266,7 +266,7 @@ def _judged(
     if doubt is not None:
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
-    for check, finding in left_open(chosen.run, unseen, idle):
+    for check, finding in left_open(chosen.run, unseen, idle, dict(reasons).get("own", "") if chosen.agrees else ""):
         checks.append(check)
         found.append(finding)
     return Judged(chosen, reasons, tuple(checks), tuple(found))

@@ -27,6 +27,8 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("by_hand.py --loss sum", 3, OWN, marks=pytest.mark.long),
         pytest.param("by_hand.py", 4, OWN, marks=pytest.mark.long),
         ("by_hand.py --inside", 2, OWN),
+        ("by_hand.py --owned", 2, OWN),
+        pytest.param("by_hand.py --owned", 3, OWN, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py", 2, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py", 3, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py --same-rows", 4, PART, marks=pytest.mark.long),

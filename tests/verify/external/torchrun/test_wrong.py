@@ -37,6 +37,10 @@ from verify.results.verdict import Verdict
         ),
         pytest.param("loops.py inside --broken sync", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         ("kept_state.py --broken temperature", 2, "gradient_differs", "missing_reduction"),
+        ("by_hand.py --owned --broken sent", 2, "parameter_differs", "not_updated"),
+        pytest.param(
+            "by_hand.py --owned --broken reduce", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
+        ),
         ("by_hand.py --broken norm", 2, "gradient_norm_differs", "differs"),
         pytest.param("kept_state.py --broken weights", 2, "buffer_differs", "scaled", marks=pytest.mark.long),
     ],
@@ -72,6 +76,8 @@ def test_statistics_of_every_data_part_are_compared() -> None:
     ("command", "words"),
     [
         ("by_hand.py --idle", "the gradient of 0.bias, 0.weight is zero in every step"),
+        ("by_hand.py --broken rows", "(input) are not those of the ranks together, although there are as many"),
+        pytest.param("by_hand.py --broken labels", "(target) are not those of the ranks", marks=pytest.mark.long),
         ("loops.py counts --tensor --broken own", "given the rows of all: loss differs"),
         pytest.param("loops.py counts --broken own", "given the rows of all: loss differs", marks=pytest.mark.long),
         ("kept_state.py --broken mean", "not with the script on one rank, given the rows of all: mean differs"),
