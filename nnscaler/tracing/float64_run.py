@@ -242,11 +242,13 @@ def _changes_or_describes(func: Callable[..., Any], named: Mapping[str, Any]) ->
 
 
 def without_drop(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Set the probability in the arguments of a function of torch that drops; return whether it is one."""
+    """Set the probability in the arguments of a function of torch that drops; return whether it was above 0."""
     if func not in _DROPOUTS:
         return False
+    position, name, default = _DROPOUTS[func]
+    probability = args[position] if position < len(args) else kwargs.get(name, default)
     _keep_everything(_DROPOUTS[func], args, kwargs)
-    return True
+    return bool(probability > 0)
 
 
 def _keep_everything(where: tuple[int, str, float], args: list[Any], kwargs: dict[str, Any]) -> None:

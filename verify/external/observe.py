@@ -4,7 +4,7 @@ after each step, by the addresses of the plain model's elements."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,7 @@ class ObservedStep:
     state       parameters and buffers after the optimizer's update
     norm        of the gradients, where they were clipped
     late        gradients after the optimizer's update, as far as it made them others: it may average them itself
+    unread      parameters whose gradient no optimizer of this rank reads
     """
 
     loss: Tensor | None
@@ -50,6 +51,7 @@ class ObservedStep:
     state: Mapping[str, Tensor]
     norm: Tensor | None = None
     late: Mapping[str, Tensor] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,14 @@ def _step(
         optimizer.step()
     state = {name: local_value(tensor).clone() for name, tensor, _ in tensors_of_program(made, program)}
     after = {name: local_gradient(tensor) for name, tensor, kind in named if kind == "parameter"}
-    return ObservedStep(_whole(loss), gradients, state, norm, changed(gradients, after))
+    unread = unread_by((optimizer,), {name: tensor for name, tensor, kind in named if kind == "parameter"})
+    return ObservedStep(_whole(loss), gradients, state, norm, changed(gradients, after), unread)
+
+
+def unread_by(optimizers: Iterable[Any], parameters: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the parameters that no optimizer holds: another rank may, which gets the sum of their gradients alone."""
+    held = {id(tensor) for one in optimizers for group in one.param_groups for tensor in group["params"]}
+    return frozenset(name for name, tensor in parameters.items() if id(tensor) not in held)
 
 
 def changed(before: Mapping[str, Tensor | None], after: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:

@@ -171,10 +171,10 @@ class Lookup:
         return Lookup(space, flat, ordered, candidates[order])
 
     def by_value(self, values: Tensor) -> tuple[Tensor, float]:
-        """Return an address for each value, and the share of them that the model has; others get address 0.
+        """Return an address for each value, and the share of them that the model has in one place; others get any.
 
         Where several elements of the model have one value, as happens in thousands of float32 numbers, the one that
-        continues the run of a neighbour is taken.
+        continues the run of a neighbour is taken. The zeros at the end of a padded shard continue none.
         """
         wanted = values.detach().reshape(-1).double()
         if not len(self.ordered) or not len(wanted):
@@ -183,11 +183,12 @@ class Lookup:
         after = torch.searchsorted(self.ordered, wanted, right=True)
         places = first.clamp_max(len(self.ordered) - 1)
         addresses = torch.where(after > first, self.order[places], 0)
-        addresses = self._settled(addresses, first, after)
-        return addresses, float((after > first).double().mean())
+        addresses, sure = self._settled(addresses, first, after)
+        return addresses, float(sure.double().mean())
 
-    def _settled(self, addresses: Tensor, first: Tensor, after: Tensor) -> Tensor:
-        """Choose among the addresses `order[first:after]` of each value the neighbour of one that is sure."""
+    def _settled(self, addresses: Tensor, first: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose among the addresses `order[first:after]` of each value the neighbour of one that is sure; return the
+        addresses, and which of them are sure."""
         sure = after - first == 1
         several = int((after - first).max())
         for step in (1, -1, 1, -1) if several > 1 else ():
@@ -197,7 +198,7 @@ class Lookup:
                 candidate = self.order[(first + number).clamp_max(len(self.order) - 1)]
                 hit = known & ~sure & (first + number < after) & (candidate == wanted)
                 addresses, sure = torch.where(hit, candidate, addresses), sure | hit
-        return addresses
+        return addresses, sure
 
 
 def clean_name(name: str) -> str:

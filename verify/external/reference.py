@@ -21,7 +21,7 @@ from verify.external.program import Batch, ExternalProgram
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
 
-Part = tuple[int, ...]  # a rank's index on each data axis
+Buffers = dict[str, Tensor]
 _told = partial(model_errors, "the plain model itself raises on `batch()`")
 _told_of_part = partial(model_errors, "the plain model runs on `batch()`, and raises on the rows of one data part")
 
@@ -144,6 +144,8 @@ class ReferenceStep:
     gradients   [addresses] before clipping; NaN where the loss does not depend on the parameter
     parameters  [addresses] after the update, buffers among them
     norm        of the gradients, where they were clipped
+    statistics  [addresses] of each data part, the buffers that it may have after the update: one or more; empty where
+                the parts are not run each by itself
     """
 
     loss: Tensor
@@ -151,6 +153,7 @@ class ReferenceStep:
     gradients: Tensor
     parameters: Tensor
     norm: Tensor | None = None
+    statistics: tuple[tuple[Tensor, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,6 @@ class PlainReference:
     learning_rate  of SGD, where the program brings no optimizer
     dtype          that it computed in
     batch          of the first step, whole
-    apart          buffers that each data part has for itself, as statistics of its rows: those here are the first one's
     """
 
     space: StateMap
@@ -172,7 +174,6 @@ class PlainReference:
     learning_rate: float
     dtype: torch.dtype
     batch: Batch
-    apart: frozenset[str] = frozenset()
 
     def lookup(self) -> Lookup:
         """Return the lookup from values to addresses."""
@@ -194,15 +195,15 @@ def run_reference(
     step_of = program.reference_step or program.step
     parts = data_parts(program)
     rows: list[ReferenceStep] = []
-    apart: set[str] = set()
+    kept: list[Buffers] = [{}] * parts
     with torch.random.fork_rng(devices=[]), computing_in(model, dtype):
         space, start = StateMap.of(model), logical_state(model)
         optimizer = None if program.optimizer is None else program.optimizer(model)
         for number in range(steps):
             whole = batch_of_step(batch, number, parts)
-            losses = [_part_loss(step_of, model, whole, (i, parts), dtype) for i in range(parts)]
+            losses, statistics = _run_parts(program, step_of, model, whole, dtype, kept)
             model.zero_grad(set_to_none=True)
-            loss = _backward(program, step_of, model, whole, dtype, apart)
+            loss = _backward(program, step_of, model, whole, dtype)
             gradients = space.flat({n: p.grad for n, p in model.named_parameters(remove_duplicate=False)})
             if dtype == torch.float64:  # a narrower one may overflow where the program does as well
                 _check_finite(program, number, loss, model)
@@ -214,45 +215,45 @@ def run_reference(
                 norm = _clip(list(model.parameters()), program.max_norm, program.added_to_norm)
             optimizer.step()
             state = {name: tensor for name, tensor, _ in state_of(model)}
-            rows.append(ReferenceStep(loss, tuple(losses), gradients, space.flat(state), norm))
-    return PlainReference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch, frozenset(apart))
+            of_parts = tuple(tuple(map(space.flat, left)) for left in statistics)
+            rows.append(ReferenceStep(loss, losses, gradients, space.flat(state), norm, of_parts))
+    return PlainReference(space, start, tuple(rows), learning_rate or 0.0, dtype, batch)
 
 
-class _Buffers:
-    """The buffers of a model before a step, and after it on each data part by itself."""
+def _buffers_of(model: nn.Module) -> Buffers:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before, self._after = self._values(), list[dict[str, Tensor]]()
 
-    def put_back(self) -> None:
-        """Give the model the buffers that it had."""
-        self._put(self._before)
+def _put_buffers(model: nn.Module, values: Buffers) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            value = values.get(name)
+            if value is not None and value.shape == buffer.shape and not torch.equal(buffer, value):
+                buffer.copy_(value)
 
-    def take(self) -> None:
-        """Note the buffers that a part leaves."""
-        self._after.append(self._values())
 
-    def of_first_part(self) -> set[str]:
-        """Give the model the buffers that the first part left, and return those that are others on other parts."""
-        first, *others = self._after
-        self._put(first)
-        return {
-            name
-            for after in others
-            for name, value in after.items()
-            if name in first and not torch.equal(value, first[name])
-        }
+def _run_parts(
+    program: ExternalProgram, step_of: Any, model: nn.Module, whole: Batch, dtype: torch.dtype, kept: list[Buffers]
+) -> tuple[tuple[Tensor, ...], tuple[tuple[Buffers, ...], ...]]:
+    """Run copies of the model on each data part by itself; return the losses, and the buffers that each part leaves.
 
-    def _values(self) -> dict[str, Tensor]:
-        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
-
-    def _put(self, values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, buffer in self._model.named_buffers():
-                value = values.get(name)
-                if value is not None and value.shape == buffer.shape and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+    Ranks keep statistics of their rows in one of two ways: they begin each step with those of the first one, which DDP
+    sends, or with their own, which are `kept`.
+    """
+    parts = data_parts(program)
+    losses, statistics = list[Tensor](), list[tuple[Buffers, ...]]()
+    for part in range(parts):
+        left = []
+        for before in ({}, kept[part]) if kept[part] else ({},):
+            mine = _copy_of(model)
+            _put_buffers(mine, before)
+            loss = _part_loss(step_of, model, mine, whole, (part, parts), dtype)
+            losses += [] if left else [loss]
+            left.append(_buffers_of(mine))
+        if program.reference == "parts":
+            kept[part] = left[-1] if part else {}
+            statistics.append(tuple(left))
+    return tuple(losses), tuple(statistics)
 
 
 def _clip(parameters: Sequence[nn.Parameter], max_norm: float, added: float) -> Tensor:
@@ -264,15 +265,17 @@ def _clip(parameters: Sequence[nn.Parameter], max_norm: float, added: float) -> 
     return norm.detach().clone()
 
 
-def _part_loss(step_of: Any, model: nn.Module, whole: Batch, part: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return the loss of one data part, of a copy: what the model keeps between its steps stays as it is.
+def _part_loss(
+    step_of: Any, model: nn.Module, mine: nn.Module, whole: Batch, part: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """Return the loss of one data part, of a copy `mine`: what the model keeps between its steps stays as it is.
 
     Gradients are on, for a step may run the backward pass by itself. Raises NnscalerError `model_raised`.
     """
     rows = part_of(whole, *part)
     try:
         with _told_of_part():
-            return _scalar(step_of(_copy_of(model), copied(rows, dtype)))
+            return _scalar(step_of(mine, copied(rows, dtype)))
     except NnscalerError as error:
         if error.code != "model_raised":
             raise
@@ -299,26 +302,24 @@ def _copy_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, known)
 
 
-def _backward(
-    program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype, apart: set[str]
-) -> Tensor:
+def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Tensor:
     """Run forward and backward on the whole batch, or on its parts one after the other; return the loss.
 
-    Each part begins with the same buffers, and those that the first one leaves stay; others go to `apart`.
+    Each part begins with the same buffers, and those that the first one leaves stay.
     """
     parts = data_parts(program)
     pieces = [part_of(batch, i, parts) for i in range(parts)] if program.reference == "parts" else [batch]
     losses: list[Tensor] = []
-    kept = _Buffers(model)
+    before, first = _buffers_of(model), Buffers()
     for piece in pieces:
-        kept.put_back()
+        _put_buffers(model, before)
         with _told():
             loss = step_of(model, copied(piece, dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(model, len(losses)):
                 run_backward(loss, torch.full_like(loss, 1.0 / len(pieces)))
         losses.append(_scalar(loss))
-        kept.take()
-    apart |= kept.of_first_part()
+        first = first or _buffers_of(model)
+    _put_buffers(model, first)
     if all(p.grad is None for p in model.parameters()):
         message = f"the loss of {program.name} depends on no parameter of the plain model that is trained"
         raise NnscalerError("no_gradient", message, program.where)

@@ -57,22 +57,29 @@ class Normed(programs.Net):
         self.norm = nn.BatchNorm1d(6)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("kind", ["replicated", "fully_sharded"])
-def test_statistics_of_the_parts_are_those_of_each_part(kind: str) -> None:
-    one = replace(program(getattr(programs, kind), model=Normed, dp=2), reference="parts")
-    report = verify_program(one, QUICK)
+def _unsent(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Every rank goes on with its own statistics."""
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+
+
+@pytest.mark.parametrize("kind", [programs.replicated, programs.fully_sharded, _unsent])
+def test_statistics_of_the_parts_are_those_of_each_part(kind: Any) -> None:
+    report = verify_program(replace(program(kind, model=Normed, dp=2), reference="parts"), QUICK)
     assert report.verdict is Verdict.TESTED_EXACT, report.findings
-    assert [check.count for check in report.checks if check.name.startswith("buffers")] == [2 * (2 + 1 + 1)]
+    assert [check.count for check in report.checks if check.name.startswith("buffers")] == [2 * 2 * 3]  # steps, ranks
 
 
-def _stuck(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Wrong: the statistics stay as they are."""
-    model.norm.momentum = 0.0  # type: ignore[union-attr, assignment]
+def _stuck(model: nn.Module, mesh: DeviceMesh, ranks: tuple[int, ...]) -> nn.Module:
+    """Wrong: the statistics of these ranks stay as they are."""
+    if mesh.get_rank() in ranks:
+        model.norm.momentum = 0.0  # type: ignore[union-attr, assignment]
     return programs.replicated(model, mesh)
 
 
-def test_statistics_that_stay_are_refuted() -> None:
-    report = verify_program(replace(program(_stuck, model=Normed, dp=2), reference="parts"), QUICK)
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_statistics_that_stay_are_refuted(ranks: tuple[int, ...]) -> None:
+    wrong = program(lambda model, mesh: _stuck(model, mesh, ranks), model=Normed, dp=2)
+    report = verify_program(replace(wrong, reference="parts"), QUICK)
     assert {finding.code for finding in report.findings} == {"buffer_differs"}
 
 

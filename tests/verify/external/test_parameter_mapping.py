@@ -31,3 +31,12 @@ def test_a_value_that_the_model_lacks_counts_against_the_share():
     addresses, share = _lookup(model).by_value(torch.tensor([float(model.weight[0, 1]), 1234.0]))
     assert addresses[0] == 1
     assert share == 0.5
+
+
+def test_a_value_that_stands_in_several_places_and_continues_no_run_is_not_found():
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.bias)
+    padded = torch.cat([model.weight.detach().flatten()[:5], torch.zeros(1)])
+    addresses, share = _lookup(model).by_value(padded)
+    assert addresses[:5].tolist() == list(range(5))
+    assert share == 5 / 6

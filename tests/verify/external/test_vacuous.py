@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.verify.external import programs
 from tests.verify.external.programs import program
 from verify.external.comparison.compare import LATE
+from verify.external.comparison.replicas import NAME as COPIES
 from verify.external.differential_run import CLIPPED, ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.request import ExternalRequest
@@ -106,6 +107,11 @@ def test_random_numbers_of_data_parts_decide_nothing() -> None:
 # Optimizers that average.
 
 
+def dropping(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    return model(torch.dropout(x, 0.1, True), y)  # type: ignore[no-any-return]
+
+
 class Averaging(torch.optim.SGD):
     """Averages gradients over the ranks, where there are any; `before`: its update, as it must."""
 
@@ -138,6 +144,9 @@ def test_an_optimizer_may_average() -> None:
     assert report.verdict is Verdict.TESTED_EXACT, report.findings
     assert [check.count for check in report.checks if check.name == LATE] == [2 * 2 * 8]
     assert [note for note in report.notes if note.startswith("not proved: the optimizer's step")]
+    report = verified(replace(one, step=dropping))
+    assert report.verdict.passes, report.findings
+    assert [check.count for check in report.checks if check.name == COPIES] == [8]
 
 
 def test_an_optimizer_that_averages_too_late_is_refuted() -> None:

@@ -70,7 +70,8 @@ def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[UnequalGradients,
     scale = family_scale([g for record in records for g in record.steps[0].gradients.values()])
     for record in records:
         for piece in record.pieces:
-            gradient = record.steps[0].gradients.get(piece.local)
+            step = record.steps[0]  # an optimizer may add gradients up in its step
+            gradient = step.late.get(piece.local, step.gradients.get(piece.local))
             if piece.kind != "parameter" or gradient is None or piece.addresses is None:
                 continue
             rank, other = first.setdefault((piece.name, _key(piece)), (record.rank, gradient))

@@ -17,6 +17,11 @@ from verify.external.torchrun.cuda_on_cpu import Tell, without_gpu
 from verify.external.torchrun.records import Settings, Tensors
 
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
+# of numbers; torch.randperm draws an order in which data are taken, and is no row of them
+_DRAWS: frozenset[Any] = frozenset(
+    (torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint, torch.randint_like, torch.normal,
+     torch.bernoulli)
+)  # fmt: skip
 
 
 def is_data(value: Any) -> bool:
@@ -71,11 +76,25 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 class ScriptMode(TorchFunctionMode):
-    """While open, functions of torch that a script calls compute on the CPU and drop nothing, and what it computes of a
-    model's output and other data is told: targets, masks and counts, as events of the kind "target"."""
+    """While open, functions of torch that a script calls compute on the CPU and drop nothing (unless asked). What it
+    computes of a model's output and other data is told: targets, masks and counts, as events of the kind "target"; so
+    are the random numbers that it draws for itself.
 
-    def __init__(self, tell: Tell, outside: Callable[[], bool], take: Take) -> None:
+    dropped  a function was kept from dropping something
+    """
+
+    def __init__(
+        self,
+        tell: Tell,
+        outside: Callable[[], bool],
+        take: Take,
+        draw: Callable[[Tensor], Tensor],
+        dropout: bool,
+    ) -> None:
         super().__init__()
+        self.dropped = False
+        self._draw = draw
+        self._dropout = dropout
         self._tell = tell
         self._outside = outside  # of models and backward passes, with gradients on
         self._take = take
@@ -91,10 +110,12 @@ class ScriptMode(TorchFunctionMode):
         there = without_gpu(func, given, named, self._tell)
         if there is not None:
             return there
-        without_drop(func, given, named)
+        if not self._dropout and without_drop(func, given, named):
+            self.dropped = True
         if self._outside() and func.__name__ not in ("__get__", "__set__") and _meets_data(given, named):
             given, named = exchanged([given, named], "target", self._take)
-        return func(*given, **named)
+        made = func(*given, **named)
+        return self._draw(made) if func in _DRAWS and self._outside() and is_data(made) else made
 
 
 def _meets_data(given: Sequence[Any], named: Mapping[str, Any]) -> bool:

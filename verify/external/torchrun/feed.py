@@ -12,7 +12,7 @@ by the number of its micro-batches. `part` assumes what data parallelism means: 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from verify.external.torchrun.data_tensors import close, settings_of
 from verify.external.torchrun.records import Events, Settings, Tensors, Unmatched
 
 Way = Literal["own", "whole", "turns", "part"]
+MIXED = ", although there are as many, and other data or single rows are"  # at the end of a reason
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,31 @@ class Material:
     taken  for each step: data event -> how many had come in on a rank
     start  whole parameters before the first step, by name; without those that cannot be put together
     settings for each step: those of each group of parameters
+    draws  random numbers that each data part drew outside of models; empty where all drew the same
     """
 
     parts: tuple[Events, ...]
     taken: tuple[Mapping[str, int], ...]
     start: Mapping[str, Tensor]
     settings: tuple[tuple[Settings, ...], ...]
+    draws: tuple[Tensors, ...] = ()
 
 
 @dataclass(frozen=True)
 class RanksFeed:
-    """Feeds one process. `part`: its number, for the way "part"; `average`: sums a tensor over all such processes."""
+    """Feeds one process.
+
+    part    its number, for the way "part"
+    add_up  sums a tensor over all such processes
+    divided kinds of the script's own data of which each data part has had a part
+    """
 
     material: Material
     way: Way
     tell: Callable[[str], None]
     part: int = 0
     add_up: Callable[[Tensor], None] | None = None
+    divided: set[str] = field(default_factory=set)
 
     @property
     def steps(self) -> int:
@@ -83,14 +92,31 @@ class RanksFeed:
             return tuple(self._joined(kind, column) for column in columns)
         if self.way == "own":
             for own, column in zip(natural, columns, strict=True):
+                rows = own.dim() > 0 and not all(close(column[0], other) for other in column)
                 if not _is_own(own, column):
-                    raise Unmatched(f"on one rank the script's own data ({kind}) are not those of the ranks together")
+                    many = rows and own.numel() == sum(other.numel() for other in column)
+                    mixed = many and (self.divided - {kind} or _same_rows(own, column))
+                    what = f"the script's own data ({kind}) are not those of the ranks together"
+                    raise Unmatched(f"on one rank {what}{MIXED if mixed else ''}")
+                self.divided.update([kind] if rows else [])
             return natural
         wanted = tuple(
             own if _is_total(own, column) else self._joined(kind, column)
             for own, column in zip(natural, columns, strict=True)
         )
         return self._replaced(kind, natural, wanted)
+
+    def drawn(self, number: int, natural: Tensor) -> Tensor:
+        """Return the numbers that this data part drew, or those of all parts together: rows, noise, masks."""
+        draws = self.material.draws
+        if self.way not in ("whole", "part") or any(number >= len(own) for own in draws):
+            return natural
+        here = [own[number] for own in draws]
+        if not here or not natural.dim() or any(other.shape != here[0].shape for other in here):
+            return natural
+        wanted = torch.cat(here) if self.way == "whole" else here[self.part]
+        fits = wanted.shape[1:] == natural.shape[1:] and wanted.numel()
+        return wanted.to(natural.dtype) if fits and not all(close(here[0], other) for other in here) else natural
 
     def _replaced(self, kind: str, natural: Tensors, wanted: Tensors) -> Tensors:
         if natural and all(close(own, other) for own, other in zip(natural, wanted, strict=True)):
@@ -110,6 +136,9 @@ class RanksFeed:
         same = all(close(first, other) for other in column[1:])
         if same and (first.dim() == 0 or len(column) == 1 or len(first) not in self._rows):
             return first
+        if first.dim() == 0:
+            self.tell("numbers of the data parts (counts of rows or labels) were added up")
+            return torch.stack(list(column)).sum().to(first.dtype)
         if first.dim() == 0 or any(other.shape[1:] != first.shape[1:] for other in column):
             raise Unmatched(f"the ranks' data ({kind}) of shape {list(first.shape)} cannot be put together")
         return torch.cat(list(column))
@@ -147,8 +176,17 @@ class RanksFeed:
                     f"on one rank, {name} starts from other values than on the ranks, outside of any module"
                 )
 
-    def before_step(self, number: int, optimizer: Optimizer, taken: Mapping[str, int]) -> None:
-        """Give the optimizer the settings of the ranks, and check that as much data came in as there."""
+    def before_step(self, number: int, optimizer: Optimizer) -> None:
+        """Give the optimizer the settings of the ranks."""
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        for group, settings in zip(groups, self.material.settings[number], strict=False):
+            for name, value in settings_of(group).items():
+                if name in settings and settings[name] != value:
+                    self.tell(f"on one rank, the optimizer's {name} is another number: it was that of the ranks")
+                    group[name] = torch.tensor(settings[name]) if isinstance(group[name], Tensor) else settings[name]
+
+    def after_step(self, number: int, taken: Mapping[str, int]) -> None:
+        """Check that as much data came in as on the ranks, by the end of this step. Raises Unmatched."""
         times = len(self.material.parts) if self.way == "turns" else 1
         there = {kind: times * count for kind, count in self.material.taken[number].items()}
         for kind in sorted({*there, *taken}):
@@ -158,12 +196,6 @@ class RanksFeed:
                     f"before step {number} the script on one rank took {taken.get(kind, 0)} times {noun}, and "
                     f"{there.get(kind, 0)} were expected of what the ranks took"
                 )
-        groups: list[dict[str, Any]] = optimizer.param_groups
-        for group, settings in zip(groups, self.material.settings[number], strict=False):
-            for name, value in settings_of(group).items():
-                if name in settings and settings[name] != value:
-                    self.tell(f"on one rank, the optimizer's {name} is another number: it was that of the ranks")
-                    group[name] = torch.tensor(settings[name]) if isinstance(group[name], Tensor) else settings[name]
 
     def after_backward(self, parameters: Sequence[Tensor]) -> None:
         """Make the gradients the mean over all data parts."""
@@ -184,6 +216,15 @@ class RanksFeed:
             with torch.no_grad():
                 local.copy_(mean / count)
 
+    def send(self, buffers: Sequence[Tensor]) -> None:
+        """Give every data part the buffers of the first one, as DDP does before a forward pass."""
+        for buffer in buffers if self.add_up is not None else ():
+            value = buffer.detach() if buffer.is_floating_point() or buffer.is_complex() else buffer.long()
+            value = torch.zeros_like(value) if self.part else value.clone()
+            self.add_up(value)
+            with torch.no_grad():
+                buffer.copy_(value)
+
 
 _NOUNS = {"input": "inputs of the model", "target": "targets of the loss"}
 
@@ -201,6 +242,15 @@ def _is_total(own: Tensor, column: Sequence[Tensor]) -> bool:
         return False
     different = any(not close(column[0], other) for other in column[1:])
     return different and close(own.double(), torch.stack([other.double() for other in column]).sum())
+
+
+def _same_rows(own: Tensor, column: Sequence[Tensor]) -> bool:
+    """Return whether each row of the parts is one of the script's own. Single whole numbers are by chance."""
+    if any(other.shape[1:] != own.shape[1:] for other in column):
+        return False
+    rows, joined = (t.reshape(len(t), -1).tolist() for t in (own, torch.cat(list(column))))
+    known = set(map(tuple, rows))
+    return (own.is_floating_point() or own.shape[1:].numel() > 3) and all(tuple(row) in known for row in joined)
 
 
 def _same_elements(one: Tensor, other: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -13,8 +13,10 @@ from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
+from verify.external.comparison.replicas import NAME as COPIES
 from verify.external.observe import RankRecord
 from verify.external.parameter_mapping import RankPiece
+from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
 from verify.external.torchrun.data_tensors import close
 from verify.external.torchrun.feed import Material, Way
@@ -53,10 +55,12 @@ class Attempt:
     """A comparison with one reference.
 
     way      how the script on one rank was fed
+    material with which it was
     notes    of that run
     """
 
     way: Way
+    material: Material
     run: ProgramRun
     compared: tuple[ComparisonResult, ...]
     notes: tuple[str, ...]
@@ -99,11 +103,11 @@ def judge(
     """Make references until one agrees, and judge by that, or by the one that assumes least."""
     reasons: list[tuple[Way, str]] = []
     made: list[Attempt] = []
-    for way in WAYS:
+    for way, given in _ways(material):
         if layout.count == 1 and (made or way in ("whole", "turns")):
             continue
         try:
-            attempt = _attempt(runner, name, records, layout, material, double, way)
+            attempt = _attempt(runner, name, records, layout, given, double, way)
         except NotMatched as problem:
             reasons.append((way, str(problem)))
             continue
@@ -115,17 +119,29 @@ def judge(
             break
     if not made:
         return Judged(None, tuple(reasons), (), ())
+    reasons = [(way, reason) for way, reason in reasons if all(way != attempt.way for attempt in made)]
     agreeing = [attempt for attempt in made if attempt.agrees]
     firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
-        chosen = _explained(runner, chosen, made, material, double)
+        chosen = _explained(runner, chosen, made, double)
     unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
-        idle = idle_at_start(runner, chosen.run.reference, material, double, chosen.way)
+        idle = idle_at_start(runner, chosen.run.reference, chosen.material, double, chosen.way)
         judged = _judged(chosen, tuple(reasons), None, unseen, idle)
+        if judged.passes and any(record.dropped for record in records):
+            checks, found = _with_dropout(runner, chosen.run, layout, double)
+            judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
         return judged if runner.parts else _with_assumption(judged, made)
     return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen, ())
+
+
+def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
+    """Yield the ways, first with the random numbers that the parts drew outside of models, then without them."""
+    for way in WAYS:
+        if material.draws and way in ("whole", "part"):
+            yield way, material
+        yield way, replace(material, draws=())
 
 
 def _attempt(
@@ -152,7 +168,7 @@ def _attempt(
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
     run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
-    attempt = Attempt(way, run, compare(run), made[0].notes)
+    attempt = Attempt(way, material, run, compare(run), made[0].notes)
     if not double and not attempt.agrees:
         run = replace(run, tolerance=_noise(runner, material, double, way, reference))
         attempt = replace(attempt, run=run, compared=compare(run))
@@ -199,13 +215,11 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     return Noise(noise, torch.finfo(truth.dtype).eps, double)
 
 
-def _explained(
-    runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], material: Material, double: bool
-) -> Attempt:
+def _explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
     """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
     run = chosen.run
     if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
-        run = replace(run, tolerance=_noise(runner, material, double, chosen.way, run.reference))
+        run = replace(run, tolerance=_noise(runner, chosen.material, double, chosen.way, run.reference))
     parts = next((attempt.run for attempt in made if attempt.way == "part"), None)
     if parts is not None and parts.reference.space.names == run.reference.space.names:
         run = replace(run, part_gradients=parts.part_gradients)
@@ -252,7 +266,7 @@ def _judged(
     if doubt is not None:
         checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
         found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
-    for check, finding in left_open(chosen.run, unseen, idle):
+    for check, finding in left_open(chosen.run, unseen, idle, dict(reasons).get("own", "") if chosen.agrees else ""):
         checks.append(check)
         found.append(finding)
     return Judged(chosen, reasons, tuple(checks), tuple(found))
@@ -262,16 +276,18 @@ _PARTS = "where that mean is meant: --reference parts"
 
 
 def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
-    """Leave a script open that agrees with the mean over its data parts alone, where it could be run on whole batches:
-    losses over unequal counts, or statistics of each part, make such a script another one than that on one rank."""
-    whole = next((attempt for attempt in made if attempt.way in ("own", "whole") and not attempt.agrees), None)
-    if judged.attempt is None or judged.attempt.way != "part" or whole is None:
+    """Leave a script open that agrees with the mean over its data parts alone: losses over unequal counts, or
+    statistics of each part, make such a script another one than that on one rank."""
+    if judged.attempt is None or judged.attempt.way != "part" or not judged.attempt.run.reference.steps[0].part_losses:
         return judged
-    differing = next(difference for result in whole.compared for difference in result.differences)
-    message = (
-        "the ranks agree with the mean over the data parts, each by itself, and not with the script on one rank, given "
-        f"the rows of all: {differing.name or 'the loss'} differs"
-    )
+    message = "the ranks agree with the mean over the data parts, each by itself, and "
+    whole = next((attempt for attempt in made if attempt.way in ("own", "whole") and not attempt.agrees), None)
+    if whole is not None:
+        differing = next(difference for result in whole.compared for difference in result.differences)
+        message += f"not with the script on one rank, given the rows of all: {differing.name or 'the loss'} differs"
+    else:
+        reason = dict(judged.reasons)["whole"]
+        message += f"the script could not be run on one rank with the rows of all: {reason}"
     cause = "a mean over unequal counts, statistics of a part's rows alone, or rows that belong together on other ranks"
     check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
     return replace(
@@ -313,6 +329,31 @@ def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
 
 
 # Ranks that hold the same elements.
+
+
+def _with_dropout(
+    runner: ScriptRunner, run: ProgramRun, layout: Layout, double: bool
+) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
+    """Compare what ranks hold of the same elements once more, with dropout on: nothing else shows what they drop."""
+    try:
+        made = runner.on_ranks(double, dropout=True)
+    except RanksFailed as failure:
+        return (Check(COPIES, Verdict.INCONCLUSIVE, 0),), (
+            Finding(failure.code, f"{failure.message}, with dropout on"),
+        )
+    result = compare_replicas(rank_records(made, layout, run.reference))
+    found = tuple(
+        Finding(
+            "random_numbers_differ",
+            f"copies of {one.name} on rank {one.rank} and others differ after step {one.step} with dropout on",
+            counter_example={"cause": "random_numbers"},
+            cause="ranks that hold copies and see the same rows do not drop the same elements",
+            help="seed the ranks of one data part alike before they draw for copies",
+        )
+        for one in result.differences[:1]
+    )
+    check = replace(result.check(Verdict.TESTED_EXACT), name=COPIES, supporting=True)
+    return (check,) if result.count else (), found
 
 
 def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:

@@ -9,7 +9,7 @@ import torch
 
 from verify.external.comparison.comparison_records import ProgramRun
 from verify.external.reference import PlainReference
-from verify.external.torchrun.feed import Material, Way
+from verify.external.torchrun.feed import MIXED, Material, Way
 from verify.external.torchrun.match_one_rank import reference_of
 from verify.external.torchrun.reference_processes import Failed, NotMatched
 from verify.external.torchrun.runs import ScriptRunner
@@ -21,8 +21,15 @@ from verify.results.verdict import Verdict
 _MOVED = 0.02  # how far parameters are moved, at random
 
 
-def left_open(run: ProgramRun, unseen: frozenset[str], idle: Sequence[str]) -> Iterator[tuple[Check, Finding]]:
-    """Yield what is open: `unseen` and other buffers that one rank lacks, and parameters whose gradient is `idle`."""
+def left_open(
+    run: ProgramRun, unseen: frozenset[str], idle: Sequence[str], not_own: str
+) -> Iterator[tuple[Check, Finding]]:
+    """Yield what is open: `unseen` and other buffers that one rank lacks, parameters whose gradient is `idle`, and data
+    that are `not_own`: the reason says which."""
+    if not_own.endswith(MIXED):
+        help = "let every rank take its rows of all tensors of one batch; where others are meant: a check file"
+        check = Check("rows that belong together", Verdict.INCONCLUSIVE, 0, detail="the ranks take in others")
+        yield check, Finding("not_compared", f"{not_own}: rows may be mixed up, lost or taken twice", help=help)
     pieces = [piece for record in run.records for piece in record.pieces if piece.kind == "buffer"]
     if lost := sorted(unseen | {piece.local for piece in pieces if piece.addresses is None}):
         message = f"steps change {_few(lost)}, which cannot be found on one rank: not compared"

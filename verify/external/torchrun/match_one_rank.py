@@ -100,7 +100,9 @@ def material_of(records: Sequence[ScriptRecord], parts: Sequence[int]) -> Materi
             for kind, number in seen.taken.items():
                 step[kind] = max(step.get(kind, 0), number)
     settings = tuple(step.settings for step in records[0].steps[: len(taken)])
-    return Material(tuple(events), tuple(taken), whole_start(records), settings)
+    draws = tuple(next(r.draws for r, own in zip(records, parts, strict=True) if own == part) for part in range(count))
+    same = all(len(own) == len(draws[0]) and all(map(close, own, draws[0])) for own in draws)
+    return Material(tuple(events), tuple(taken), whole_start(records), settings, () if same else draws)
 
 
 def whole_start(records: Sequence[ScriptRecord]) -> Mapping[str, Tensor]:
@@ -184,7 +186,10 @@ def reference_of(records: Sequence[ScriptRecord], steps: int) -> PlainReference:
         losses = [torch.stack(s.losses).sum() if s.losses else torch.tensor(torch.nan).double() for s in seen]
         mean = torch.stack(losses).mean()
         parts = tuple(losses) if len(losses) > 1 else ()
-        rows.append(ReferenceStep(mean, parts, space.flat(seen[0].gradients), space.flat(seen[0].state), seen[0].norm))
+        states = [space.flat(s.state) for s in seen]
+        statistics = tuple((state,) for state in states) if len(states) > 1 else ()
+        gradients, norm = space.flat(seen[0].gradients), seen[0].norm
+        rows.append(ReferenceStep(mean, parts, gradients, states[0], norm, statistics))
     return PlainReference(space, dict(first.start), tuple(rows), 0.0, first.dtype, None)
 
 
@@ -207,14 +212,6 @@ def unequal_starts(records: Sequence[ScriptRecord]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def statistics(records: Sequence[ScriptRecord]) -> frozenset[str]:
-    """Return the buffers that are other ones after a step on each data part by itself: statistics of its rows."""
-    first, *others = records
-    pairs = [(one.state, there.state) for r in others for one, there in zip(first.steps, r.steps, strict=False)]
-    names = [held.name for held in first.held if held.kind == "buffer"]
-    return frozenset(n for n in names for a, b in pairs if n in a and n in b and not close(a[n], b[n]))
-
-
 def _changing(records: Iterable[ScriptRecord]) -> frozenset[str]:
     """Return the buffers that a step changes in some run. Others are seen in what is computed of them."""
     return frozenset(
@@ -232,30 +229,31 @@ def _changing(records: Iterable[ScriptRecord]) -> frozenset[str]:
 def rank_records(
     records: Sequence[ScriptRecord], layout: Layout, reference: PlainReference, made: Sequence[ScriptRecord] = ()
 ) -> tuple[RankRecord, ...]:
-    """Return what each rank did, by the addresses of the run on one rank, or of those `made` on each data part.
-
-    Where the data parts have statistics of their own, only those of the first one are compared: DDP hands out its own.
-    """
+    """Return what each rank did, by the addresses of the run on one rank, or of those `made` on each data part."""
     lookup, unequal = reference.lookup(), frozenset(unequal_starts(records))
-    changing, apart = _changing((*records, *made)), statistics(made) if made else frozenset()
+    changing = _changing((*records, *made))
+    count = len(reference.steps)
+    last = [record.steps[count - 1] for record in records]
+    read = frozenset(name for seen in last for name in seen.gradients if name not in seen.unread)
     found = []
     for record in records:
         steps = tuple(
             ObservedStep(
                 torch.stack(seen.losses).sum() if seen.losses else None,
                 seen.gradients,
-                seen.state,
+                # what another rank updates arrives after the step, and the script may have been stopped before
+                {n: v for n, v in seen.state.items() if number < count - 1 or n not in seen.unread & read},
                 seen.norm,
                 seen.late,
+                seen.unread,
             )
-            for seen in record.steps[: len(reference.steps)]
+            for number, seen in enumerate(record.steps[:count])
         )
         cuts = _Cuts(record.rank, lookup)
         pieces = [
             _piece(held, record.start[held.name], cuts, held.name in unequal)
             for held in record.held
-            if held.kind == "parameter"
-            or (held.name in changing and (held.name not in apart or layout.parts[record.rank] == 0))
+            if held.kind == "parameter" or held.name in changing
         ]
         found.append(RankRecord(record.rank, layout.coordinate(record.rank), tuple(pieces), steps))
     return tuple(found)

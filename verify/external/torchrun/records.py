@@ -46,11 +46,12 @@ class SeenStep:
     losses     scalars whose backward pass was run since the step before
     gradients  when the optimizer was called: clipped, if the script clips; None where there is none
     own        gradients of this process' own data, before any average with others; empty where nothing was averaged
-    state      parameters and buffers after the step
+    state      parameters and buffers after the step, when they are used again; after the last one, at its end
     settings   numbers of each group of parameters: learning rate, momentum and so on
     taken      data event -> how many of it had come in before the step
     norm       of the gradients that torch's functions clipped before the step; None where they clipped none
     late       gradients after the step, as far as it made them others
+    unread     parameters whose gradient no optimizer of this rank reads
     """
 
     losses: Tensors
@@ -61,6 +62,7 @@ class SeenStep:
     taken: Mapping[str, int]
     norm: Tensor | None = None
     late: Mapping[str, Tensor] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class ScriptRecord:
     dtype    that its parameters have
     unseen   what was changed and cannot be compared
     replica  its number among the ranks whose gradients DDP or FSDP averages, and how many these are; None without them
+    dropped  it would drop something, and was kept from it
+    draws    random numbers that it drew for itself, outside of its models
     """
 
     rank: int
@@ -91,6 +95,8 @@ class ScriptRecord:
     dtype: torch.dtype
     unseen: tuple[str, ...] = ()
     replica: tuple[int, int] | None = None
+    dropped: bool = False
+    draws: Tensors = ()
 
 
 class Stopped(BaseException):

@@ -42,13 +42,19 @@ class ScriptRunner:
     parts: bool = False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def on_ranks(self, double: bool, vary: Sequence[int] | None = None) -> tuple[ScriptRecord, ...]:
-        """Run the script on all ranks, with other data on ranks of other numbers if asked. Raises RanksFailed."""
+    def on_ranks(
+        self, double: bool, vary: Sequence[int] | None = None, dropout: bool = False
+    ) -> tuple[ScriptRecord, ...]:
+        """Run the script on all ranks, with other data on ranks of other numbers, or with dropout, if asked.
+
+        Raises RanksFailed.
+        """
         folder = self._folder("ranks")
 
         def on_rank(rank: int) -> None:
             redirect(folder / f"output-{rank}")
-            start = Start(self.words, rank, self.ranks, None, self.steps, double, None if vary is None else vary[rank])
+            other = None if vary is None else vary[rank]
+            start = Start(self.words, rank, self.ranks, None, self.steps, double, other, dropout=dropout)
             try:
                 run_script(start, _saver(folder, rank))
             finally:

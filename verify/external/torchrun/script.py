@@ -15,8 +15,9 @@ from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.random_state import seed_all
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
+from verify.external.torchrun.feed import RanksFeed
 from verify.external.torchrun.records import ScriptRecord, Stopped
-from verify.external.torchrun.watch import Feed, ScriptWatch, Start
+from verify.external.torchrun.watch import ScriptWatch, Start
 
 
 def torchrun_environment(start: Start) -> Mapping[str, str]:
@@ -58,7 +59,7 @@ def check_words(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(given)
 
 
-def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: Feed | None = None) -> None:
+def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFeed | None = None) -> None:
     """Run the script until it has made its steps, or ends. `save` gets the record.
 
     Changes this process: its arguments, environment, import path, torch, and what is garbage collected. Raises what the

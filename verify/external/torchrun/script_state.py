@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from verify.external.observe import local_gradient
+from verify.external.observe import local_gradient, unread_by
 from verify.external.parameter_mapping import (
     Addresses,
     Kind,
@@ -128,6 +128,10 @@ class ScriptState:
     def parameters(self) -> dict[str, Tensor]:
         """Return what is trained, or might be."""
         return {one.names[0]: one.tensor for one in self.tensors() if one.kind == "parameter"}
+
+    def unread(self) -> frozenset[str]:
+        """Return the parameters whose gradient no optimizer reads."""
+        return unread_by(self._optimizers, self.parameters())
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return copies of the local gradients, by name."""

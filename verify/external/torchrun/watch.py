@@ -2,34 +2,38 @@
 
 Torch's public entry points are wrapped while a `Watch` is open: calls of modules, data loaders, pipeline schedules,
 backward passes and optimizers. Data come in three ways: from a data loader, as inputs of a model, and in what is
-computed of a model's output (targets). Each is an event with a number. In a run on one rank, a `Feed` says what is used
+computed of a model's output (targets). Each is an event with a number. In a run on one rank, a feed says what is used
 in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
-from verify.external.observe import changed
+from verify.external.observe import changed, local_gradient
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied
+from verify.external.torchrun.feed import RanksFeed
 from verify.external.torchrun.records import ScriptRecord, SeenStep, Stopped, Tensors
 from verify.external.torchrun.script_state import ScriptState
+
+_DRAWN = 1_000_000  # elements; larger draws are data sets, of which batches come in
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Start:
     double  every floating-point tensor is float64
     vary    the data are made others on every rank of another number; None: they stay
     devices that torch.accelerator counts; 0: one for each rank
+    dropout is on
     """
 
     words: tuple[str, ...]
@@ -53,37 +58,13 @@ class Start:
     double: bool
     vary: int | None = None
     devices: int = 0
-
-
-class Feed(Protocol):
-    """The data and parameters that a run on one rank is given.
-
-    steps  of optimizers, after which it is stopped
-    """
-
-    @property
-    def steps(self) -> int: ...
-
-    def data(self, kind: str, number: int, natural: Tensors) -> Tensors:
-        """Return what is used in place of the script's own. Raises Unmatched."""
-
-    def start(self, state: Mapping[str, Tensor]) -> None:
-        """Give parameters the values that they have on the ranks. Raises Unmatched."""
-
-    def started(self, state: Mapping[str, Tensor]) -> None:
-        """Check that tensors which were used started from the values of the ranks. Raises Unmatched."""
-
-    def before_step(self, number: int, optimizer: Optimizer, taken: Mapping[str, int]) -> None:
-        """Give the optimizer the settings of the ranks. Raises Unmatched where other data came in than there."""
-
-    def after_backward(self, parameters: Sequence[Tensor]) -> None:
-        """Make the gradients those of all data parts."""
+    dropout: bool = False
 
 
 class ScriptWatch:
     """Watches one process. `save`: keeps the record, before the script is stopped."""
 
-    def __init__(self, start: Start, save: Callable[[ScriptRecord], None], feed: Feed | None = None) -> None:
+    def __init__(self, start: Start, save: Callable[[ScriptRecord], None], feed: RanksFeed | None = None) -> None:
         self.notes: dict[str, None] = {}
         self.groups: list[tuple[int, ...]] = []
         self._rank, self._wanted, self._double, self._vary = start.rank, start.steps, start.double, start.vary
@@ -92,6 +73,7 @@ class ScriptWatch:
         self._stepping = 0
         self._state = ScriptState()
         self._events: dict[str, list[Tensors]] = {}
+        self._draws: list[Tensor] = []
         self._loaders: dict[int, int] = {}
         self._losses: list[Tensor] = []
         self._norms: list[Tensor] = []
@@ -100,6 +82,7 @@ class ScriptWatch:
         self._steps: list[SeenStep] = []
         self._made: dict[int, int] = {}  # optimizer -> its steps
         self._drew = self._stopped = self._scheduled = False
+        self._mode = ScriptMode(self.tell, self._outside, self._take, self._draw, start.dropout)
 
     @property
     def stopped(self) -> bool:
@@ -117,15 +100,21 @@ class ScriptWatch:
         with ExitStack() as stack:
             stack.enter_context(replaced(self._changes()))
             stack.enter_context(exact(dropout=True) if self._double else autocast_on("cpu"))
-            stack.enter_context(ScriptMode(self.tell, self._outside, self._take))
+            stack.enter_context(self._mode)
             try:
                 yield
             finally:
                 for hook in hooks:
                     hook.remove()
 
+    def _settle(self) -> None:
+        """Note what the last step left, before it is used: a script may hand out what one rank has updated."""
+        if self._steps and not self._steps[-1].state:
+            self._steps[-1] = replace(self._steps[-1], state=self._state.values())
+
     def record(self) -> ScriptRecord:
         """Return what was seen."""
+        self._settle()
         state = self._state
         dtypes = [state.start[name].dtype for name, held in state.held.items() if held.kind == "parameter"]
         dtype = max(set(dtypes), key=lambda d: (dtypes.count(d), str(d))) if dtypes else torch.get_default_dtype()
@@ -141,6 +130,8 @@ class ScriptWatch:
             dtype,
             state.unseen(),
             state.replica(),
+            self._mode.dropped,
+            tuple(self._draws),
         )
 
     # Data.
@@ -159,6 +150,12 @@ class ScriptWatch:
         events.append(tuple(t.detach().clone() for t in used))
         return used
 
+    def _draw(self, numbers: Tensor) -> Tensor:
+        """Note random numbers that the script draws for itself, and return what is to be used."""
+        used = numbers if self._feed is None else self._feed.drawn(len(self._draws), numbers)
+        self._draws.append(used.clone() if used.numel() <= _DRAWN else used.new_empty(0))
+        return used
+
     def _changes(self) -> list[tuple[Any, str, Any]]:
         add_group = Optimizer.add_param_group
         call, loader, autograd = nn.Module.__call__, DataLoader.__iter__, torch.autograd.backward
@@ -171,6 +168,8 @@ class ScriptWatch:
                     self._enter(module)
                 return call(module, *args, **named)
             self._enter(module)
+            if self._feed is not None and isinstance(module, DistributedDataParallel):
+                self._feed.send(list(module.buffers()) if module.will_sync_module_buffers() else [])
             args, named = exchanged([args, named], "input", self._take)
             with self._entered():
                 return call(module, *args, **named)
@@ -224,7 +223,9 @@ class ScriptWatch:
             by_norm(parameters, max_norm, total_norm, *args, **named)
 
         def clipped_sharded(*args: Any, **named: Any) -> Any:
-            return self._noted(sharded(*args, **named))
+            before = len(self._norms)
+            norm = sharded(*args, **named)  # one that shards nothing calls torch's function, which is noted
+            return norm if len(self._norms) > before else self._noted(norm)
 
         owners = (nn.utils, nn.utils.clip_grad)
         return [
@@ -282,6 +283,7 @@ class ScriptWatch:
         """Get to know the model of a module that is called, and give it its values at the start."""
         if self._stopped:
             raise Stopped
+        self._settle()
         if self._state.knows(module):
             return
         self._state.meet_model(module)
@@ -308,39 +310,64 @@ class ScriptWatch:
         if self._feed is None:
             return
         self._feed.started({one.names[0]: one.tensor for one in new})
-        for name, added in self._state.gradients().items():
+        self._share(self._feed, self._state.parameters(), before)
+
+    def _share(self, feed: RanksFeed, parameters: Mapping[str, Tensor], before: Mapping[str, Tensor | None]) -> None:
+        """Note what was added to the gradients from `before`, and average over the data parts."""
+        for name, parameter in parameters.items():
+            added = local_gradient(parameter)
             if added is not None:
                 earlier, own = before.get(name), self._own.get(name)
                 added = added if earlier is None else added - earlier
                 self._own[name] = added if own is None else own + added
-        self._feed.after_backward(list(self._state.parameters().values()))
+        feed.after_backward(list(parameters.values()))
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._stopped:
             raise Stopped
         self._stepping += 1
         if self._stepping > 1:
-            return
+            return None
+        self._settle()
         if self._feed is not None:
-            taken = {kind: len(events) for kind, events in self._events.items()}
-            self._feed.before_step(len(self._steps), optimizer, taken)
+            self._feed.before_step(len(self._steps), optimizer)
+            if self._inside:  # of a backward pass, which has made these gradients
+                mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                self._share(self._feed, {n: p for n, p in self._state.parameters().items() if id(p) in mine}, {})
         self._gradients = self._state.gradients()
         if any(True for _ in self._state.unknown()):
             self.tell("an optimizer has tensors that no module holds and no backward pass reaches: not compared")
+        watched = [self._watched(value) if callable(value) else value for value in args]
+        return tuple(watched), {name: self._watched(v) if callable(v) else v for name, v in kwargs.items()}
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that an optimizer's step runs, as what is outside of the step: the model and its loss."""
+
+        def called() -> Any:
+            depth, self._stepping = self._stepping, 0
+            try:
+                return closure()
+            finally:
+                self._stepping = depth
+                self._gradients = self._state.gradients()
+
+        return called
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
-        state = self._state.values()
         settings = tuple(settings_of(group) for group in optimizer.param_groups)
         taken = {kind: len(events) for kind, events in self._events.items()}
+        if self._feed is not None:
+            self._feed.after_step(len(self._steps), taken)
         losses, self._losses = tuple(self._losses), []
         own, self._own = self._own, {}
         norm = torch.stack(self._norms).norm() if self._norms else None
         self._norms = []
         late = changed(self._gradients, self._state.gradients())
-        self._steps.append(SeenStep(losses, self._gradients, own, state, settings, taken, norm, late))
+        unread = self._state.unread()
+        self._steps.append(SeenStep(losses, self._gradients, own, {}, settings, taken, norm, late, unread))
         self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         enough = (
             min(self._made.values()) >= self._wanted if self._feed is None else len(self._steps) >= self._feed.steps

@@ -29,7 +29,18 @@ from verify.results.verdict import Verdict
             "megatron_style.py --broken copy", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
         ("megatron_style.py --broken bias", 2, "loss_differs", "differs"),
+        ("megatron_style.py --broken seed", 2, "random_numbers_differ", "random_numbers"),
+        ("loops.py penalty --broken sync", 2, "gradient_differs", "missing_reduction"),
+        pytest.param("loops.py two --broken sync", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long),
+        pytest.param(
+            "loops.py closure --broken sync", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
+        ),
+        pytest.param("loops.py inside --broken sync", 2, "gradient_differs", "scaled", marks=pytest.mark.long),
         ("kept_state.py --broken temperature", 2, "gradient_differs", "missing_reduction"),
+        ("by_hand.py --owned --broken sent", 2, "parameter_differs", "not_updated"),
+        pytest.param(
+            "by_hand.py --owned --broken reduce", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
+        ),
         ("by_hand.py --broken norm", 2, "gradient_norm_differs", "differs"),
         pytest.param("kept_state.py --broken weights", 2, "buffer_differs", "scaled", marks=pytest.mark.long),
     ],
@@ -55,10 +66,20 @@ def test_replicas_that_nobody_made_equal() -> None:
     assert "0.weight" in finding.message
 
 
+def test_statistics_of_every_data_part_are_compared() -> None:
+    report = verified("accumulate.py --batch-norm --broken momentum", 2, reference="parts")
+    assert [finding.code for finding in report.findings] == ["buffer_differs"], told(report)
+    assert "1.running_mean, 1.running_var" in report.findings[0].message, told(report)
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         ("by_hand.py --idle", "the gradient of 0.bias, 0.weight is zero in every step"),
+        ("by_hand.py --broken rows", "(input) are not those of the ranks together, although there are as many"),
+        pytest.param("by_hand.py --broken labels", "(target) are not those of the ranks", marks=pytest.mark.long),
+        ("loops.py counts --tensor --broken own", "given the rows of all: loss differs"),
+        pytest.param("loops.py counts --broken own", "given the rows of all: loss differs", marks=pytest.mark.long),
         ("kept_state.py --broken mean", "not with the script on one rank, given the rows of all: mean differs"),
         pytest.param(
             "kept_state.py --twice", "steps change several Model aside, which cannot be found", marks=pytest.mark.long

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -306,6 +307,12 @@ def _owned_silently(model: Any) -> torch.optim.Optimizer:
     return owned_sgd(model, send=False)
 
 
+def _to_owners(model: nn.Module, shift: int = 0) -> None:
+    for number, gradient in enumerate(dp.gradients_of(model)):
+        dist.reduce(gradient, (number + shift) % dist.get_world_size())
+        gradient /= dist.get_world_size()
+
+
 def _summed_norm(model: Any, limit: float) -> Tensor:
     total = torch.stack([g.square().sum() for g in dp.gradients_of(model)]).sum()
     dist.all_reduce(total)
@@ -329,6 +336,10 @@ OPTIMIZERS = (
     row("optimizer", "ddp=3 mlp", "norms and biases are decayed", STATE, e.program_choice(optimizer=_decay_of_norms)),
     row("optimizer", "by hand owned state", "updates are not sent", "not_updated stale",
         e.program_choice(optimizer=_owned_silently)),
+    same("optimizer", "by hand owned state", "gradients reach their owner alone", "no other rank reads them",
+         e.program_choice(step=dp.ReducedStep(_to_owners))),
+    row("optimizer", "by hand owned state", "gradients reach the rank after the owner", OWN,
+        e.program_choice(step=dp.ReducedStep(partial(_to_owners, shift=1)))),
     row("clipping", "by hand hooks", "not clipped", STATE, e.program_choice(clip=lambda made, limit: None)),
     row("clipping", "ddp=4 llama clipped", "another limit", STATE, e.program_choice(
         clip=lambda made, limit: nn.utils.clip_grad_norm_(made.parameters(), 2 * limit))),

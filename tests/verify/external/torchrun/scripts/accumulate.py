@@ -1,4 +1,7 @@
-"""DDP with gradient accumulation under `no_sync`, a loader with a sampler, batch norm and a scheduler."""
+"""DDP with gradient accumulation under `no_sync`, a loader with a sampler, batch norm and a scheduler.
+
+--unsent: every rank goes on with its own statistics; --broken momentum: those of rank 1 take in more of its rows.
+"""
 
 import argparse
 
@@ -30,10 +33,15 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--batch-norm", action="store_true")
+    parser.add_argument("--unsent", action="store_true")
+    parser.add_argument("--broken", default="")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    model = DistributedDataParallel(build(args.batch_norm))
+    plain = build(args.batch_norm)
+    if args.broken == "momentum":
+        plain[1].momentum = 0.1 + 0.2 * dist.get_rank()
+    model = DistributedDataParallel(plain, broadcast_buffers=not args.unsent)
     data = Images()
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=True), num_workers=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)

@@ -1,8 +1,10 @@
 """Data parallelism by hand: every rank takes its slice of each batch, and gradients are averaged by an all_reduce.
 
 --broken: "reduce" leaves it out, "average" does not divide, "group" averages in pairs of ranks, "late" reduces only the
-first parameter, "init" starts every rank from other values, "norm" clips by that of its own rows, to a high limit.
+first parameter, "init" starts every rank from other values, "norm" clips by that of its own rows, to a high limit,
+"labels" and "rows" take the targets, or the rows, one too early on rank 1, "sent" sends one parameter not (--owned).
 --inside: the optimizer's step averages. --idle: the first step has a rate of 0, and the last layer begins with zeros.
+--owned: a rank updates every so many parameters, of which it alone gets the gradients, and sends them to the others.
 """
 
 import argparse
@@ -17,6 +19,7 @@ parser.add_argument("--broken", default="")
 parser.add_argument("--loss", choices=("mean", "sum"), default="mean")
 parser.add_argument("--inside", action="store_true")
 parser.add_argument("--idle", action="store_true")
+parser.add_argument("--owned", action="store_true")
 args = parser.parse_args()
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -33,7 +36,10 @@ def average():
     for number, parameter in enumerate(model.parameters()):
         if args.broken == "reduce" or (args.broken == "late" and number):
             continue
-        dist.all_reduce(parameter.grad, group=group)
+        if args.owned:
+            dist.reduce(parameter.grad, number % world)
+        else:
+            dist.all_reduce(parameter.grad, group=group)
         if args.loss == "mean" and args.broken != "average":
             parameter.grad /= dist.get_world_size(group)
 
@@ -45,7 +51,8 @@ class Averaging(torch.optim.SGD):
 
 
 kind = Averaging if args.inside else torch.optim.SGD
-optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+parameters = list(model.parameters())
+optimizer = kind(parameters[rank::world] if args.owned else parameters, lr=0.1, momentum=0.9)
 group = dist.group.WORLD
 if args.broken == "group":
     pairs = [dist.new_group(list(range(first, min(first + 2, world)))) for first in range(0, world, 2)]
@@ -53,12 +60,16 @@ if args.broken == "group":
 
 for step in range(4):
     rows = slice(step * 12, (step + 1) * 12)
-    x, y = inputs[rows].chunk(world)[rank], targets[rows].chunk(world)[rank]
-    optimizer.zero_grad()
+    x, y = inputs[rows], targets[rows]
+    x = x.roll(1 if args.broken == "rows" and rank else 0, 0).chunk(world)[rank]
+    y = y.roll(1 if args.broken in ("rows", "labels") and rank else 0, 0).chunk(world)[rank]
+    model.zero_grad()
     gap = (model(x) - y) ** 2
     loss = gap.mean() if args.loss == "mean" else gap.sum()
     loss.backward()
-    if not args.inside:
+    if args.owned:
+        average()
+    elif not args.inside:
         own = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
         average()
         norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
@@ -66,5 +77,8 @@ for step in range(4):
     if args.idle:
         optimizer.param_groups[0]["lr"] = 0.01 * step
     optimizer.step()
+    for number, parameter in enumerate(parameters if args.owned else ()):
+        if args.broken != "sent" or number:
+            dist.broadcast(parameter.data, number % world)
     print("step", step, "loss", loss.item())
 dist.destroy_process_group()

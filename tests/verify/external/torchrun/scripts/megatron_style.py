@@ -1,6 +1,7 @@
 """Tensor parallelism by hand: autograd functions for the two collectives, and weights cut out of whole ones.
 
---broken: "copy" leaves out the all_reduce of the backward pass, "bias" adds the bias on every rank.
+--broken: "copy" leaves out the all_reduce of the backward pass, "bias" adds the bias on every rank, "seed" drops other
+elements of what every rank has whole.
 """
 
 import argparse
@@ -42,11 +43,12 @@ class Mlp(nn.Module):
         self.up = nn.Parameter((torch.randn(hidden, size) / 3).chunk(world)[rank].clone())
         self.down = nn.Parameter((torch.randn(size, hidden) / 3).chunk(world, 1)[rank].clone())
         self.bias = nn.Parameter(torch.randn(size))
+        self.drop = nn.Dropout(0.2)
 
     def forward(self, x):
         h = torch.relu(Copy.apply(x) @ self.up.T)
         y = Reduce.apply(h @ self.down.T + (self.bias if args.broken == "bias" else 0))
-        return y if args.broken == "bias" else y + self.bias
+        return self.drop(y if args.broken == "bias" else y + self.bias)
 
 
 parser = argparse.ArgumentParser()
@@ -56,8 +58,10 @@ dist.init_process_group("nccl")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(5, 6), Mlp(6, 12), nn.Linear(6, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() if args.broken == "seed" else 1)
+data = torch.Generator().manual_seed(2)
 for _ in range(4):
-    x, y = torch.randn(7, 5), torch.randn(7, 2)
+    x, y = torch.randn(7, 5, generator=data), torch.randn(7, 2, generator=data)
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
     optimizer.zero_grad()

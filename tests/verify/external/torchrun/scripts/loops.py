@@ -1,0 +1,81 @@
+"""Loops of training, each with DDP. The first argument:
+
+    counts   the loss is divided by the number of labels of all ranks, a Python number (--tensor: a tensor)
+    penalty  a critic with a penalty on its gradient between true and made rows, whose shares are drawn
+    two      an optimizer for matrices and one for vectors, after one backward pass
+    closure  the step runs model and backward pass, as those of Lightning do
+    inside   an optimizer for each parameter, which steps within the backward pass
+
+--broken: "own" counts a rank's own labels, "sync" averages no gradients.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("loop")
+parser.add_argument("--tensor", action="store_true")
+parser.add_argument("--broken", default="")
+args = parser.parse_args()
+dist.init_process_group("gloo")
+world = dist.get_world_size()
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1 if args.loop == "penalty" else 4))
+by_hand = args.loop == "inside" or args.broken == "sync"
+model = plain if by_hand else DistributedDataParallel(plain)
+groups = [[p for p in plain.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
+if args.loop == "inside":
+    groups = [[p] for p in plain.parameters()]
+elif args.loop != "two":
+    groups = [list(plain.parameters())]
+optimizers = [torch.optim.AdamW(group, lr=1e-2) for group in groups]
+
+
+def step_inside(parameter):
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= 1 if args.broken == "sync" else world
+    optimizers[[group[0] is parameter for group in groups].index(True)].step()
+    parameter.grad = None
+
+
+def loss_of(x, y):
+    if args.loop == "counts":
+        y[torch.rand(len(y), generator=data) < 0.4] = -100
+        count = (y != -100).sum()
+        if args.broken != "own":
+            dist.all_reduce(count)
+        terms = cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
+        return terms * (1 if args.broken == "own" else world) / (count if args.tensor else count.item())
+    if args.loop == "penalty":
+        true, share = torch.randn(len(x), 6, generator=data), torch.rand(len(x), 1, generator=data)
+        between = (share * true + (1 - share) * x).requires_grad_(True)
+        (slope,) = torch.autograd.grad(plain(between).sum(), between, create_graph=True)
+        return model(x).mean() - model(true).mean() + ((slope.norm(dim=1) - 1) ** 2).mean()
+    return cross_entropy(model(x), y)
+
+
+def forward_and_backward():
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = loss_of(x, y)
+    loss.backward()
+    return loss
+
+
+if args.loop == "inside":
+    for parameter in plain.parameters():
+        parameter.register_post_accumulate_grad_hook(step_inside)
+data = torch.Generator().manual_seed(10 + dist.get_rank())
+for _ in range(3):
+    x, y = torch.randn(8, 6, generator=data), torch.randint(0, 4, (8,), generator=data)
+    if args.loop == "closure":
+        optimizers[0].step(forward_and_backward)
+        continue
+    forward_and_backward()
+    for optimizer in optimizers if args.loop != "inside" else ():
+        optimizer.step()
