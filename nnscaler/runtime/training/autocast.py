@@ -13,7 +13,7 @@ import inspect
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.amp import autocast_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.runtime.communication.communicator import ProgramError
 
@@ -52,6 +53,24 @@ def in_precision(dtype: torch.dtype, precision: str | None) -> torch.dtype:
 
 
 _current_precision: ContextVar[str | None] = ContextVar("precision", default=None)
+
+
+class AskedDtypes(TorchDispatchMode):
+    """While open, whatever code asks for a floating dtype gets that of a precision, in its backward too. Operators of
+    users compute in float32 inside, which an exact run would take for an error."""
+
+    def __init__(self, precision: str = "float64") -> None:
+        super().__init__()
+        self._precision = precision
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = {key: self._meant(value) for key, value in (kwargs or {}).items()}
+        return func(*map(self._meant, args), **named)
+
+    def _meant(self, value: Any) -> Any:
+        return in_precision(value, self._precision) if isinstance(value, torch.dtype) else value
 
 
 @contextmanager
