@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
@@ -74,11 +74,13 @@ class AskedDtypes(TorchDispatchMode):
 
 
 @contextmanager
-def precision_of_run(precision: str | None) -> Iterator[None]:
-    """`dtypes` mean this precision inside, in this thread."""
+def precision_of_run(precision: str | None, asked: bool = False) -> Iterator[None]:
+    """`dtypes` mean this precision inside, in this thread; in an exact run so do the dtypes that code has `asked`
+    for."""
     token = _current_precision.set(precision)
     try:
-        yield
+        with AskedDtypes() if asked and precision == "float64" else nullcontext():
+            yield
     finally:
         _current_precision.reset(token)
 
