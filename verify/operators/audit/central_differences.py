@@ -185,6 +185,14 @@ def make_point(
     return with_gradients(Point(run, inputs, units, detached, cotangents, (), 0.0), gradients)
 
 
+def gradients_at(point: Point, wanted: Sequence[int], cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return what the backward gives at a point for these cotangents; None: of an output that is not used."""
+    leaves = [t.clone().requires_grad_() if i in set(wanted) else t for i, t in enumerate(point.inputs)]
+    with torch.enable_grad():
+        outputs = point.run(leaves)
+    return gradients_of([outputs], [cotangents], [leaves])[0]
+
+
 def with_gradients(point: Point, gradients: Sequence[Tensor | None]) -> Point:
     """Return the same point with other gradients to judge."""
     family = max(
