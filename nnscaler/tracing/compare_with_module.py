@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import LOSS, Graph
+from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.mutated_attributes import (
@@ -212,7 +214,8 @@ def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs,
     trainable = [t.fqns[0] for t in graph.with_role("parameter") if leaves[t.fqns[0]].requires_grad]
     found: tuple[Tensor | None, ...] = (None,) * len(trainable)
     if loss is not None and loss.requires_grad:
-        found = torch.autograd.grad(loss, [leaves[n] for n in trainable], allow_unused=True)
+        with AskedDtypes() if precision == "float64" else nullcontext():
+            found = torch.autograd.grad(loss, [leaves[n] for n in trainable], allow_unused=True)
     by_name = dict(zip(trainable, map(_dense, found), strict=True))
     after = {graph.tensors[name].fqns[0]: values[value].detach() for name, value in graph.updates}
     return TrainingStep(

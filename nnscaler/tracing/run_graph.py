@@ -15,7 +15,7 @@ from op_registry.torch_schema import is_factory, schema_of
 
 from nnscaler.ir.graph import Graph, Operation, Slot
 from nnscaler.runtime import ops
-from nnscaler.runtime.training.autocast import autocast_on
+from nnscaler.runtime.training.autocast import AskedDtypes, autocast_on
 from nnscaler.tracing.float64_run import exact_dtype, exact_tensor
 from nnscaler.tracing.rewrite import dtype_of, map_leaves, torch_operator
 
@@ -89,10 +89,17 @@ def _run(
         if operation.region.autocast not in (None, "off") and floating is None:
             dtype = dtype_of(str(operation.region.autocast))
             stack.enter_context(torch.autocast(device.type if device.type != "meta" else "cpu", dtype))
+        if floating == torch.float64 and _is_users(operation):
+            stack.enter_context(AskedDtypes())
         result = callable_of(operation, False, device)(*args, **kwargs)
     outputs = result if isinstance(result, list | tuple) else (result,)
     pairs = zip(operation.outputs, outputs, strict=True)
     values.update({name: output for name, output in pairs if name is not None})
+
+
+def _is_users(operation: Operation) -> bool:
+    spec = default_registry().lookup(operation.operator)
+    return spec is not None and spec.target is not None
 
 
 class _Given:

@@ -160,3 +160,54 @@ def test_operators_are_found_from_the_program_s_record(project: Project, tmp_pat
     (moved / name).unlink()
     Path(name).unlink()
     assert locate(name, moved / "program") is None
+
+
+NARROW = """
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        h = x.float()
+        return (weight.float() * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        h, g = x.float(), g.float()
+        scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+        h, inner = h * scale, g * weight.float()
+        back = scale * (inner - h * (h * inner).mean(-1, keepdim=True))
+        return back.to(x.dtype), (g * h).sum(0).to(weight.dtype)
+
+
+@nnscaler.register_op("n d^, d^ -> n d^", name="program_folder_narrow")
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return Norm.apply(x, weight)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+        self.weight = torch.nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return norm(self.layer(x), self.weight).sin().sum()
+
+
+def build_model():
+    return Model()
+
+
+def sample_inputs():
+    return {"x": torch.randn(8, 6)}
+"""
+
+
+def test_an_operator_may_compute_in_a_narrower_dtype(tmp_path: Path) -> None:
+    """Most norms do; the run in float64 has none of its rounding."""
+    file = tmp_path / "narrow_norm.py"
+    file.write_text("import nnscaler, torch\n" + NARROW)
+    module = load_user_module(file)
+    report = verify_plan(module.build_model, module.sample_inputs(), ranks=2, plan="dp=2")
+    assert report.verdict.passes, report

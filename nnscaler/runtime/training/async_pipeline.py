@@ -113,7 +113,7 @@ class StreamExecutor(RankExecutor):
         try:
             with (
                 torch.enable_grad(),
-                precision_of_run(self.precision),
+                precision_of_run(self.precision, self._asks),
                 autocast_on(self.device.type),
                 torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
             ):

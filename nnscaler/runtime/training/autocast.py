@@ -13,8 +13,8 @@ import inspect
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.amp import autocast_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.runtime.communication.communicator import ProgramError
 
@@ -54,12 +55,32 @@ def in_precision(dtype: torch.dtype, precision: str | None) -> torch.dtype:
 _current_precision: ContextVar[str | None] = ContextVar("precision", default=None)
 
 
+class AskedDtypes(TorchDispatchMode):
+    """While open, whatever code asks for a floating dtype gets that of a precision, in its backward too. Operators of
+    users compute in float32 inside, which an exact run would take for an error."""
+
+    def __init__(self, precision: str = "float64") -> None:
+        super().__init__()
+        self._precision = precision
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = {key: self._meant(value) for key, value in (kwargs or {}).items()}
+        return func(*map(self._meant, args), **named)
+
+    def _meant(self, value: Any) -> Any:
+        return in_precision(value, self._precision) if isinstance(value, torch.dtype) else value
+
+
 @contextmanager
-def precision_of_run(precision: str | None) -> Iterator[None]:
-    """`dtypes` mean this precision inside, in this thread."""
+def precision_of_run(precision: str | None, asked: bool = False) -> Iterator[None]:
+    """`dtypes` mean this precision inside, in this thread; in an exact run so do the dtypes that code has `asked`
+    for."""
     token = _current_precision.set(precision)
     try:
-        yield
+        with AskedDtypes() if asked and precision == "float64" else nullcontext():
+            yield
     finally:
         _current_precision.reset(token)
 

@@ -80,6 +80,7 @@ class RankExecutor:
         self.module = role_module if observe is None else observed_copy(role_module)
         self.rank, self.communicator = rank, communicator
         self.precision, self.device = settings.precision, torch.device(settings.device)
+        self._asks = hasattr(role_module, "user") and not settings.compiled  # operators that may ask for dtypes
         first, passes = settings.first_step, settings.first_pass
         own = RunContext(settings.seed, settings.dropout, first, first if passes is None else passes)
         self.context: RunContext = own if share is None else share.context
@@ -235,7 +236,7 @@ class RankExecutor:
         self._mail.clear()
         losses: dict[int, Kept] = {}  # by stage
         with (
-            precision_of_run(self.precision),
+            precision_of_run(self.precision, self._asks),
             autocast_on(self.device.type),
             torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
         ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,6 +17,26 @@ def test_dtypes_are_torchs_own_unless_the_run_has_a_precision() -> None:
         assert dtypes.bfloat16 is dtypes.float32 is torch.float64
         assert dtypes.complex64 is torch.complex128 and dtypes.int32 is torch.int32
     assert dtypes.float32 is torch.float32
+
+
+def test_an_exact_run_gives_code_the_dtypes_that_it_asks_for() -> None:
+    """Also in a backward that is written by hand."""
+
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.float().half()
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.to(torch.float32)
+
+    x = torch.full((2,), 1 / 3, dtype=torch.float64, requires_grad=True)
+    for precision, asked, exact in (("float64", True, True), ("float64", False, False), ("float32", True, False)):
+        with precision_of_run(precision, asked):
+            result = Halved.apply(x)
+            (gradient,) = torch.autograd.grad(result, x, torch.full_like(result, 1 / 3))
+        assert (result.dtype == torch.float64) is torch.equal(result, x) is torch.equal(gradient, x) is exact
 
 
 def test_each_thread_has_its_own_precision() -> None:

@@ -43,6 +43,15 @@ def late_rows_doubled(x: Tensor) -> Tensor:
     return torch.where(torch.arange(x.shape[0])[:, None] >= 50, x * 2, x)
 
 
+def centred_by_powers_of_two(x: Tensor) -> Tensor:
+    rows = x.shape[0]
+    return x - x.mean(0, keepdim=True) if rows > 16 and rows & (rows - 1) == 0 else x * 1.0
+
+
+def centred_where_many(x: Tensor) -> Tensor:
+    return x - x.mean(0, keepdim=True) if x.numel() > 4096 else x * 1.0
+
+
 def right_on_both_sides(x: Tensor) -> Tensor:
     return x * 2.0 if x.shape[0] > 40 else x + x
 
@@ -67,6 +76,8 @@ def verified(function: Any, annotation: str = "b d -> b d") -> Report:
         centred_by_step,
         WrongBackwardIfWide.apply,
         late_rows_doubled,
+        centred_by_powers_of_two,
+        centred_where_many,
     ],
 )
 @pytest.mark.parametrize("annotation", ["b d -> b d", "b d^ -> b d^"])
@@ -114,3 +125,42 @@ def test_what_runs_with_one_number_of_dims_only_passes() -> None:
 
     assert verified(of_two, "* -> *").verdict.passes
     assert verified(softmax_of_images, "* d^ -> * d^").verdict.passes
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor, *others: Tensor) -> Tensor:
+        return sum(others, x * 2.0)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Any:
+        raise ValueError(f"no gradient of {gradient.shape}")
+
+
+class PicksByIds(torch.autograd.Function):
+    """It takes ids alone, which its backward alone finds out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape = x.shape
+        return x.gather(1, ids.long()[:, None]).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).scatter_(1, ids[:, None], gradient[:, None]), None
+
+
+@pytest.mark.parametrize("annotation", ["a b -> a b", "a b, a b -> a b"])
+def test_whole_numbers_do_not_hide_a_backward_that_raises(annotation: str) -> None:
+    assert verified(RaisesInBackward.apply, annotation).verdict is Verdict.INCONCLUSIVE
+
+
+def test_whole_numbers_where_floating_ones_do_not_do() -> None:
+    assert verified(PicksByIds.apply, "n v^, n -> n").verdict.passes
+
+
+def test_complex_results() -> None:
+    """torch has no kernels for those of half precision."""
+    assert verified(lambda x: torch.complex(x, -x), "a b -> a b").verdict.passes

@@ -1,4 +1,4 @@
-"""An operator is a function of its inputs: not of its rank, of a dtype that nobody tried, or of a file."""
+"""An operator is a function of its inputs: not of its rank, a mode, memory, a dtype that nobody tried, or a file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,108 @@ def test_a_script_that_verifies_outside_of_functions_ends(tmp_path: Path) -> Non
     )
     assert done.stdout.split() == ["PROVED_ALL_SIZES"], done.stderr
     assert len((tmp_path / "runs").read_text()) < 10
+
+
+def in_mode(asked: Callable[[], bool]) -> Callable[[Tensor], Tensor]:
+    def of_mode(x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True) if asked() else x * 2.0
+
+    return of_mode
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        torch.is_autocast_enabled,
+        lambda: torch.is_autocast_enabled("cpu"),
+        torch.is_inference_mode_enabled,
+        torch.are_deterministic_algorithms_enabled,
+        lambda: torch.get_float32_matmul_precision() == "high",
+        lambda: torch.get_num_threads() == 3,
+        torch.compiler.is_compiling,
+    ],
+)
+def test_another_result_in_another_mode_of_torch_is_refuted(asked: Callable[[], bool]) -> None:
+    assert verdicts(in_mode(asked)) == (Verdict.REFUTED, Verdict.REFUTED, "not_repeatable")
+    assert not asked()
+
+
+def narrow_where_autocast(x: Tensor) -> Tensor:
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    return torch.tanh(x.to(dtype)).to(x.dtype)
+
+
+def without_autocast(x: Tensor) -> Tensor:
+    """Its float32 rounds otherwise on tensors that lie otherwise."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.nn.functional.gelu(x.float()).to(x.dtype)
+
+
+def deterministic_where_asked(x: Tensor) -> Tensor:
+    return x + x if torch.are_deterministic_algorithms_enabled() else x * 2.0
+
+
+@pytest.mark.parametrize("function", [narrow_where_autocast, without_autocast, deterministic_where_asked])
+def test_what_a_mode_rounds_alone_passes(function: Any) -> None:
+    assert all(verdict.passes for verdict in verdicts(function)[:2])
+
+
+def triple_where_channels_are_last(x: Tensor) -> Tensor:
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return x * 3.0 if last else x * 2.0
+
+
+class TripleOfExpanded(torch.autograd.Function):
+    """Right, but for the gradient of a sum."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient * (3.0 if gradient.stride() == (0, 0) else 2.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "annotation"),
+    [(triple_where_channels_are_last, "n c h w -> n c h w"), (TripleOfExpanded.apply, "a b -> a b")],
+)
+def test_values_that_lie_otherwise_are_the_same(function: Any, annotation: str) -> None:
+    report = verify_spec(spec_of(function, annotation), OpOptions())
+    assert {finding.code for finding in report.findings} == {"strides_matter"}
+
+
+def test_what_asks_how_values_lie_and_minds_passes() -> None:
+    def by_format(x: Tensor) -> Tensor:
+        if x.is_contiguous(memory_format=torch.channels_last):
+            return (x.permute(0, 2, 3, 1) * 2.0).permute(0, 3, 1, 2)
+        return x * 2.0
+
+    assert verify_spec(spec_of(by_format, "n c h w -> n c h w"), OpOptions()).verdict.passes
+
+
+def narrow_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Of float32 inside, as most are; the gradient of its weight is a sum over rows, and rounds otherwise in parts."""
+    h = x.float()
+    return (weight.float() * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def narrow_product(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.bfloat16() @ weight.bfloat16()).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("function", "annotation"),
+    [(narrow_norm, "* d^, d^ -> * d^"), (narrow_product, "a k+, k+ n -> a n")],
+)
+def test_narrower_dtypes_inside_an_operator_only_round(function: Any, annotation: str) -> None:
+    assert verify_spec(spec_of(function, annotation), OpOptions()).verdict.passes
+
+
+def test_a_small_error_is_seen_through_narrower_dtypes_inside() -> None:
+    def coupled(x: Tensor) -> Tensor:
+        h = x.float()
+        return (torch.tanh(h) + 1e-5 * h.mean(0, keepdim=True)).to(x.dtype)
+
+    assert verify_spec(spec_of(coupled), OpOptions()).verdict is Verdict.REFUTED

@@ -23,6 +23,7 @@ from verify.evidence.oracle.enumerate_cases import Base
 from verify.results.verdict import Condition, Strength, Verdict
 
 _LARGEST_BOUND = 1024
+_POWER = 64
 _LARGEST_TENSOR = 1 << 21  # elements, where several sizes change
 _NUMBERS = 8  # of a function that are tried
 
@@ -41,6 +42,7 @@ def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Streng
     for name, number in product(bound.sizes, numbers):
         even = number + 2 - number % 2
         changes += [{name: even}, {name: 2 * even}] if name in together else [{name: even}]
+    changes += [{name: _POWER} for name in bound.sizes]  # kernels have a way of their own where sizes are such
     for number in numbers if len(bound.sizes) > 1 else ():  # all at once: the smaller of two sizes lies beyond it then
         even = number + 2 - number % 2
         changes += [{name: even + 2 * place for place, name in enumerate(bound.sizes)}]
@@ -62,7 +64,8 @@ def _sizes_beyond(
         return
     own = {int(atom) for atom in condition.relation.atoms() if getattr(atom, "is_Integer", False)}
     near = {n + d for n in {*own, *(sizes[n] for n in condition.names if n in sizes)} for d in (-2, -1, 0, 1, 2)}
-    tried = sorted(n for n in {*near, *(2 * n for n in near)} if 1 <= n <= _LARGEST_BOUND)
+    powers = (2**n for n in range(1, 11))  # of a product of sizes, one alone may be far beyond
+    tried = sorted(n for n in {*near, *(2 * n for n in near), *powers} if 1 <= n <= _LARGEST_BOUND)
     for name in sorted(condition.names & sizes.keys()):
         step = 2 if name in together else 1
         beyond = [n for n in tried if n % step == 0 and not condition.holds({**sizes, name: n})]

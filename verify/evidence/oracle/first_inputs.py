@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, islice, product
 
 from op_registry.annotation.syntax_tree import Annotation, Operand
 from op_registry.annotation.well_formed import parse_checked
@@ -70,17 +70,27 @@ def _problem(runner: OperatorRunner, inputs: Inputs) -> str | None:
 
 
 def _with_whole_numbers(runner: OperatorRunner, annotation: Annotation, inputs: Inputs) -> Inputs | None:
-    """Return the inputs with integers or booleans in some operand; None where the operator does not run on any."""
-    for tried, choice in enumerate(_choices(annotation, dict(inputs.sizes))):
-        if tried >= TRIES:
-            return None
+    """Return the inputs with integers or booleans in some operand; None where the operator does not run on any, or
+    takes floating numbers there that ask for no gradient: then what it raises is about its backward."""
+    for choice in islice(_choices(annotation, dict(inputs.sizes)), TRIES):
         candidate = replace(inputs, whole_numbers=choice)
-        try:
-            runner.prepare(candidate)
-        except WholeRaised:
+        if not _runs(runner, candidate):
             continue
+        for operand in choice:
+            index = sum(isinstance(o, Operand) for o in annotation.inputs[: operand[0]])
+            others = tuple(other for other in choice if other != operand)
+            if _runs(runner, replace(inputs, whole_numbers=others, without_gradient=(index,))):
+                return None
         return candidate
     return None
+
+
+def _runs(runner: OperatorRunner, inputs: Inputs) -> bool:
+    try:
+        runner.prepare(inputs)
+    except WholeRaised:
+        return False
+    return True
 
 
 def _choices(annotation: Annotation, sizes: dict[str, int]) -> Iterator[tuple[tuple[int, str], ...]]:

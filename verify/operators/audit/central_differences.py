@@ -10,17 +10,17 @@ step e and from both sides of x; a kink, a jump or rounding does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, sqrt
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_registry.call import Call
 
+from nnscaler.runtime.training.autocast import AskedDtypes
 from verify.evidence.inputs.concrete_call import outputs_of, with_tensors
 from verify.evidence.oracle.whole import gradients_of
 from verify.results.tolerance import is_finite
@@ -93,22 +93,6 @@ class NoGradient(Exception):
     """No output has a gradient."""
 
 
-class Widened(TorchDispatchMode):
-    """float64 wherever an operator asks for a narrower floating dtype: differences see nothing through float32."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        wide = {key: _widened(value) for key, value in (kwargs or {}).items()}
-        return func(*(_widened(a) for a in args), **wide)
-
-
-def _widened(value: Any) -> Any:
-    if not isinstance(value, torch.dtype):
-        return value
-    return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
-
-
 def make_run(function: Callable[..., Any], call: Call, wide: bool = False) -> Run:
     """Return the operator as a function of its tensors, which it gets copies of, with the same random numbers each
     time."""
@@ -120,7 +104,7 @@ def make_run(function: Callable[..., Any], call: Call, wide: bool = False) -> Ru
         return outputs_of(function(*args, **kwargs))
 
     def run_wide(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        with Widened():  # type: ignore[no-untyped-call]
+        with AskedDtypes():
             return run(tensors)
 
     return run_wide if wide else run
@@ -190,7 +174,7 @@ def make_point(
     ):
         return None
     if wide:
-        with Widened():  # type: ignore[no-untyped-call]
+        with AskedDtypes():
             gradients = gradients_of([outputs], [cotangents], [leaves])[0]
     else:
         gradients = gradients_of([outputs], [cotangents], [leaves])[0]
@@ -199,6 +183,14 @@ def make_point(
     detached = tuple(None if o is None else o.detach() for o in outputs)
     units = tuple(unit_of(t) for t in inputs)
     return with_gradients(Point(run, inputs, units, detached, cotangents, (), 0.0), gradients)
+
+
+def gradients_at(point: Point, wanted: Sequence[int], cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return what the backward gives at a point for these cotangents; None: of an output that is not used."""
+    leaves = [t.clone().requires_grad_() if i in set(wanted) else t for i, t in enumerate(point.inputs)]
+    with torch.enable_grad():
+        outputs = point.run(leaves)
+    return gradients_of([outputs], [cotangents], [leaves])[0]
 
 
 def with_gradients(point: Point, gradients: Sequence[Tensor | None]) -> Point:

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from op_registry.code_numbers import numbers_in
 from op_registry.spec import OperatorSpec
@@ -28,6 +29,7 @@ from verify.operators.audit.central_differences import (
     Survey,
     around,
     direction_of,
+    gradients_at,
     make_point,
     make_run,
     measure,
@@ -38,11 +40,14 @@ from verify.operators.audit.handwritten import Deviation, Handwritten, deviation
 from verify.operators.audit.watched_run import Probed, one_line, shapes_of, tensor_names
 from verify.results.finding import Finding
 from verify.results.report import Check
+from verify.results.tolerance import TensorDifference, difference, family_scale
 from verify.results.verdict import Verdict
 
 NAME = "derivative"
 NUMBERS = (1e-2, 1e4)  # in the code: about which inputs are drawn
 MOST_NUMBERS = 8
+SCALES = (20, -20)  # powers of two of cotangents
+LINEAR = 0.01  # relative; what is not linear is off by a good part
 ABOUT = "values"  # the fact of a finding that has other inputs than the given ones
 
 
@@ -115,9 +120,10 @@ def _compare(subject: _Differentiated, started: float) -> Probed:
             check = Check(NAME, Verdict.REFUTED, count, refuted, time.perf_counter() - started, supporting=True)
             return Probed((check,), (_finding(moved, further, wrong, number),))
     low = deviation(subject.function, concrete, wanted, subject.seed)
-    if low is not None:
+    found = _nonlinear(subject, wanted) if low is None else _low_finding(subject, low)
+    if found is not None:
         check = Check(NAME, Verdict.REFUTED, count + 1, 1, time.perf_counter() - started, supporting=True)
-        return Probed((check,), (_low_finding(subject, low),))
+        return Probed((check,), (found,))
     detail = f"gradients of {', '.join(f'`{subject.names[i]}`' for i in wanted)} against differences"
     seconds = time.perf_counter() - started
     return Probed((Check(NAME, Verdict.TESTED_EXACT, count, 0, seconds, detail, supporting=True),))
@@ -234,6 +240,58 @@ def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], n
         cause=_cause(subject, surveyed, wrong, blamed),
         help='correct the backward; if it is meant to be no derivative: register_op(..., gradient="custom")',
         related=tuple((f"backward of {h}", h.where) for h in guilty if h.where is not None),
+    )
+
+
+def _nonlinear(subject: _Differentiated, wanted: Sequence[int]) -> Finding | None:
+    """Look for cotangents in which a gradient is not linear. Where the backward raises for some, nothing is wrong."""
+    point = _point(subject, subject.seed, wanted)
+    if point is None:
+        return None
+    expected = [torch.zeros(()) if g is None else g for g in point.gradients]
+    scale = family_scale(expected)
+    for which, factor, together in _cotangents_like(point):
+        try:
+            runs = [gradients_at(point, wanted, cotangents) for cotangents in together]
+        except Exception:  # noqa: BLE001 - as above
+            continue
+        for index in wanted:
+            found = torch.zeros_like(expected[index])
+            for gradient in (run[index] for run in runs):
+                found = found if gradient is None else found + gradient * factor
+            apart = difference(found, expected[index], scale)
+            if apart.relative > LINEAR:
+                return _nonlinear_finding(subject, which, index, apart)
+    return None
+
+
+def _cotangents_like(point: Point) -> Iterator[tuple[str, float, list[list[Tensor | None]]]]:
+    """Yield others whose gradients, added up and times a factor, are those of the point's: larger and smaller ones, by
+    powers of two, which round nothing; and those of each output alone, as where a model does not use the others."""
+    for power in SCALES:
+        yield f"times 2^{power}", 2.0**-power, [[None if c is None else c * 2.0**power for c in point.cotangents]]
+    used = [i for i, c in enumerate(point.cotangents) if c is not None]
+    if len(used) > 1:
+        alone = [[c if i == n else None for i, c in enumerate(point.cotangents)] for n in used]
+        yield "of each output alone, where the others are not used, added up", 1.0, alone
+
+
+def _nonlinear_finding(subject: _Differentiated, which: str, index: int, apart: TensorDifference) -> Finding:
+    name, spec = subject.names[index], subject.spec
+    return Finding(
+        "gradient_is_not_derivative",
+        f"the gradient of `{spec.name}` for `{name}` is not linear in the gradients that its backward is given",
+        spec.where,
+        {
+            "input": name,
+            "shapes": shapes_of(subject.concrete.tensors),
+            "dtype": "float64",
+            "gradients of the outputs": which,
+            "difference": str(apart),
+        },
+        cause="a derivative is linear in them: the backward cuts them off, or is wrong where some are None",
+        help='correct the backward; if it is meant to be no derivative: register_op(..., gradient="custom")',
+        related=tuple((f"backward of {h}", h.where) for h in subject.found if h.where is not None),
     )
 
 

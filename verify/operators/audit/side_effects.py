@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,30 +30,29 @@ from verify.evidence.inputs import random_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.handwritten import plain
 from verify.operators.audit.history import depends_on_history
-from verify.operators.audit.surroundings import as_second_rank, asks_distributed
+from verify.operators.audit.memory_layout import depends_on_layout
+from verify.operators.audit.surroundings import as_second_rank, asks_distributed, in_other_modes
 from verify.operators.audit.watched_run import (
     BackwardRaised,
     Change,
+    Facts,
     Probed,
     Watched,
+    apart,
     one_line,
-    same,
     shapes_of,
-    strided,
     tensor_names,
     watch,
     watch_forward,
 )
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tolerance import difference, family_scale
 from verify.results.verdict import Verdict
 
 NAME = "audit"
 ASKS_RANKS = "asks_ranks"  # the one code that refutes nothing
 ROUNDING = 1e-13  # relative; what threads that add in another order can make of float64
 SEEDS = 0x5EED0000  # seeds of global generators start here: an operator that seeds them itself uses another one
-STRIDED = 1e-8  # another kernel may run on other strides
 
 
 @dataclass
@@ -130,9 +130,9 @@ def _probe(subject: _Audit, strides: bool) -> None:
     _repeats(subject, first, moved)
     subject.count += 1
     if unrecorded is not None and subject.compare and not subject.found("random_operator", "not_repeatable"):
-        subject.count += 1
         _depends_on_grad_mode(subject, unrecorded, first)
     if subject.spec.target is not None:
+        _depends_on_modes(subject)
         _depends_on_rank(subject, first, asked)
         _depends_on_history(subject)
     _dtypes(subject)
@@ -192,18 +192,18 @@ def _repeats(subject: _Audit, first: Watched, moved: list[str]) -> None:
     except Exception as error:  # noqa: BLE001 - it ran before
         subject.find("not_repeatable", f"`{name}` raises when it runs again", {"error": one_line(error)})
         return
-    apart = _apart(subject, first, other)
-    facts = {"runs": "the same inputs twice, global generators seeded differently", **apart}
+    found = _apart(subject, first, other)
+    facts = {"runs": "the same inputs twice, global generators seeded differently", **found}
     if moved:
         source = " and ".join(moved)
         message = f"`{name}` draws random numbers from {source}, or seeds it"
         cause = f"the state of {source} is another one after the run"
-        subject.find("random_operator", message, facts if apart else {}, cause, help)
+        subject.find("random_operator", message, facts if found else {}, cause, help)
         return
-    if not apart:
+    if not found:
         return
-    if not _beyond_rounding(subject, first, other):
-        subject.notes.append(f"two runs of `{name}` differ by rounding: {apart['difference']}")
+    if not _apart(subject, first, other, ROUNDING):
+        subject.notes.append(f"two runs of `{name}` differ by rounding: {found['difference']}")
         return
     third = subject.run(subject.seed)
     if _apart(subject, first, third):
@@ -215,62 +215,36 @@ def _repeats(subject: _Audit, first: Watched, moved: list[str]) -> None:
     subject.find("random_operator", f"`{name}` draws random numbers", facts, cause, help)
 
 
-def _pairs(subject: _Audit, a: Watched, b: Watched) -> list[tuple[str, Tensor | None, Tensor | None]]:
-    found: list[tuple[str, Tensor | None, Tensor | None]] = []
-    if not subject.compare:
-        return found
-    for number, (x, y) in enumerate(zip(a.outputs, b.outputs, strict=True)):
-        found.append((f"output {number}", _detached(x), _detached(y)))
-    for name, x, y in zip(subject.names, a.gradients, b.gradients, strict=False):
-        found.append((f"the gradient of `{name}`", x, y))
-    return found
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
-
-
-def _apart(subject: _Audit, a: Watched, b: Watched) -> dict[str, str]:
-    """Return the first tensor in which two runs are not bitwise equal, as facts; empty if there is none."""
-    if len(a.outputs) != len(b.outputs):
-        return {"difference": f"{len(b.outputs)} outputs instead of {len(a.outputs)}"}
-    for what, x, y in _pairs(subject, a, b):
-        if not same(x, y):
-            return {"tensor": what, "difference": _describe(x, y)}
-    return {}
-
-
-def _beyond_rounding(subject: _Audit, a: Watched, b: Watched) -> bool:
-    return len(a.outputs) != len(b.outputs) or any(_far(x, y, ROUNDING) for _, x, y in _pairs(subject, a, b))
-
-
-def _far(a: Tensor | None, b: Tensor | None, bound: float, scale: float = 0.0) -> bool:
-    if a is None or b is None or a.dtype != b.dtype:
-        return not same(a, b)
-    if a.shape == b.shape and not (a.is_floating_point() or a.is_complex()):
-        return not torch.equal(a, b)
-    return not same(a, b) and difference(b, a, scale).relative > bound
-
-
-def _describe(a: Tensor | None, b: Tensor | None) -> str:
-    if a is None or b is None:
-        return f"{'None' if b is None else 'a tensor'} instead of {'None' if a is None else 'a tensor'}"
-    if a.dtype != b.dtype:
-        return f"{b.dtype} instead of {a.dtype}"
-    return str(difference(b, a))
+def _apart(subject: _Audit, a: Watched, b: Watched, bound: float | None = None) -> Facts:
+    """Return the first tensor in which two runs differ by more than `bound`, or bitwise without one."""
+    return apart(a, b, subject.names, bound) if subject.compare else {}
 
 
 def _depends_on_grad_mode(subject: _Audit, unrecorded: Watched, first: Watched) -> None:
-    for number, (x, y) in enumerate(zip(first.outputs, unrecorded.outputs, strict=False)):
-        if _far(_detached(x), y, ROUNDING):
-            facts = {
-                "runs": "the same inputs, with and without `torch.no_grad()`",
-                "tensor": f"output {number}",
-                "difference": _describe(_detached(x), y),
-            }
+    runs = {"torch.no_grad()": unrecorded}
+    random_state.seed_all(SEEDS + subject.seed)
+    with suppress(Exception):  # it ran without gradients: that it cannot in this mode is no wrong result
+        inference = watch_forward(subject.function, subject.concrete, unrecorded=torch.inference_mode)
+        runs["torch.inference_mode()"] = inference
+    subject.count += len(runs)
+    for mode, run in runs.items():
+        facts = _apart(subject, first, run, ROUNDING)
+        if facts:
+            facts = {"runs": f"the same inputs, with and without `{mode}`", **facts}
             message = f"`{subject.spec.name}` computes something else when no gradients are recorded"
-            cause = "it asks `torch.is_grad_enabled()` or `requires_grad`"
-            subject.find("not_repeatable", message, facts, cause)
+            subject.find("not_repeatable", message, facts, "it asks `torch.is_grad_enabled()` or `requires_grad`")
+
+
+def _depends_on_modes(subject: _Audit) -> None:
+    if subject.found("random_operator", "not_repeatable") or not subject.compare:
+        return
+    subject.count += 1
+    mode, facts = in_other_modes(lambda: subject.run(subject.seed), subject.names, ROUNDING)
+    if facts:
+        facts = {"runs": f"the same inputs, with and without {mode}", **facts}
+        message = f"`{subject.spec.name}` computes something else with {mode}"
+        help = "give it what it asks for as an argument"
+        subject.find("not_repeatable", message, facts, "it asks in which mode torch is", help)
 
 
 def _depends_on_rank(subject: _Audit, first: Watched, asked: str) -> None:
@@ -289,9 +263,9 @@ def _depends_on_rank(subject: _Audit, first: Watched, asked: str) -> None:
         message = f"`{name}` raises where the environment says that there are two ranks"
         subject.find("not_repeatable", message, {"error": one_line(error)})
         return
-    apart = _apart(subject, first, other)
-    if apart and _beyond_rounding(subject, first, other):
-        facts = {"runs": "the same inputs, as the only rank and as the second of two", **apart}
+    facts = _apart(subject, first, other, ROUNDING)
+    if facts:
+        facts = {"runs": "the same inputs, as the only rank and as the second of two", **facts}
         message = f"`{name}` computes something else on another rank"
         subject.find("not_repeatable", message, facts, "it reads `RANK` or a variable like it")
 
@@ -343,31 +317,13 @@ _DTYPES = "make tensors in the dtype of an input: `torch.zeros(n, dtype=x.dtype)
 
 
 def _strides(subject: _Audit, first: Watched) -> None:
-    """Compare with a run on the same inputs and cotangents, non-contiguous."""
-    leaves: list[Tensor] = []
-    for index, tensor in enumerate(subject.concrete.tensors):
-        differentiable = tensor.is_floating_point() or tensor.is_complex()
-        wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) if differentiable else tensor
-        laid = strided(wide)
-        leaves.append(laid.requires_grad_() if differentiable and index not in subject.concrete.constants else laid)
-    if all(t.is_contiguous() for t in leaves):
-        return
-    cotangents = [None if c is None else strided(c) for c in first.cotangents]
+    """Compare with runs on the same inputs and cotangents, laid out otherwise in memory."""
     random_state.seed_all(SEEDS + subject.seed)
-    try:
-        other = watch(subject.function, subject.concrete, None, leaves, cotangents)
-    except Exception as error:  # noqa: BLE001 - refusing such inputs is no wrong result
-        where = "in its backward " if isinstance(error, BackwardRaised) else ""
-        shown = one_line(error.error if isinstance(error, BackwardRaised) else error)
-        subject.notes.append(f"`{subject.spec.name}` raises {where}on non-contiguous tensors: {shown}")
-        return
-    subject.count += 1
-    scale = family_scale(first.gradients)
-    for what, x, y in _pairs(subject, first, other):
-        if _far(x, y, STRIDED, scale if what.startswith("the gradient") else 0.0):
-            facts = {"strides": ", ".join(str(t.stride()) for t in leaves), "tensor": what}
-            facts["difference"] = _describe(x, y)
-            message = f"`{subject.spec.name}` gives another result on non-contiguous tensors of the same values"
-            cause = "it takes a tensor's memory for contiguous"
-            subject.find("strides_matter", message, facts, cause, "call `.contiguous()` on inputs and cotangents")
-            return
+    facts, raised, runs = depends_on_layout(subject.function, subject.concrete, first.cotangents, subject.names)
+    subject.count += runs
+    if raised:
+        subject.notes.append(f"`{subject.spec.name}` raises {raised[0]}on non-contiguous tensors: {raised[1]}")
+    if facts:
+        message = f"`{subject.spec.name}` gives another result on non-contiguous tensors of the same values"
+        cause = "it takes a tensor's memory for contiguous"
+        subject.find("strides_matter", message, facts, cause, "call `.contiguous()` on inputs and cotangents")

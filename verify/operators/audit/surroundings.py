@@ -1,22 +1,26 @@
 """Find what an operator asks of the place where it runs: it has to be one function of its inputs, on every rank.
 
-Under test it runs on one rank of one process. What it would compute elsewhere is found by running it there, as far as
-that can be had by setting variables; that it asks torch.distributed is seen, and what it then does is not known.
+Under test it runs on one rank of one process, in torch's usual modes. What it would compute elsewhere is found by
+running it there, as far as that can be had by setting variables and modes; that it asks torch.distributed is seen, and
+what it then does is not known.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed
+
+from verify.operators.audit.watched_run import Facts, Watched, apart_in_float64
 
 T = TypeVar("T")
 
@@ -62,3 +66,61 @@ def asks_distributed(run: Callable[[], T]) -> tuple[T, str]:
     finally:
         sys.setprofile(before)
     return result, found[0] if found else ""
+
+
+def _changed(read: Callable[[], Any], write: Callable[[Any], object], value: Any, other: Any) -> Callable[[], Any]:
+    """Make a context in which a mode is `value`, or `other` where it is that already."""
+
+    @contextmanager
+    def changed() -> Iterator[None]:
+        before = read()
+        write(other if before == value else value)
+        try:
+            yield
+        finally:
+            write(before)
+
+    return changed
+
+
+# Of autocast, float64 sees that it is on and no more. Another number of threads is said, and not set: a forked process
+# may not start any.
+MODES: MappingProxyType[str, Callable[[], AbstractContextManager[Any]]] = MappingProxyType(
+    {
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "autocast on GPUs": _changed(
+            lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on), True, False
+        ),
+        "deterministic algorithms": _changed(
+            torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1, 0
+        ),
+        "another precision of products in float32": _changed(
+            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high", "highest"
+        ),
+        "another number of threads": lambda: patch.object(torch, "get_num_threads", lambda: 3),
+        "torch.compile": lambda: patch.object(torch.compiler, "_is_compiling_flag", True),
+    }
+)
+
+
+def in_other_modes(run: Callable[[], Watched], names: Sequence[str], bound: float) -> tuple[str, Facts]:
+    """Return the mode in which a run gives another result, beyond rounding, and how; empty where there is none. What it
+    raises in a mode says nothing."""
+    for modes in (tuple(MODES), *((name,) for name in MODES)):
+
+        def inside(modes: Sequence[str] = modes) -> Watched:
+            with ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings(action="ignore"))
+                for name in modes:
+                    stack.enter_context(MODES[name]())
+                return run()
+
+        try:
+            facts = apart_in_float64(run, inside, names, bound)
+        except Exception:  # noqa: BLE001 - the operator may refuse a mode, or torch may
+            continue
+        if len(modes) > 1 and not facts:
+            break
+        if len(modes) == 1 and facts:
+            return modes[0], facts
+    return "", {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +14,13 @@ from torch import Tensor
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
 
+from nnscaler.runtime.training.autocast import AskedDtypes
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
+from verify.evidence.oracle.runner import NARROW
 from verify.evidence.oracle.whole import as_leaves, draw_cotangent, gradients_of
 from verify.results.finding import Finding
 from verify.results.report import Check
+from verify.results.tolerance import difference, family_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,16 @@ class BackwardRaised(Exception):
         self.error = error
 
 
-def watch_forward(function: Callable[..., Any], concrete: ConcreteCall, dtype: torch.dtype = torch.float64) -> Watched:
+def watch_forward(
+    function: Callable[..., Any],
+    concrete: ConcreteCall,
+    dtype: torch.dtype = torch.float64,
+    unrecorded: Callable[[], AbstractContextManager[Any]] = torch.no_grad,
+) -> Watched:
     """Run the operator without gradients on copies of the tensors. Raises what it raises."""
     tensors = [t.detach() for t in as_leaves(concrete.tensors, dtype)]
     before = _snapshots(tensors)
-    with torch.no_grad():
+    with unrecorded():
         outputs = _call(function, concrete.call, tensors, dtype)
     return Watched(tuple(tensors), outputs, (), (), tuple(_changes("input", "forward", before, tensors)))
 
@@ -90,19 +99,56 @@ def watch(
     return Watched(tuple(tensors), outputs, tuple(cotangents), gradients, tuple(changes))
 
 
-def strided(tensor: Tensor) -> Tensor:
-    """Return the same values with gaps and in another order in memory.
+Facts = dict[str, str]
 
-    Gaps hold NaN, in integers other values of the tensor: whoever takes the memory for contiguous reads them.
-    """
-    values = tensor.detach()
-    if values.numel() < 2:
-        return values.clone()
-    order = list(range(values.dim()))[::-1]
-    flipped = values.permute(order)
-    filler = torch.full_like(flipped, float("nan")) if values.is_floating_point() else flipped.flip(0)
-    wide: Tensor = torch.stack([filler, flipped], -1)
-    return wide.select(-1, 1).permute(order)
+
+def apart(a: Watched, b: Watched, names: Sequence[str], bound: float | None = None) -> Facts:
+    """Return the first tensor in which two runs differ by more than `bound`, or bitwise without one; empty where none
+    does. Gradients are compared where both runs have some, and are named by `names`."""
+    if len(a.outputs) != len(b.outputs):
+        return {"difference": f"{len(b.outputs)} outputs instead of {len(a.outputs)}"}
+    pairs = [(f"output {n}", x, y, 0.0) for n, (x, y) in enumerate(zip(a.outputs, b.outputs, strict=True))]
+    if a.gradients and b.gradients:
+        scale = family_scale(a.gradients)
+        pairs += [
+            (f"the gradient of `{n}`", x, y, scale) for n, x, y in zip(names, a.gradients, b.gradients, strict=False)
+        ]
+    for what, x, y, scale in pairs:
+        if not same(x, y) and (bound is None or _far(x, y, bound, scale)):
+            return {"tensor": what, "difference": _describe(x, y)}
+    return {}
+
+
+def apart_in_float64(
+    one: Callable[[], Watched], other: Callable[[], Watched], names: Sequence[str], bound: float
+) -> Facts:
+    """Return how two runs differ by more than rounding, also that of narrower dtypes inside the operator: both run once
+    more without these. Raises whatever a run raises."""
+    a, b = one(), other()
+    found = apart(a, b, names, bound)
+    if not found:
+        return found
+    try:
+        with AskedDtypes():
+            return apart(one(), other(), names, bound)
+    except Exception:  # noqa: BLE001 - it may insist on the dtype that it asked for
+        return apart(a, b, names, NARROW)
+
+
+def _far(a: Tensor | None, b: Tensor | None, bound: float, scale: float) -> bool:
+    if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return True
+    return difference(b, a, scale).relative > bound
+
+
+def _describe(a: Tensor | None, b: Tensor | None) -> str:
+    if a is None or b is None:
+        return f"{'None' if b is None else 'a tensor'} instead of {'None' if a is None else 'a tensor'}"
+    if a.dtype != b.dtype:
+        return f"{b.dtype} instead of {a.dtype}"
+    return str(difference(b, a))
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.run_graph import run_graph
 from nnscaler.transform.hoist_batch_values import SUFFIX
 from verify.programs.localise.deal_shards import Dealer
@@ -63,7 +64,8 @@ def interpret(
         values = run_graph(graph, leaves, inputs, precision="float64")
     wanted = {name: t for name, t in values.items() if t.requires_grad}
     loss = values[graph.loss]
-    found = torch.autograd.grad(loss, list(wanted.values()), torch.ones_like(loss), allow_unused=True)
+    with AskedDtypes():
+        found = torch.autograd.grad(loss, list(wanted.values()), torch.ones_like(loss), allow_unused=True)
     gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
     cotangents = {} if dealer is None else {n: dealer.random_like((n, "cotangent"), t) for n, t in wanted.items()}
     return Logical(graph, step, {name: t.detach() for name, t in values.items()}, gradients, cotangents)
@@ -102,10 +104,7 @@ def _sent_back(logical: Logical, operation: Operation) -> dict[str, Tensor]:
     trained = [name for name in leaves if leaves[name].requires_grad]
     if not outputs or not trained:
         return {}
-    found = torch.autograd.grad(
-        list(outputs.values()),
-        [leaves[name] for name in trained],
-        [cotangents[name] for name in outputs],
-        allow_unused=True,
-    )
+    ends, given = list(outputs.values()), [cotangents[name] for name in outputs]
+    with AskedDtypes():
+        found = torch.autograd.grad(ends, [leaves[name] for name in trained], given, allow_unused=True)
     return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
