@@ -103,19 +103,24 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
 
 
 def second_forward(module: nn.Module, sample: SampleInputs) -> Again | None:
-    """Run a copy of the module twice, from the same tensors, and see what its Python attributes change; then on other
-    values, where it may have kept something of the first batch. None where that cannot be seen."""
+    """Run the second step of copies of the module, from the buffers that the first one leaves: one with the attributes
+    of before the first, as a program has them, one with those of after it; then both on other values, where the module
+    may have kept something of the first batch. None where that cannot be seen."""
     changed: dict[str, str] = {}
     try:
-        model = copy.deepcopy(module)
-        with attributes_kept(model, {}):
-            fresh = _other_forward(model, sample)
-        first = _forward(model, sample)
-        with attributes_kept(model, changed):
-            second = _forward(model, sample)
-        differs = _first_difference(first, second)
+        program, eager = copy.deepcopy(module), copy.deepcopy(module)
+        with attributes_kept(program, {}):
+            _forward(program, sample, advance=True)
+        with attributes_kept(program, {}):
+            expected = _forward(program, sample)
+        with attributes_kept(program, {}):
+            fresh = _other_forward(program, sample)
+        _forward(eager, sample, advance=True)
+        with attributes_kept(eager, changed):
+            found = _forward(eager, sample)
+        differs = _first_difference(expected, found)
         if not differs and fresh is not None:
-            later = _other_forward(model, sample)
+            later = _other_forward(eager, sample)
             differs = "a result differs" if later is None else _first_difference(fresh, later)
     except Exception:  # noqa: BLE001 - a module may hold and raise anything; the self-check tells what it is
         return None
@@ -157,9 +162,9 @@ def forwards_of_draws(module: nn.Module, sample: SampleInputs) -> Again | None:
     return Again({}, "", places)
 
 
-def _forward(model: nn.Module, sample: SampleInputs) -> dict[str, Tensor]:
+def _forward(model: nn.Module, sample: SampleInputs, advance: bool = False) -> dict[str, Tensor]:
     """Return the results of a forward, and the buffers that it leaves, in words. The buffers that the model had stay as
-    they were; one that forward makes is there for the next."""
+    they were, unless it is to `advance`; one that forward makes is there for the next."""
     held = [(part._buffers, dict(part._buffers)) for part in model.modules()]
     values = {t: t.clone() for _, tensors in held for t in tensors.values() if t is not None}
     try:
@@ -170,10 +175,11 @@ def _forward(model: nn.Module, sample: SampleInputs) -> dict[str, Tensor]:
         found = {"the loss" if name == LOSS else f"the result `{name}`": t.clone() for name, t in results.items()}
         return {**found, **{f"the buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}}
     finally:
-        for now, before in held:
-            now.update({name: buffer for name, buffer in before.items() if buffer is not None})
-        for tensor, value in values.items():
-            tensor.data = value
+        if not advance:
+            for now, before in held:
+                now.update({name: buffer for name, buffer in before.items() if buffer is not None})
+            for tensor, value in values.items():
+                tensor.data = value
 
 
 def _first_difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> str:
