@@ -62,7 +62,7 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
     except Exception as error:  # noqa: BLE001 - a module may hold anything
         return (f"the trace is not checked: the module cannot be copied ({type(error).__name__})",)
     try:
-        with exact(model):
+        with exact(model, as_traced=True):
             eager = _eager_step(model, graph, sample, "float64")
         traced = _graph_step(graph, state, sample, "float64")
     except NnscalerError:
