@@ -59,7 +59,8 @@ class KnownValues(TorchFunctionMode):
             as_tuple = func is torch.where or (kwargs or {}).get("as_tuple", False)
             return places if as_tuple else torch.stack(places, 1)
         if func in _SELECTED and len(args) == 2 and not kwargs and self.is_known(args[1]):
-            func, args = Tensor.__getitem__, torch.broadcast_tensors(*args)
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            func, args = Tensor.__getitem__, [tensor.expand(shape) for tensor in args]
         if func is Tensor.__getitem__:
             args = (args[0], self._by_number(args[1]))
         return func(*args, **(kwargs or {}))
