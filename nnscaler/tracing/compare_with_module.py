@@ -13,7 +13,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import LOSS, Graph
-from nnscaler.tracing.export.locations import model_errors
+from nnscaler.tracing.export.locations import location_of_exception, model_errors
 from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.mutated_attributes import (
     Again,
@@ -70,7 +70,7 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
     except Exception as error:  # noqa: BLE001 - an operator without float64 raises whatever it raises
         note = f"the trace is checked in the model's own dtype: it does not run in float64 ({type(error).__name__})"
         eager = _native_step(module, graph, sample)
-        traced = _graph_step(graph, state, sample, None)
+        traced = _graph_step_or_refusal(graph, state, sample)
         _compare(graph, eager, traced, _loose_tolerance(graph))
         return (note, *_zero_gradients(eager, traced))
     _compare(graph, eager, traced, EXACT_TOLERANCE)
@@ -226,6 +226,21 @@ def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs,
         {t.fqns[0]: by_name.get(t.fqns[0]) for t in graph.with_role("parameter")},
         {t.fqns[0]: after.get(t.fqns[0], leaves[t.fqns[0]]) for t in graph.with_role("buffer")},
     )
+
+
+def _graph_step_or_refusal(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs) -> TrainingStep:
+    """Run the graph in the model's own dtype. Raises NnscalerError "trace_unfaithful" where that raises."""
+    try:
+        return _graph_step(graph, state, sample, None)
+    except Exception as error:
+        told = f"it raises, and the model does not: {type(error).__name__}: {error}"
+        raise NnscalerError(
+            "trace_unfaithful",
+            f"the traced graph is not the model: {told}",
+            location_of_exception(error),
+            "give an autograd.Function tensors and plain values: one that calls a function or a module which it is given "
+            "reads that one's parameters, not those of a rank",
+        ) from error
 
 
 def _generators() -> list[int]:
