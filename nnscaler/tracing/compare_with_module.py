@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.mutated_attributes import (
     Again,
     attributes_kept,
+    copied,
     draws_located,
     generator_states,
     set_generator_states,
@@ -58,7 +58,7 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
     Raises NnscalerError "trace_unfaithful", naming the first thing that differs.
     """
     try:
-        model = copy.deepcopy(module)
+        model = copied(module)
     except Exception as error:  # noqa: BLE001 - a module may hold anything
         return (f"the trace is not checked: the module cannot be copied ({type(error).__name__})",)
     try:
@@ -108,7 +108,7 @@ def second_forward(module: nn.Module, sample: SampleInputs) -> Again | None:
     may have kept something of the first batch. None where that cannot be seen."""
     changed: dict[str, str] = {}
     try:
-        program, eager = copy.deepcopy(module), copy.deepcopy(module)
+        program, eager = copied(module), copied(module)
         with attributes_kept(program, {}):
             _forward(program, sample, advance=True)
         with attributes_kept(program, {}):
@@ -147,7 +147,7 @@ def forwards_of_draws(module: nn.Module, sample: SampleInputs) -> Again | None:
     places: dict[str, SourceLocation | None] = {}
     before = generator_states()
     try:
-        model = copy.deepcopy(module)
+        model = copied(module)
         with draws_located(places), attributes_kept(model, {}):
             first = _forward(model, sample)
         for _ in range(_DRAWS):  # the generators go on
@@ -194,7 +194,7 @@ def _first_difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> TrainingStep:
     """Run a step of the module in its own dtype. Raises NnscalerError "model_raised"."""
     with model_errors("the model itself raises on the sample batch"), without_dropout(module):
-        return _eager_step(copy.deepcopy(module), graph, sample, None)
+        return _eager_step(copied(module), graph, sample, None)
 
 
 def _returned(graph: Graph, name: str, value: Tensor, precision: str | None) -> Tensor:
@@ -238,7 +238,7 @@ def _graph_step_or_refusal(graph: Graph, state: Mapping[str, Tensor], sample: Sa
             "trace_unfaithful",
             f"the traced graph is not the model: {told}",
             location_of_exception(error),
-            "give an autograd.Function tensors and plain values: one that calls a function or a module which it is given "
+            "give an autograd.Function tensors and plain values: one that calls a function or module which it is given "
             "reads that one's parameters, not those of a rank",
         ) from error
 
