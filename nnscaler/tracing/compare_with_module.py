@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,11 +14,12 @@ from op_registry.spec import SourceLocation
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.runtime.training.autocast import AskedDtypes
-from nnscaler.tracing.export.locations import model_errors
+from nnscaler.tracing.export.locations import location_of_exception, model_errors
 from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.export.mutated_attributes import (
     Again,
     attributes_kept,
+    copied,
     draws_located,
     generator_states,
     set_generator_states,
@@ -60,11 +60,11 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
     Raises NnscalerError "trace_unfaithful", naming the first thing that differs.
     """
     try:
-        model = copy.deepcopy(module)
+        model = copied(module)
     except Exception as error:  # noqa: BLE001 - a module may hold anything
         return (f"the trace is not checked: the module cannot be copied ({type(error).__name__})",)
     try:
-        with exact(model):
+        with exact(model, as_traced=True):
             eager = _eager_step(model, graph, sample, "float64")
         traced = _graph_step(graph, state, sample, "float64")
     except NnscalerError:
@@ -72,7 +72,7 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
     except Exception as error:  # noqa: BLE001 - an operator without float64 raises whatever it raises
         note = f"the trace is checked in the model's own dtype: it does not run in float64 ({type(error).__name__})"
         eager = _native_step(module, graph, sample)
-        traced = _graph_step(graph, state, sample, None)
+        traced = _graph_step_or_refusal(graph, state, sample)
         _compare(graph, eager, traced, _loose_tolerance(graph))
         return (note, *_zero_gradients(eager, traced))
     _compare(graph, eager, traced, EXACT_TOLERANCE)
@@ -105,19 +105,24 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
 
 
 def second_forward(module: nn.Module, sample: SampleInputs) -> Again | None:
-    """Run a copy of the module twice, from the same tensors, and see what its Python attributes change; then on other
-    values, where it may have kept something of the first batch. None where that cannot be seen."""
+    """Run the second step of copies of the module, from the buffers that the first one leaves: one with the attributes
+    of before the first, as a program has them, one with those of after it; then both on other values, where the module
+    may have kept something of the first batch. None where that cannot be seen."""
     changed: dict[str, str] = {}
     try:
-        model = copy.deepcopy(module)
-        with attributes_kept(model, {}):
-            fresh = _other_forward(model, sample)
-        first = _forward(model, sample)
-        with attributes_kept(model, changed):
-            second = _forward(model, sample)
-        differs = _first_difference(first, second)
+        program, eager = copied(module), copied(module)
+        with attributes_kept(program, {}):
+            _forward(program, sample, advance=True)
+        with attributes_kept(program, {}):
+            expected = _forward(program, sample)
+        with attributes_kept(program, {}):
+            fresh = _other_forward(program, sample)
+        _forward(eager, sample, advance=True)
+        with attributes_kept(eager, changed):
+            found = _forward(eager, sample)
+        differs = _first_difference(expected, found)
         if not differs and fresh is not None:
-            later = _other_forward(model, sample)
+            later = _other_forward(eager, sample)
             differs = "a result differs" if later is None else _first_difference(fresh, later)
     except Exception:  # noqa: BLE001 - a module may hold and raise anything; the self-check tells what it is
         return None
@@ -144,7 +149,7 @@ def forwards_of_draws(module: nn.Module, sample: SampleInputs) -> Again | None:
     places: dict[str, SourceLocation | None] = {}
     before = generator_states()
     try:
-        model = copy.deepcopy(module)
+        model = copied(module)
         with draws_located(places), attributes_kept(model, {}):
             first = _forward(model, sample)
         for _ in range(_DRAWS):  # the generators go on
@@ -159,9 +164,9 @@ def forwards_of_draws(module: nn.Module, sample: SampleInputs) -> Again | None:
     return Again({}, "", places)
 
 
-def _forward(model: nn.Module, sample: SampleInputs) -> dict[str, Tensor]:
+def _forward(model: nn.Module, sample: SampleInputs, advance: bool = False) -> dict[str, Tensor]:
     """Return the results of a forward, and the buffers that it leaves, in words. The buffers that the model had stay as
-    they were; one that forward makes is there for the next."""
+    they were, unless it is to `advance`; one that forward makes is there for the next."""
     held = [(part._buffers, dict(part._buffers)) for part in model.modules()]
     values = {t: t.clone() for _, tensors in held for t in tensors.values() if t is not None}
     try:
@@ -172,10 +177,11 @@ def _forward(model: nn.Module, sample: SampleInputs) -> dict[str, Tensor]:
         found = {"the loss" if name == LOSS else f"the result `{name}`": t.clone() for name, t in results.items()}
         return {**found, **{f"the buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}}
     finally:
-        for now, before in held:
-            now.update({name: buffer for name, buffer in before.items() if buffer is not None})
-        for tensor, value in values.items():
-            tensor.data = value
+        if not advance:
+            for now, before in held:
+                now.update({name: buffer for name, buffer in before.items() if buffer is not None})
+            for tensor, value in values.items():
+                tensor.data = value
 
 
 def _first_difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> str:
@@ -190,7 +196,7 @@ def _first_difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> TrainingStep:
     """Run a step of the module in its own dtype. Raises NnscalerError "model_raised"."""
     with model_errors("the model itself raises on the sample batch"), without_dropout(module):
-        return _eager_step(copy.deepcopy(module), graph, sample, None)
+        return _eager_step(copied(module), graph, sample, None)
 
 
 def _returned(graph: Graph, name: str, value: Tensor, precision: str | None) -> Tensor:
@@ -223,6 +229,21 @@ def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs,
         {t.fqns[0]: by_name.get(t.fqns[0]) for t in graph.with_role("parameter")},
         {t.fqns[0]: after.get(t.fqns[0], leaves[t.fqns[0]]) for t in graph.with_role("buffer")},
     )
+
+
+def _graph_step_or_refusal(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs) -> TrainingStep:
+    """Run the graph in the model's own dtype. Raises NnscalerError "trace_unfaithful" where that raises."""
+    try:
+        return _graph_step(graph, state, sample, None)
+    except Exception as error:
+        told = f"it raises, and the model does not: {type(error).__name__}: {error}"
+        raise NnscalerError(
+            "trace_unfaithful",
+            f"the traced graph is not the model: {told}",
+            location_of_exception(error),
+            "give an autograd.Function tensors and plain values: one that calls a function or module which it is given "
+            "reads that one's parameters, not those of a rank",
+        ) from error
 
 
 def _generators() -> list[int]:

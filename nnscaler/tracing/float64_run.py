@@ -76,21 +76,25 @@ def exact(
     dropout: bool = False,
     draws: Draws | None = None,
     generators: bool = False,
+    as_traced: bool = False,
 ) -> Iterator[None]:
     """While open, every floating dtype that code asks for is `dtype`, no dropout drops anything (unless asked), and
     other random numbers are those that a program without dropout draws. `draws` gives all random numbers instead;
-    `generators`: what code draws from a generator of its own stays as it is.
+    `generators`: what code draws from a generator of its own stays as it is. `as_traced`: a tensor that is asked for
+    its dtype answers with that of the module, which a trace saw: numbers that follow from it, such as
+    `torch.finfo(x.dtype).eps` and those of `torch.tensor(data, dtype=x.dtype)`, are then the trace's.
 
     `module` is converted, for good: give it a copy.
     """
     dropout = dropout or draws is not None
     floating = getattr(torch, dtype)
     default = torch.get_default_dtype()
+    told = _own_dtype(module) if as_traced else None
     if module is not None:
         _convert(module, floating, dropout)
     torch.set_default_dtype(floating)
     try:
-        with autocast_on(device_of(module)), _ExactMode(floating, default, dropout, draws, generators):
+        with autocast_on(device_of(module)), _ExactMode(floating, default, dropout, draws, generators, told):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -122,6 +126,13 @@ def run_backward(tensor: Tensor, gradient: Tensor) -> None:
     _engine_run_backward((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def _own_dtype(module: nn.Module | None) -> torch.dtype | None:
+    """Return the floating dtype of a module's tensors; None where it has several, or none."""
+    tensors = () if module is None else itertools.chain(module.parameters(), module.buffers())
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return found.pop() if len(found) == 1 else None
+
+
 def convert_floats(module: nn.Module, floating: torch.dtype) -> None:
     """Give the module's parameters and buffers of floating-point dtypes this dtype, complex ones its complex one.
 
@@ -141,7 +152,8 @@ def _convert(module: nn.Module, floating: torch.dtype, dropout: bool) -> None:
 
 
 class _ExactMode(TorchFunctionMode):
-    """`floating` None: dtypes stay as they are. `generators`: draws from a generator that is given are left alone."""
+    """`floating` None: dtypes stay as they are. `generators`: draws from a generator that is given are left alone.
+    `told`: what tensors of dtype `floating` say of their dtype; None: the truth."""
 
     def __init__(
         self,
@@ -150,8 +162,10 @@ class _ExactMode(TorchFunctionMode):
         dropout: bool,
         draws: Draws | None,
         generators: bool = False,
+        told: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._told = told
         self._generators = generators
         self._draws = draws
         self._floating = floating
@@ -183,6 +197,11 @@ class _ExactMode(TorchFunctionMode):
         floating = self._floating
         if floating is None:
             return func(*given, **named)
+        if self._told is not None and getattr(func, "__self__", None) is Tensor.dtype:
+            return exact_dtype(func(*given, **named), self._told)
+        if func is Tensor.new_tensor and self._told is not None:
+            named.setdefault("dtype", exact_dtype(given[0].dtype, self._told))
+            return exact_tensor(func(*given, **named), floating)
         if func in _FROM_DATA and not (given and isinstance(given[0], Tensor)):
             return exact_tensor(self._as_recorded(func, given, named), floating)
         if func in _GROUPED and given[0].dtype == torch.float64 and (given[0].ndim, given[1].ndim) == (2, 3):

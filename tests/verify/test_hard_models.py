@@ -209,6 +209,41 @@ def test_a_buffer_changes_once_per_step(micro_batches: int) -> None:
     assert any(check.name.startswith("buffers") for check in report.checks)
 
 
+class WeightNormed(nn.Module):
+    """The weight is an attribute with a history, of which torch makes no copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.utils.weight_norm(nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).square().mean()
+
+
+class MakesBuffers(nn.Module):
+    """Buffers that forward makes: no program has them, and each step makes them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 4)
+        self.register_buffer("second", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_buffer("first", torch.arange(8).sqrt(), persistent=False)
+        if self.second is None:
+            self.register_buffer("second", torch.arange(4).cos(), persistent=False)
+        return (self.proj(x * self.first) * self.second).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("kind", [WeightNormed, MakesBuffers])
+def test_what_torch_does_not_copy_and_what_forward_makes(kind: type[nn.Module], made: bool) -> None:
+    report = verify.verify_plan(kind() if made else kind, (X,), ranks=2, plan="tp=2")
+    assert report.verdict.passes, report.to_json()
+    assert any(check.name == "gradients" for check in report.checks)
+
+
 class Shifting(nn.Module):
     """Its buffer grows by steps, and is read beside what tensor parallelism cuts: it is cut too, and joined again."""
 

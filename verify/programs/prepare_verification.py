@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.plan_source import wanted_plan
 from nnscaler.tracing import Traced, trace
+from nnscaler.tracing.export.mutated_attributes import copied
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
 from verify.programs.opened_program import OpenedProgram, open_program
@@ -64,10 +64,12 @@ def prepare(request: PlanRequest, subject: PlanSubject, folder: Path, context: R
     """Build, trace and compile; a new program is written to `folder`. Raises NnscalerError."""
     context = context or RunContext()
     given = subject.module_or_factory
-    model = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
+    model = given if isinstance(given, nn.Module) else given()
     if not isinstance(model, nn.Module):
         raise NnscalerError("not_a_module", f"the factory returned {type(model).__name__}, not an nn.Module")
     runs = not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if runs or model is given:
+        model = copied(model)  # the runs copy it once more: torch refuses a model as `weight_norm` leaves it
     if not runs and request.level == "run":
         message = "the model has parameters without data, so it cannot be run and compared"
         raise NnscalerError("meta_model", message, help="--level static proves what can be proved without data")

@@ -304,14 +304,15 @@ def _where(node: fx.Node) -> SourceLocation | None:
 
 
 def _shape(value: Tensor, where: SourceLocation | None) -> tuple[int, ...]:
-    if not all(isinstance(s, int) for s in value.shape):
+    shape = [s if isinstance(s, int) else s.node.maybe_as_int() for s in value.shape]  # some the model itself checks
+    if None in shape:
         raise NnscalerError(
             "trace_failed",
             f"a tensor's shape depends on data: {tuple(str(s) for s in value.shape)}",
             where=where,
             help="shapes are fixed by the sample batch; mask instead of selecting, or register the function",
         )
-    return tuple(int(s) for s in value.shape)
+    return tuple(map(int, shape))
 
 
 def _plain(value: Any, values: Mapping[fx.Node, Any]) -> Any:

@@ -1,8 +1,9 @@
 """Values that a model makes from nothing but constants are known while it is traced.
 
 A default attention mask, positions, a table: no input, parameter or random number reaches them, so that code which
-looks at them (`if mask.all():`, `.item()`) takes the same path in every step. Export knows shapes alone and refuses.
-Here such values are computed from the nodes that were recorded for them.
+looks at them (`if mask.all():`, `.item()`) takes the same path in every step, and what it selects by them
+(`x[~torch.eye(n, dtype=torch.bool)]`) has the same shape. Export knows shapes alone and refuses. Here such values are
+computed from the nodes that were recorded for them, and a selection is by the numbers of what is selected.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _LOOKS: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.item: Tensor.item,
     Tensor.tolist: Tensor.tolist,
 }
+_PLACES = frozenset((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where))
+_SELECTED = frozenset((torch.masked_select, Tensor.masked_select))
 _MOST_ELEMENTS = 2**24  # of a tensor that is computed, in case that it is asked for
 
 
@@ -52,7 +55,33 @@ class KnownValues(TorchFunctionMode):
             if value is not None:
                 with _unrecorded():
                     return _LOOKS[func](value)
+        if func in _PLACES and len(args) == 1 and (places := self._places(args[0])) is not None:
+            as_tuple = func is torch.where or (kwargs or {}).get("as_tuple", False)
+            return places if as_tuple else torch.stack(places, 1)
+        if func in _SELECTED and len(args) == 2 and not kwargs and self.is_known(args[1]):
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            func, args = Tensor.__getitem__, [tensor.expand(shape) for tensor in args]
+        if func is Tensor.__getitem__:
+            args = (args[0], self._by_number(args[1]))
         return func(*args, **(kwargs or {}))
+
+    def _places(self, tensor: Any) -> tuple[Tensor, ...] | None:
+        """Return where a known tensor is not zero, a tensor of numbers for each dim; None for any other."""
+        value = self._nodes.value_of(tensor) if isinstance(tensor, Tensor) and tensor.ndim else None
+        if value is None:
+            return None
+        with _unrecorded():
+            numbers = [column.tolist() for column in value.nonzero(as_tuple=True)]
+        return tuple(torch.tensor(column, dtype=torch.int64, device=tensor.device) for column in numbers)
+
+    def _by_number(self, index: Any) -> Any:
+        """Return an index in which the places of what is true stand for masks that are known."""
+        parts: list[Any] = []
+        for part in index if isinstance(index, tuple) else (index,):
+            mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)
+            places = self._places(part) if mask else None
+            parts.extend((part,) if places is None else places)
+        return tuple(parts) if isinstance(index, tuple) or len(parts) > 1 else parts[0]
 
 
 @dataclass

@@ -160,6 +160,9 @@ def functional_form(
         if isinstance(args[1], TensorName):
             return _fit(args[1], target, tensors)
         return [("aten.full_like.default", (args[0], args[1]), {})]
+    if packet == "fill_diagonal_" and len(target.shape) == 2 and not any(args[2:]):
+        filled = ("aten.full_like.default", (..., args[1]), kwargs)
+        return [("aten.diagonal.default", args[:1], {}), filled, ("aten.diagonal_scatter.default", (args[0], ...), {})]
     operator = _without_underscore(operation)
     result = infer(operator, args, kwargs, tensors)[0]
     assert result is not None, operator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -127,6 +128,38 @@ class TestKnownValues:
             trace(Looks(), (X,))
         assert caught.value.code == "trace_failed" and "--specialise" in (caught.value.help or "")
         assert caught.value.where is not None and "value.sum() > 1000" in caught.value.where.text
+
+
+SELECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mask": lambda s: s[~torch.eye(len(s), dtype=torch.bool)].view(len(s), -1).logsumexp(1),
+    "a mask of a dim": lambda s: s[:, torch.arange(s.shape[1]) > 1, None],
+    "two dims": lambda s: s[1:][torch.ones(3, 4).tril(-1) == 1],
+    "places": lambda s: s[torch.where(torch.ones(4, 4).triu(1))],
+    "rows of places": lambda s: s[torch.ones(4, 4).triu().nonzero()[:, 1]],
+    "places by dim": lambda s: s[torch.nonzero(torch.ones(4, 4).triu(), as_tuple=True)],
+    "masked_select": lambda s: s.masked_select(torch.eye(4, dtype=torch.bool)),
+    "a smaller mask": lambda s: torch.masked_select(s, torch.tensor([True, False, True, False])),
+    "nothing": lambda s: torch.cat([s[torch.zeros(4, dtype=torch.bool)], s]),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_what_known_values_select_has_a_known_shape(name: str) -> None:
+    class Selects(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.proj(x)
+            return SELECTIONS[name](h @ h.t()).square().sum()
+
+    assert trace(Selects(), (torch.randn(4, 6),)).notes == ()  # its own check compares it with eager
+
+
+def test_what_data_selects_is_refused() -> None:
+    class Selects(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(x)[x > 0].square().sum()
+
+    with pytest.raises(NnscalerError, match="a tensor's shape depends on data"):
+        trace(Selects(), (torch.randn(4, 6),))
 
 
 def test_transformers_is_not_imported_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

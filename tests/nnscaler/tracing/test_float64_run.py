@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nnscaler.tracing import trace
 from nnscaler.tracing.float64_run import convert_floats, exact, without_dropout
 
 
@@ -71,6 +72,33 @@ def test_numbers_are_rounded_as_a_trace_records_them() -> None:
         assert torch.tensor([1, 2]).dtype == torch.int64
         assert torch.tensor(1j).dtype == torch.complex128
         assert torch.zeros(2, dtype=torch.int32).dtype == torch.int32
+
+
+class AsksForItsDtype(nn.Module):
+    """What follows from the dtype of a tensor is in a trace by the numbers of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj(x)
+        scale = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], dtype=x.dtype)
+        wide = torch.tensor(0.1, dtype=torch.float64)
+        return (x * scale + x.new_tensor(0.7) + wide).square().sum() / (1e-3 + torch.finfo(x.dtype).eps)
+
+
+def test_numbers_that_follow_from_a_dtype_are_those_of_the_trace() -> None:
+    module = AsksForItsDtype()
+    assert trace(module, (torch.randn(2, 6),)).notes == ()
+    with exact(copied := copy.deepcopy(module), as_traced=True):
+        assert copied.proj.weight.dtype == torch.float32 and copied.proj.weight.element_size() == 8
+        assert torch.zeros(2, dtype=copied.proj.weight.dtype).element_size() == 8
+        assert torch.zeros(2, dtype=torch.complex64).dtype == torch.complex64
+        assert torch.arange(2).dtype == torch.int64
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
+    with exact(mixed, as_traced=True):
+        assert mixed[0].weight.dtype == torch.float64  # nobody knows which of the two it would have
 
 
 TABLE = torch.tensor([0.1, 0.3])  # of the model's file

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from op_registry.register import register_op
 
+from nnscaler.errors import NnscalerError
 from nnscaler.tracing import run_graph, trace
 from tests.graph_invariants import check_graph
 
@@ -176,3 +177,50 @@ def test_registered_functions_have_their_names() -> None:
     assert not traced.notes
     values = run_graph(traced.graph, traced.state, traced.inputs)
     assert values[traced.graph.loss].requires_grad
+
+
+class OfFunction(torch.autograd.Function):
+    """Differentiates a function that it is given, which closes over a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x, weight)
+        return function(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.function(x), (x, weight), gradient)
+
+
+def test_a_function_that_reads_parameters_behind_its_arguments_is_refused() -> None:
+    class Solves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return OfFunction.apply(lambda x: x * self.weight, x, self.weight).square().sum()
+
+    with pytest.raises(NnscalerError, match="it raises, and the model does not: RuntimeError") as caught:
+        trace(Solves(), (torch.randn(4, 6),))
+    assert caught.value.code == "trace_unfaithful"
+    assert caught.value.where is not None and caught.value.where.file == __file__
+
+
+def test_a_shape_that_the_model_itself_checks_is_known() -> None:
+    """The number of features of a mask in a buffer depends on data, until a layer asks for so many."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.tensor([True, False, True, False]))
+            self.proj = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(x[:, self.mask.nonzero().squeeze(-1)]).square().sum()
+
+    assert trace(Masked(), (torch.randn(3, 4),)).notes == ()

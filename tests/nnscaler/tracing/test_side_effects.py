@@ -218,6 +218,31 @@ def test_a_buffer_that_a_first_forward_makes(recwarn: pytest.WarningsRecorder) -
     assert not traced.graph.with_role("buffer") and set(traced.state) == {"proj.weight", "proj.bias"}
 
 
+def test_a_cache_in_a_buffer_of_which_an_attribute_says_how_much_is_there() -> None:
+    """As rotary embeddings keep what they have computed: the next forward reads what a program computes again."""
+
+    class Cached(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(32), persistent=False)
+            self.filled = 0
+
+        def table(self, size: int) -> Tensor:
+            if size <= self.filled:
+                return self.cache[:size]
+            made = torch.arange(size, dtype=self.proj.weight.dtype).sqrt()
+            self.cache[:size] = made
+            self.filled = size
+            return made
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.proj(x) * self.table(x.shape[1])).sum()
+
+    model = Cached()
+    assert trace(model, (X,)).notes == ()
+    assert model.filled == 0
+
+
 def test_an_attribute_of_a_part_that_is_new() -> None:
     class Part(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

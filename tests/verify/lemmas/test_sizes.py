@@ -54,6 +54,15 @@ class Table(Small):
         return self.up(x + self.table).square().sum()
 
 
+class Contrasts(Small):
+    """Every row against the others: which entries those are is a constant of the sample's batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.up(x)
+        products = rows @ rows.t()
+        return products[~torch.eye(len(x), dtype=torch.bool)].square().sum() + rows[:, torch.arange(10) > 3].sum()
+
+
 def sizes_of(module: nn.Module, sample: tuple[Any, ...], plan: str, ranks: int, micro_batches: int = 1) -> SizesResult:
     traced = trace(module, sample)
     planned = make(traced.graph, WantedPlan(ranks, plan, micro_batches=micro_batches))
@@ -165,6 +174,11 @@ def test_the_plan_holds_where_it_is_said_to_and_is_refused_elsewhere(batch: int,
     traced = trace(Batched(), (torch.randn(batch, length, 6),))
     with pytest.raises(NnscalerError, match=r"divi|split"):
         compile_traced(traced, WantedPlan(4, "dp=2,tp=2", micro_batches=2), model={"name": "batched"})
+
+
+def test_entries_that_constants_number_hold_the_size() -> None:
+    (batch, _) = sizes_of(Contrasts(), (torch.randn(8, 6),), "dp=2", 2).symbols
+    assert "aten.index.Tensor at test_sizes.py:" in batch.blocker and "whose numbers are constants" in batch.blocker
 
 
 def test_a_plan_that_does_not_split_them_asks_for_nothing() -> None:

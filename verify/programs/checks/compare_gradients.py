@@ -194,14 +194,14 @@ def _steps(comparison: Comparison) -> str:
 
 def check_coverage(comparison: Comparison, initial_buffers: dict[str, torch.Tensor]) -> CheckOutcome:
     """`initial_buffers`: the model's buffers before the first step. Those that training does not change may be left
-    out of a program (its graph does not read them)."""
+    out of a program (its graph does not read them), and those that forward makes are made again in each step."""
     tally = Tally("coverage", Verdict.TESTED_EXACT)
     reference = comparison.reference
     held = {alias for h in comparison.parameters.values() for alias in comparison.names.get(h.name, (h.name,))}
     held |= {alias for h in comparison.buffers.values() for alias in comparison.names.get(h.name, (h.name,))}
     for name in sorted({comparison.names[n][0] for n in reference.parameters}):
         tally.add(*_held(comparison, name, name in held, "parameter"))
-    for name in sorted({comparison.names[n][0] for n in reference.buffers}):
+    for name in sorted({comparison.names[n][0] for n in reference.buffers if n in initial_buffers}):
         after, before = reference.buffers[name], initial_buffers[name]
         changed = after.shape != before.shape or not torch.equal(after.double(), before.double())
         if name in held or changed:

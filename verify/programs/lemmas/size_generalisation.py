@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from op_registry.registry import facts_of
+
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.layout import MICRO
@@ -159,6 +161,7 @@ def _attempt(
 ) -> SizesResult:
     """Return the result with these symbols. Raises Conflict."""
     followed = follow(graph, known, _inputs(graph, every, samples), samples)
+    _check_numbers(graph, known, followed)
     free = [name for name in samples if name not in followed.unifier.solved]
     conditions = _conditions(graph, relied_on, followed)
     simplified = simplify(conditions, free)
@@ -171,6 +174,22 @@ def _attempt(
         _rerun(graph, known, relied_on, followed, {**samples, **values})
     symbols = [_symbol(name, size, followed, simplified, blocked) for name, (size, _) in every.items()]
     return SizesResult(tuple(symbols), tuple(map(str, simplified.others)), _assumptions(graph, followed, free, samples))
+
+
+def _check_numbers(graph: Graph, known: Mapping[str, Signature], followed: Followed) -> None:
+    """Raise Conflict where constants number the entries of a dim that may vary: they are those of the sample."""
+    constant = {t.name for t in graph.with_role("constant")}
+    for op in graph.operations:
+        if op.inputs and constant.issuperset(op.inputs):
+            constant.update(name for name in op.outputs if name is not None)
+        bound = known[op.name].bound
+        if not facts_of(op.operator).gathers or bound is None or constant.isdisjoint(op.inputs[1:]):
+            continue
+        kept = {f.identifier for o in bound.outputs if o is not None for dim in o.dims for f in dim.factors}
+        read = {f.identifier for dim in (bound.inputs[0].dims if bound.inputs[0] else ()) for f in dim.factors}
+        for name in sorted(name for name in read - kept if name is not None):
+            if (size := followed.unifier.known(followed.identifiers[op.name][name])).names:
+                raise Conflict(size.names, f"{place_of(op)} reads entries of it whose numbers are constants")
 
 
 def _inputs(

@@ -277,7 +277,7 @@ def running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))  # drawing moves torch's generator
         if dtype == torch.float64:
-            stack.enter_context(exact(model, draws=draws))
+            stack.enter_context(exact(model, draws=draws, as_traced=True))
         else:
             convert_floats(model, dtype)
             stack.enter_context(without_dropout(model) if draws is None else with_draws(draws, model))
