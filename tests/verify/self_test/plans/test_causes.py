@@ -20,7 +20,7 @@ from verify.programs.typing import check_program
 from verify.results.finding import Finding
 from verify.self_test.programs.corpus import BASES, build
 from verify.self_test.programs.judge import Execution
-from verify.self_test.programs.mutants.runtime_faults import _replaced, dummy_reduced, early_reducer
+from verify.self_test.programs.mutants.runtime_faults import replaced, dummy_reduced, early_reducer
 
 Get = Callable[[str], Execution]
 Patch = Callable[[], AbstractContextManager[None]]
@@ -40,17 +40,17 @@ def _unclipped(*_: object) -> None: ...
 
 FAULTS: dict[str, tuple[Patch, str, str]] = {
     "norm of the own gradients": (
-        lambda: _replaced(executor, "gradient_norm", _own_norm),
+        lambda: replaced(executor, "gradient_norm", _own_norm),
         "gradient_norm_differs",
         "each rank has the norm of its own gradients: their squares are not summed over the ranks",
     ),
     "clipping that does nothing": (
-        lambda: _replaced(executor, "clip_gradients", _unclipped),
+        lambda: replaced(executor, "clip_gradients", _unclipped),
         "parameter_differs",
         "the gradients of the last step are not clipped",
     ),
     "clipping to half of the norm": (
-        lambda: _replaced(executor, "clip_gradients", _half_clipped),
+        lambda: replaced(executor, "clip_gradients", _half_clipped),
         "parameter_differs",
         "are clipped wrongly: they are scaled by",
     ),
