@@ -77,23 +77,24 @@ def has_modes(program: Program) -> bool:
 def told_of_changes(program: Program) -> Callable[[], str]:
     """Return what says how the user's module has changed since in what no program follows: which parameters are trained
     and which parts are in training mode; "" where it has not."""
-    held = None if program.origin is None else weakref.ref(program.origin.module)
+    if program.origin is None:
+        return str
+    held = weakref.ref(program.origin.module)
 
-    def now() -> dict[str, str]:
-        module = None if held is None else held()
-        if module is None:
-            return before
-        modes = {f"`{n}`" if n else "the model": f"training={mode}" for n, mode in modes_of(module).items()}
-        flags = {f"`{n}`": f"requires_grad={p.requires_grad}" for n, p in module.named_parameters()}
-        return modes | flags
+    def now(module: nn.Module) -> list[bool]:  # without names, since every step asks
+        return [*(part.training for part in module.modules()), *(p.requires_grad for p in module.parameters())]
 
-    before: dict[str, str] = {}
-    before = now()
+    before = now(program.origin.module)
 
     def told() -> str:
-        found = now()
-        name = next((n for n, value in found.items() if before.get(n, value) != value), None)
-        return "" if name is None else f"{name} has {found[name]}, and had {before[name]}: {_AS_COMPILED}"
+        module = held()
+        found = before if module is None else now(module)
+        if module is None or found == before or len(found) != len(before):
+            return ""
+        parts = [(n, "training") for n, _ in module.named_modules()]
+        named = [*parts, *((n, "requires_grad") for n, _ in module.named_parameters())]
+        name, flag, had, has = next((*told, a, b) for told, a, b in zip(named, before, found, strict=False) if a != b)
+        return f"{f'`{name}`' if name else 'the model'} has {flag}={has}, and had {flag}={had}: {_AS_COMPILED}"
 
     return told
 

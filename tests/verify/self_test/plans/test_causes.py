@@ -20,7 +20,7 @@ from verify.programs.typing import check_program
 from verify.results.finding import Finding
 from verify.self_test.programs.corpus import BASES, build
 from verify.self_test.programs.judge import Execution
-from verify.self_test.programs.mutants.runtime_faults import replaced, dummy_reduced, early_reducer
+from verify.self_test.programs.mutants.runtime_faults import dummy_reduced, early_reducer, replaced
 
 Get = Callable[[str], Execution]
 Patch = Callable[[], AbstractContextManager[None]]
