@@ -341,7 +341,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 
 
 _OF_ORDER = {"seed": "seed", "shuffle": "shuffle", "length": "a number of samples of"}
-_OTHER = "give what the run had, or call set_epoch(n) instead, which starts an epoch"
+_OTHER = "give what the run had, or start from its weights alone, in another folder; in Python also: set_epoch(n)"
 _NO_LENGTH = "count steps instead of epochs"
 _STACKED = (
     "pad rows to one shape, or give a function that makes a batch of rows: `collate` of [data], or of engine.loader"

@@ -20,10 +20,13 @@ from torch import Tensor
 from nnscaler.errors import NnscalerError
 from nnscaler.layout import is_cut
 from nnscaler.runtime.training.saving.boxes import boxes_of, leads
-from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, whole
+from nnscaler.runtime.training.saving.checkpoint import MODEL
+from nnscaler.runtime.training.saving.dcp import Folder, TensorShard, key_of, whole
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 
 CLASS, GROUPS, HYPER, STATE, OTHERS = "class", "groups", "param_groups", "state", "others"
+
+_ANEW = "start from its weights alone, in another folder; in Python also: load it without an optimizer"
 
 Held = Mapping[torch.nn.Parameter, StoredTensor]
 Entries = tuple[list[TensorShard], dict[tuple[str, ...], object]]
@@ -77,14 +80,14 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Held, folder: Folder,
     kind, groups_ = (root, CLASS), (root, GROUPS)
     if kind not in known:
         message = f"{folder.path} was saved without {'an' if root == root_of(0) else 'a further'} optimizer"
-        raise NnscalerError("other_optimizer", message, help="load it without one, which starts with a new state")
+        raise NnscalerError("other_optimizer", message, help=_ANEW)
     entries = {_entry(p, held).fqn: p for group in optimizer.param_groups for p in group["params"]}
     hyper = [known[path] for fqn in entries if (path := (root, HYPER, fqn)) in known]
     others = [known[root, OTHERS]] if (root, OTHERS) in known else []
     found = folder.read([], [known[kind], known[groups_], *others, *hyper])
     if found[known[kind]] != type(optimizer).__name__:
         message = f"{folder.path} has the state of {found[known[kind]]}, and this is {type(optimizer).__name__}"
-        raise NnscalerError("other_optimizer", message, help="load it without an optimizer, which starts a new state")
+        raise NnscalerError("other_optimizer", message, help=_ANEW)
     by_name = {paths[key][-1]: found[key] for key in hyper}
     groups = [
         _group(group, index, [_entry(p, held).fqn for p in group["params"]], by_name, found[known[groups_]])
@@ -108,7 +111,7 @@ def _states(
     entries: Mapping[str, torch.nn.Parameter], held: Held, folder: Folder, on_device: Mapping[str, bool], root: str
 ) -> tuple[dict[str, dict[str, Any]], list[TensorShard], list[str]]:
     """Make room for the states of this rank's parameters: tensors by parameter, what is to be read into them, and the
-    names of other objects."""
+    names of other objects. Of a parameter in another dtype than it was saved in, what had its dtype has the new one."""
     states: dict[str, dict[str, Any]] = {}
     shards: list[TensorShard] = []
     objects: list[str] = []
@@ -122,6 +125,9 @@ def _states(
             objects.append(key)
             continue
         shape, dtype = kind
+        saved = (folder.contents.tensors.get(key_of((MODEL, name))) for name in (entry.fqn, *entry.names))
+        if shape and dtype == next((of[1] for of in saved if of is not None), None):  # it follows the parameter's
+            dtype = parameter.dtype
         device = "cpu" if path[3] == "step" and not on_device[path[2]] else parameter.device  # as torch does
         if shape == entry.shape:
             value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)

@@ -251,44 +251,6 @@ def test_another_model(tmp_path: Path) -> None:
             run.load(engine_of(module=module))
 
 
-def test_another_optimizer(tmp_path: Path) -> None:
-    engine, run = engine_of(), Checkpoints(tmp_path, every=1)
-
-    def made(kind: Callable[..., Any], split: bool, *rates: float) -> torch.optim.Optimizer:
-        values = list(engine.parameters.values())
-        groups = [{"params": values[:2], "lr": rates[0]}, {"params": values[2:], "lr": rates[-1]}]
-        return kind(groups if split else values, lr=rates[0])
-
-    run.save(1, engine)
-    with pytest.raises(NnscalerError, match="was saved without an optimizer"):
-        run.load(engine, made(torch.optim.SGD, True, 0.1))
-    run.save(2, engine, made(torch.optim.SGD, True, 0.1, 0.2))
-    with pytest.raises(NnscalerError, match="has the state of SGD, and this is AdamW"):
-        run.load(engine, made(torch.optim.AdamW, True, 0.1))
-    with pytest.raises(NnscalerError, match="are in one group, and were in two with different lr"):
-        run.load(engine, made(torch.optim.SGD, False, 0.1))
-    read = made(torch.optim.SGD, True, 0.5, 0.7)
-    assert run.load(engine, read) == 2 and [g["lr"] for g in read.param_groups] == [0.1, 0.2]
-    with pytest.raises(NnscalerError, match="saved without the state of the scheduler"):
-        run.load(engine, read, Numbers())
-    with pytest.raises(NnscalerError, match="a parameter of shape"):
-        run.save(3, engine, torch.optim.SGD([nn.Parameter(torch.ones(3))]))
-
-
-def test_what_belongs_to_no_parameter_goes_on_too(tmp_path: Path) -> None:
-    class Counts(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            self.state["count"] = self.state.get("count", 0) + 1
-            super().step()
-
-    engine, run = engine_of(), Checkpoints(tmp_path, every=1)
-    optimizers = [engine.optimizer(Counts, lr=0.1) for _ in range(2)]
-    optimizers[0].step()
-    run.save(1, engine, optimizers[0])
-    run.load(engine, optimizers[1])
-    assert optimizers[1].state["count"] == 1
-
-
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     engine, run = engine_of(), Checkpoints(tmp_path, every=1)
     run.save(1, engine)
