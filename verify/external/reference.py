@@ -21,7 +21,6 @@ from verify.external.program import Batch, ExternalProgram
 from verify.external.torchrun.cuda_on_cpu import OnCpu
 from verify.programs.reference.eager import choose_learning_rate, logical_state, randomise_parameters
 
-Part = tuple[int, ...]  # a rank's index on each data axis
 _told = partial(model_errors, "the plain model itself raises on `batch()`")
 _told_of_part = partial(model_errors, "the plain model runs on `batch()`, and raises on the rows of one data part")
 
