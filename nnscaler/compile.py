@@ -312,7 +312,7 @@ def step_timeline(
     )
     ranks = [ranks_text(ranks) for ranks in communicated.partitioned.devices]
     unit = max(w.forward for w in work)
-    return timeline_rows(timeline, ranks, unit, "forward passes of the slowest stage")
+    return timeline_rows(timeline, ranks, unit)
 
 
 def make(graph: Graph, wanted: WantedPlan) -> Planned:

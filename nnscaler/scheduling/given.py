@@ -29,10 +29,10 @@ class GivenOrder:
     where: SourceLocation | None = None
 
     @staticmethod
-    def of_text(text: str, name: str, where: SourceLocation | None = None) -> GivenOrder:
+    def of_text(text: str, name: str) -> GivenOrder:
         """Return the order with this text: `F0.0 I0.0 W0.0`."""
         words = tuple(text.split())
-        return GivenOrder(words, tuple(f"word {i}" for i in range(1, len(words) + 1)), name, where)
+        return GivenOrder(words, tuple(f"word {i}" for i in range(1, len(words) + 1)), name)
 
     def wrong(self, source: str, word: str | None, message: str, help: str | None = None) -> NnscalerError:
         """Return the error that the order `source` has: at its last such word, if it has one."""

@@ -167,12 +167,13 @@ def _peak(order: Sequence[Instruction], kept: int | Sequence[int] = 1, later: in
     return max(accumulate((change(i) for i in order if i.stage in trained), initial=0))
 
 
-def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: str) -> TimelineRows:
-    """Return the timeline in multiples of `unit`, which is called `name`. `ranks`: of each role."""
+def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float) -> TimelineRows:
+    """Return the timeline in multiples of `unit`, a forward pass of the slowest stage. `ranks`: of each role."""
     rows = tuple(
         TimelineRow(role, ranks[role], tuple(_bar(s, unit) for s in spans if s.instruction.kind != "U"))
         for role, spans in enumerate(timeline.rows)
     )
+    name = "forward passes of the slowest stage"
     return TimelineRows(name, rows, round(timeline.makespan / unit, 4), round(timeline.bubble, 4))
 
 

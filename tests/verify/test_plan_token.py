@@ -19,8 +19,7 @@ from nnscaler.cli.main import build_parser, main
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import SEARCH
 from nnscaler.transform.plan import Plan
-from verify.programs.reproduce_token import WORDS, make_token
-from verify.programs.request import PlanRequest
+from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.results.packed_json import LONGEST, Damaged, pack, unpack
 from verify.results.report import environment
 from verify.results.request_token import RequestToken, Source

@@ -14,8 +14,7 @@ import verify
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 from tests.sampling import only
-from verify.programs.reproduce_token import WORDS, make_token
-from verify.programs.request import PlanRequest
+from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.programs.training.comparison import REPLICAS
 from verify.programs.training.join_shards import put_together
 from verify.programs.training.ranks import Layout, RankTraining

@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Any
 from nnscaler.errors import NnscalerError
 from nnscaler.files import check_temporary, write_text
 from nnscaler.model_file import find_target
-from verify.external.reproduce_token import WORDS, make_token, script_file
-from verify.external.request import DEFAULT_RANKS, EXAMPLE, SIZES, ExternalRequest, check_values
+from verify.external.request import (
+    DEFAULT_RANKS,
+    EXAMPLE,
+    SIZES,
+    WORDS,
+    ExternalRequest,
+    check_values,
+    make_token,
+    script_file,
+)
 from verify.programs.subject import RunContext
 from verify.results.finding import Finding
 from verify.results.packed_json import reproduce_line

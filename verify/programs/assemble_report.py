@@ -17,8 +17,7 @@ from verify.programs.checks.context import LOCALISED, CheckOutcome
 from verify.programs.prepare_verification import Prepared
 from verify.programs.proof import Proof
 from verify.programs.reference.eager import Trajectory
-from verify.programs.reproduce_token import WORDS, make_token
-from verify.programs.request import PlanRequest
+from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.programs.training.compare_delayed_sgd import semantics_of
 from verify.programs.typing.roles.check_manifest import NAME as STATE_CHECK
 from verify.programs.typing.roles.check_operator_files import NAME as OPERATORS_CHECK

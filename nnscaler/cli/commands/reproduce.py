@@ -78,7 +78,7 @@ def _replay_plan(options: argparse.Namespace) -> int:
     """Verifies what a token says and shows it as asked; the exit code of the verdict."""
     from nnscaler.cli.commands import verify_plan
     from nnscaler.cli.output.print_reports import print_report
-    from verify.programs.reproduce_token import WORDS
+    from verify.programs.request import WORDS
 
     report = verify_plan.verify(_asked(options, WORDS), options.console)
     print_report(report, options.output_format, options.console)
@@ -88,7 +88,7 @@ def _replay_plan(options: argparse.Namespace) -> int:
 def _replay_external(options: argparse.Namespace) -> int:
     """Verify what a token of verify-external says, as `_replay_plan` does that of a plan."""
     from nnscaler.cli.commands import verify_external
-    from verify.external.reproduce_token import WORDS
+    from verify.external.request import WORDS
 
     request = _asked(options, WORDS)
     return verify_external.show(verify_external.verify(request, options.console), options)

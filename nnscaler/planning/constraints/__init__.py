@@ -17,23 +17,3 @@ from nnscaler.planning.constraints.kinds import (
     together,
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
-
-__all__ = [
-    "Constraint",
-    "all_of",
-    "data_parallel",
-    "forbid",
-    "interlaced",
-    "megatron",
-    "on_device",
-    "over_all_devices",
-    "pipeline",
-    "parse_constraints",
-    "read_constraints",
-    "replicate",
-    "require",
-    "sequence_parallel",
-    "sizes",
-    "tensor_parallel",
-    "together",
-]

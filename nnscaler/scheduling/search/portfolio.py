@@ -102,7 +102,8 @@ class Portfolio:
         current: list[tuple[str, Starts]] = []
         for name, keys in rules_of(self.shop):
             for reserve in (True, False) if joint else (True,):
-                starts = self._pass(keys, reserve)
+                self.passes += 1
+                starts = list_schedule(self.shop, keys, reserve)
                 if starts is not None:
                     source = f"rule: {name}{'' if reserve else ', nothing kept free'}"
                     self.take(starts, source)
@@ -136,10 +137,6 @@ class Portfolio:
         in it from the order in which they were found."""
         peaks = peaks_of(self.shop, sequences(self.shop, starts))
         return all(peak <= limit * (1 + SLACK) for peak, limit in zip(peaks, self.shop.problem.limits, strict=False))
-
-    def _pass(self, keys: Keys, reserve: bool) -> Starts | None:
-        self.passes += 1
-        return list_schedule(self.shop, keys, reserve)
 
     def _met(self, goal: float) -> bool:
         return self.best is not None and self.best.makespan <= goal * (1 + SLACK)

@@ -217,7 +217,7 @@ def test_gate_items_and_tokens_name_the_file(project: Path, monkeypatch: pytest.
 def test_compiled_verified_and_reproduced(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from nnscaler.cli.commands.verify_plan import plan_request
     from nnscaler.cli.main import build_parser
-    from verify.programs.reproduce_token import WORDS, make_token
+    from verify.programs.request import WORDS, make_token
 
     model = "sketch.models.net:small"
     assert main(["compile", model, "--ranks", "2", "--plan", "dp=2", "--out", "program", "-q"]) == 0

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from nnscaler.cli.commands.verify_external import external_request
 from nnscaler.cli.main import build_parser, main
 from nnscaler.errors import NnscalerError
-from verify.external.reproduce_token import WORDS, make_token, script_file
-from verify.external.request import ExternalRequest
+from verify.external.request import WORDS, ExternalRequest, make_token, script_file
 from verify.results.packed_json import LONGEST, pack, reproduce_line
 from verify.results.report import environment, version_of
 from verify.results.request_token import RequestToken, Source

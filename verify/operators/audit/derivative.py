@@ -63,21 +63,14 @@ class _Differentiated:
     seed: int
 
 
-def check_derivative(
-    spec: OperatorSpec,
-    concrete: ConcreteCall,
-    seed: int,
-    *,
-    always: bool = False,
-    function: Callable[..., Any] | None = None,
-) -> Probed:
+def check_derivative(spec: OperatorSpec, concrete: ConcreteCall, seed: int, *, always: bool = False) -> Probed:
     """Compare gradients with differences, per input, where a backward is written by hand (or `always`).
 
     No check where there is nothing to compare: torch's own derivatives only, or no gradients at all. Open where the
-    operator has no smooth point near the given inputs. `function`: what to run instead of the operator's own callable.
+    operator has no smooth point near the given inputs.
     """
     started = time.perf_counter()
-    run = plain(function or function_of(concrete.call.operator, spec))
+    run = plain(function_of(concrete.call.operator, spec))
     with torch.random.fork_rng(devices=[]):
         try:
             found = handwritten(spec, concrete, run)

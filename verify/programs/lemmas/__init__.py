@@ -4,16 +4,3 @@ from verify.programs.lemmas.conversion_lemmas import check_rows
 from verify.programs.lemmas.prove import hangs_on_sizes, prove_obligations
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo, open_memo
 from verify.programs.lemmas.size_generalisation import SizesResult, Symbol, sizes_result
-
-__all__ = [
-    "Lemma",
-    "LemmaResult",
-    "Memo",
-    "SizesResult",
-    "Symbol",
-    "check_rows",
-    "hangs_on_sizes",
-    "open_memo",
-    "prove_obligations",
-    "sizes_result",
-]

@@ -112,7 +112,7 @@ def _stored(executor: RankExecutor) -> list[tuple[int, str, Tensor]]:
     return [(i, n, t) for i, n, _, t in executor.local_tensors("parameter") if t is not None]
 
 
-def prepare_run(task: Task, graph: Graph, program: OpenedProgram, timeout: float, seed: int = 0) -> TaughtRun:
+def prepare_run(task: Task, graph: Graph, program: OpenedProgram, timeout: float) -> TaughtRun:
     """Load the roles to be taught. Raises what loading or building them raises."""
     statements: dict[int, Statement] = {}
     foreign: list[Foreign] = []
@@ -143,5 +143,5 @@ def prepare_run(task: Task, graph: Graph, program: OpenedProgram, timeout: float
     }
     return TaughtRun(
         task.plain(), graph, teacher, statements, tuple(foreign), simulator, executors, state, inputs, timeout,
-        Dealer(seed),
+        Dealer(),
     )  # fmt: skip

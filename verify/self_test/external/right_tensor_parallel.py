@@ -27,7 +27,6 @@ from verify.self_test.external.models import (
 from verify.self_test.external.sharded_data import SummedStep
 
 SMALL = Sizes()
-TIED = Sizes(words=24)
 ODD = Sizes(words=23, hidden=35)
 SPLIT_HEAD = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
 SEQUENCE_SPLIT_HEAD = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)

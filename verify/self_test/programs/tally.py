@@ -30,9 +30,9 @@ class Count:
 
     name: str
     mutants: int
-    static: int  # refuted by the text alone
-    running_only: int  # by running, and not by the text
-    running: int  # by running, whatever the text says
+    static: int
+    running_only: int
+    running: int
     survivors: int
     equivalent: int
     first_loss: int

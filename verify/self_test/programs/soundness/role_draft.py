@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TypeVar
 
 from nnscaler.layout import MICRO, SLICE
 from verify.self_test.programs.mutants.editable_program import (
@@ -18,7 +17,6 @@ from verify.self_test.programs.mutants.editable_program import (
 )
 from verify.self_test.programs.mutants.mutant import Edits, apply_edits
 
-T = TypeVar("T")
 NEAR = 0.75  # of the edits are where the reader found something, if it found something
 
 STORED = ("parameters", "frozen", "buffers", "constants")
