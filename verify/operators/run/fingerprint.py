@@ -48,7 +48,7 @@ _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 # names of what reads something that no digest of code knows
 _READERS = frozenset(
     "open read_text read_bytes load loadtxt fromfile memmap safe_open load_file environ environb getenv import_module"
-    " __import__ eval exec".split()
+    " __import__ eval exec globals vars _getframe".split()
 )
 _OURS = ("nnscaler", "verify", "op_registry")
 _TRUSTED = ("torch", "numpy", "builtins", *_OURS)
