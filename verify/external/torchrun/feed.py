@@ -218,7 +218,9 @@ class RanksFeed:
 
     def send(self, buffers: Sequence[Tensor]) -> None:
         """Give every data part the buffers of the first one, as DDP does before a forward pass."""
-        for buffer in buffers if self.add_up is not None else ():
+        if self.add_up is None:
+            return
+        for buffer in buffers:
             value = buffer.detach() if buffer.is_floating_point() or buffer.is_complex() else buffer.long()
             value = torch.zeros_like(value) if self.part else value.clone()
             self.add_up(value)
