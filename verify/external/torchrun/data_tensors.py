@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nnscaler.tracing.float64_run import without_drop
 from verify.external.parameter_mapping import local_value
@@ -21,6 +20,7 @@ from verify.external.torchrun.records import Settings, Tensors
 
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
 _READS: frozenset[Any] = frozenset((Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.tolist))
+_OF_MODEL = "_nnscaler_of_model"  # marks a tensor without a graph that a model had a part in
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))  # code that is no script's
 # of numbers; torch.randperm draws an order in which data are taken, and is no row of them
 _DRAWS: frozenset[Any] = frozenset(
@@ -100,9 +100,6 @@ class ScriptMode(TorchFunctionMode):
         super().__init__()
         self.dropped = False
         self.numbers: list[float] = []
-        self._of_model: WeakIdKeyDictionary = (
-            WeakIdKeyDictionary()
-        )  # tensors without a graph that a model had a part in
         self._draw = draw
         self._dropout = dropout
         self._tell = tell
@@ -133,14 +130,14 @@ class ScriptMode(TorchFunctionMode):
     ) -> None:
         """Note the number that a function reads from data, or what it makes of tensors that a model had a part in."""
         tensors = [value for value in _values(given, named) if isinstance(value, Tensor)]
-        if not any(tensor.requires_grad or tensor in self._of_model for tensor in tensors):
+        if not any(tensor.requires_grad or hasattr(tensor, _OF_MODEL) for tensor in tensors):
             reads = func in _READS and tensors[0].numel() == 1 and not caller.startswith(_OTHERS)
             if reads and self._outside():
                 self.numbers.append(float(made[0] if isinstance(made, list) else made))
             return
         for one in made if isinstance(made, tuple | list) else (made,):
             if isinstance(one, Tensor) and not one.requires_grad:
-                self._of_model[one] = True
+                setattr(one, _OF_MODEL, True)  # torch swaps no tensor that something refers to weakly
 
 
 def _values(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
