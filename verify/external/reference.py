@@ -243,7 +243,7 @@ def _run_parts(
     parts = data_parts(program)
     losses, statistics = list[Tensor](), list[tuple[Buffers, ...]]()
     for part in range(parts):
-        left = list[Buffers]()
+        left: list[Buffers] = []
         for before in ({}, kept[part]) if kept[part] else ({},):
             mine = _copy_of(model)
             _put_buffers(mine, before)

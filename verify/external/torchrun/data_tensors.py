@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from verify.external.torchrun.cuda_on_cpu import Tell, without_gpu
 from verify.external.torchrun.records import Settings, Tensors
 
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
+_READS: frozenset[Any] = frozenset((Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.tolist))
+_OF_MODEL = "_nnscaler_of_model"  # marks a tensor without a graph that a model had a part in
+_OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))  # code that is no script's
 # of numbers; torch.randperm draws an order in which data are taken, and is no row of them
 _DRAWS: frozenset[Any] = frozenset(
     (torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint, torch.randint_like, torch.normal,
@@ -81,6 +86,7 @@ class ScriptMode(TorchFunctionMode):
     are the random numbers that it draws for itself.
 
     dropped  a function was kept from dropping something
+    numbers  of Python that the script reads from data that no model had a part in, such as counts of labels, in order
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class ScriptMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.dropped = False
+        self.numbers: list[float] = []
         self._draw = draw
         self._dropout = dropout
         self._tell = tell
@@ -115,13 +122,32 @@ class ScriptMode(TorchFunctionMode):
         if self._outside() and func.__name__ not in ("__get__", "__set__") and _meets_data(given, named):
             given, named = exchanged([given, named], "target", self._take)
         made = func(*given, **named)
+        self._follow(func, given, named, made, sys._getframe(1).f_code.co_filename)
         return self._draw(made) if func in _DRAWS and self._outside() and is_data(made) else made
+
+    def _follow(
+        self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any, caller: str
+    ) -> None:
+        """Note the number that a function reads from data, or what it makes of tensors that a model had a part in."""
+        tensors = [value for value in _values(given, named) if isinstance(value, Tensor)]
+        if not any(tensor.requires_grad or hasattr(tensor, _OF_MODEL) for tensor in tensors):
+            reads = func in _READS and tensors[0].numel() == 1 and not caller.startswith(_OTHERS)
+            if reads and self._outside():
+                self.numbers.append(float(made[0] if isinstance(made, list) else made))
+            return
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, Tensor) and not one.requires_grad:
+                setattr(one, _OF_MODEL, True)  # torch swaps no tensor that something refers to weakly
+
+
+def _values(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    values = [*given, *named.values()]
+    return values + [part for value in given if isinstance(value, tuple | list) for part in value]
 
 
 def _meets_data(given: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Return whether a function combines what a model made with data."""
-    values = [*given, *named.values()]
-    values += [part for value in given if isinstance(value, tuple | list) for part in value]
+    values = _values(given, named)
     made = any(isinstance(value, Tensor) and value.grad_fn is not None for value in values)
     return made and any(is_data(value) for value in values)
 

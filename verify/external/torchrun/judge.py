@@ -56,11 +56,13 @@ class Attempt:
 
     way      how the script on one rank was fed
     material with which it was
+    numbers  that it read from its data
     notes    of that run
     """
 
     way: Way
     material: Material
+    numbers: tuple[float, ...]
     run: ProgramRun
     compared: tuple[ComparisonResult, ...]
     notes: tuple[str, ...]
@@ -168,7 +170,7 @@ def _attempt(
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
     run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
-    attempt = Attempt(way, material, run, compare(run), made[0].notes)
+    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes)
     if not double and not attempt.agrees:
         run = replace(run, tolerance=_noise(runner, material, double, way, reference))
         attempt = replace(attempt, run=run, compared=compare(run))
@@ -228,6 +230,9 @@ def _explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], d
     return replace(chosen, run=run, compared=compare(run))
 
 
+_READ = "a count of labels, say, which can be followed where it stays a tensor, without `.item()`"
+
+
 def _doubt(
     chosen: Attempt,
     records: Sequence[ScriptRecord],
@@ -240,6 +245,9 @@ def _doubt(
         return "the forward pass draws random numbers, which are others on one rank"
     if not firm:
         return "the script could not be run on one rank without more rows or micro-batches than it takes on a rank"
+    pairs = [(n, o) for n, o in zip(chosen.numbers, records[0].numbers, strict=False) if n != o]
+    if chosen.way == "part" and pairs:
+        return f"on one rank the script reads {pairs[0][0]:g} from its data, and {pairs[0][1]:g} on rank 0: {_READ}"
     causes = [d.cause for result in chosen.compared for d in result.differences]
     without_whole = {"own", "whole"} <= {way for way, _ in reasons}
     if without_whole and causes and all(c.kind == "scaled" and abs(c.factor - layout.count) < 1e-3 for c in causes):

@@ -82,6 +82,7 @@ class ScriptRecord:
     replica  its number among the ranks whose gradients DDP or FSDP averages, and how many these are; None without them
     dropped  it would drop something, and was kept from it
     draws    random numbers that it drew for itself, outside of its models
+    numbers  of Python that it read from its data, outside of its models
     """
 
     rank: int
@@ -97,6 +98,7 @@ class ScriptRecord:
     replica: tuple[int, int] | None = None
     dropped: bool = False
     draws: Tensors = ()
+    numbers: tuple[float, ...] = ()
 
 
 class Stopped(BaseException):

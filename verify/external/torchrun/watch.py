@@ -132,6 +132,7 @@ class ScriptWatch:
             state.replica(),
             self._mode.dropped,
             tuple(self._draws),
+            tuple(self._mode.numbers),
         )
 
     # Data.

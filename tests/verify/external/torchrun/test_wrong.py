@@ -95,6 +95,13 @@ def test_what_cannot_be_compared_is_named(command: str, words: str) -> None:
     assert finding.help is not None
 
 
+def test_a_number_that_is_read_from_other_data_decides_nothing() -> None:
+    report = verified("loops.py counts --slices", 2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert all("on one rank the script reads" in str(finding.cause) for finding in report.findings), told(report)
+    assert verified("loops.py counts --slices --tensor", 2).verdict.passes
+
+
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [

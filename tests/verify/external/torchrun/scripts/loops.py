@@ -1,6 +1,7 @@
 """Loops of training, each with DDP. The first argument:
 
-    counts   the loss is divided by the number of labels of all ranks, a Python number (--tensor: a tensor)
+    counts   the loss is divided by the number of labels of all ranks, a Python number (--tensor: a tensor); --slices:
+             rows are slices of a table, which are others on one rank
     penalty  a critic with a penalty on its gradient between true and made rows, whose shares are drawn
     two      an optimizer for matrices and one for vectors, after one backward pass
     closure  the step runs model and backward pass, as those of Lightning do
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 parser = argparse.ArgumentParser()
 parser.add_argument("loop")
 parser.add_argument("--tensor", action="store_true")
+parser.add_argument("--slices", action="store_true")
 parser.add_argument("--broken", default="")
 args = parser.parse_args()
 dist.init_process_group("gloo")
@@ -45,7 +47,7 @@ def step_inside(parameter):
 
 def loss_of(x, y):
     if args.loop == "counts":
-        y[torch.rand(len(y), generator=data) < 0.4] = -100
+        y[y == 3 if args.slices else torch.rand(len(y), generator=data) < 0.4] = -100
         count = (y != -100).sum()
         if args.broken != "own":
             dist.all_reduce(count)
@@ -71,8 +73,12 @@ if args.loop == "inside":
     for parameter in plain.parameters():
         parameter.register_post_accumulate_grad_hook(step_inside)
 data = torch.Generator().manual_seed(10 + dist.get_rank())
-for _ in range(3):
+table = torch.randn(96, 6), torch.randint(0, 4, (96,))
+for step in range(3):
     x, y = torch.randn(8, 6, generator=data), torch.randint(0, 4, (8,), generator=data)
+    if args.slices:
+        first = 8 * (step * world + dist.get_rank())
+        x, y = (whole[first : first + 8].clone() for whole in table)
     if args.loop == "closure":
         optimizers[0].step(forward_and_backward)
         continue
