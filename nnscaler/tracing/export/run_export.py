@@ -31,7 +31,7 @@ from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_auto
 from nnscaler.tracing.export.known_values import KnownValues
 from nnscaler.tracing.export.locations import OURS, TORCH, is_library, location_of_exception
 from nnscaler.tracing.export.loss_module import LossModule
-from nnscaler.tracing.export.mutated_attributes import attributes_kept, draws_kept
+from nnscaler.tracing.export.mutated_attributes import attributes_kept, buffers_written, draws_kept
 from nnscaler.tracing.export.recompute_regions import checkpoints_marked
 from nnscaler.tracing.export.vmaps import vmaps_expanded
 
@@ -252,6 +252,7 @@ def _around(model: nn.Module, changed: dict[str, str], drawn: set[str], eager: b
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_kept(model, changed))
         stack.enter_context(draws_kept(drawn))
+        stack.enter_context(buffers_written())
         if eager:
             known = stack.enter_context(KnownValues())
             stack.enter_context(as_eager(known.is_known))
