@@ -197,9 +197,33 @@ class Statistics(Model):
         return (h * self.average).sum() + self.count
 
 
-def test_written_buffers_are_updates() -> None:
-    graph = traced(Statistics())
+class Assigns(Model):
+    """Buffers that are assigned to are written all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        before = (h * self.average).sum()
+        with torch.no_grad():
+            self.average = 0.9 * self.average + 0.1 * h
+        self.count = self.count + 1
+        return before + (h * self.average).sum()
+
+
+@pytest.mark.parametrize("kind", [Statistics, Assigns])
+def test_written_buffers_are_updates(kind: type[nn.Module]) -> None:
+    graph = traced(kind())
     assert [buffer for buffer, _ in graph.updates] == ["average", "count"]
+
+
+def test_a_buffer_whose_old_value_is_read_after_it_was_assigned_to_is_refused() -> None:
+    class Keeps(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            old = self.average
+            self.average = self.proj(x).detach()
+            return (self.proj(x) - old).square().sum()
+
+    with pytest.raises(NnscalerError, match="the traced graph is not the model"):
+        traced(Keeps())
 
 
 class Constant(Model):

@@ -126,3 +126,17 @@ def test_without_gradients_the_only_scalar_is_the_loss() -> None:
     with torch.no_grad():
         made = Net(FORMS["second"])(**batch())
         assert loss_of(made) is made[1]
+
+
+def test_ctc_loss_with_lengths_in_tuples() -> None:
+    class Spoken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 10)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            scores = self.head(x).log_softmax(-1).transpose(0, 1)
+            return F.ctc_loss(scores, labels, (12,) * 4, (3, 2, 4, 4)) + nn.CTCLoss()(scores, labels, [12] * 4, [4] * 4)
+
+    spoken = {"x": torch.randn(4, 12, 6), "labels": torch.randint(1, 9, (4, 4))}
+    assert {op.operator for op in trace(Spoken(), spoken).graph.operations} >= {"aten.ctc_loss.Tensor"}
