@@ -46,23 +46,6 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def buffers_written() -> Iterator[None]:
-    """While open, assigning to a buffer (`self.mean = 0.9 * self.mean + ...`) writes into it, as export knows it."""
-    assign = nn.Module.__setattr__
-
-    def written(part: nn.Module, name: str, value: Any) -> None:
-        held = part.__dict__.get("_buffers", {}).get(name)
-        tensors = isinstance(held, Tensor) and isinstance(value, Tensor) and held is not value
-        if tensors and (held.shape, held.dtype) == (value.shape, value.dtype) and not value.requires_grad:
-            held.copy_(value)
-        else:
-            assign(part, name, value)
-
-    with patch.object(nn.Module, "__setattr__", written):
-        yield
-
-
-@contextmanager
 def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None]:
     """Restore attributes that change while this is open; `changed`, filled then, says what each was, by name.
 

@@ -252,7 +252,6 @@ def _around(model: nn.Module, changed: dict[str, str], drawn: set[str], eager: b
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_kept(model, changed))
         stack.enter_context(draws_kept(drawn))
-        stack.enter_context(buffers_written())
         if eager:
             known = stack.enter_context(KnownValues())
             stack.enter_context(as_eager(known.is_known))
