@@ -1,4 +1,4 @@
-"""The second oracle: right backwards pass under every seed, whatever they look like."""
+"""The second oracle: right backwards pass under every seed, whatever they look like; a right one is linear."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.verify.backwards import (
     Turned,
     assert_right,
     check,
+    finding,
     normal,
     weighted_sum,
 )
@@ -166,3 +167,49 @@ def test_built_in_derivatives_are_right() -> None:
         (lambda x: torch.fft.rfft(x).abs(), (normal(6, 8),)),
     ):
         assert_right(function, *inputs, always=True)
+
+
+class TwoOutputs(torch.autograd.Function):
+    """A model may use one of them alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(_: Any, g: Tensor | None, h: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        if h is None:
+            return g  # half of it
+        return h * 3 if g is None else g * 2 + h * 3
+
+
+class RightForEach(TwoOutputs):
+    @staticmethod
+    def backward(_: Any, g: Tensor | None, h: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        return sum(factor * c for factor, c in ((2, g), (3, h)) if c is not None)  # type: ignore[return-value]
+
+
+class RaisesForOne(TwoOutputs):
+    @staticmethod
+    def backward(_: Any, g: Tensor, h: Tensor) -> Tensor:  # type: ignore[override]
+        return g * 2 + h * 3
+
+
+NOT_LINEAR = {
+    "cut off": with_backward(lambda x: x * 2, lambda g, y, x: ((g * 2).clamp(-1e3, 1e3),)),
+    "small ones left out": with_backward(lambda x: x * 2, lambda g, y, x: (torch.where(g.abs() < 1e-3, 0.0, 2 * g),)),
+    "of half precision": with_backward(lambda x: x * 2, lambda g, y, x: ((g.half() * 2).to(g.dtype),)),
+    "another for one output": TwoOutputs.apply,
+}
+
+
+@pytest.mark.parametrize("function", NOT_LINEAR.values(), ids=NOT_LINEAR)
+def test_a_backward_that_is_not_linear_in_its_cotangents(function: Function) -> None:
+    assert "is not linear in the gradients" in finding(function, normal(4, 3)).message
+
+
+def test_right_backwards_are_linear_in_their_cotangents() -> None:
+    assert_right(RightForEach.apply, normal(4, 3))
+    assert_right(RaisesForOne.apply, normal(4, 3))
+    assert_right(with_backward(lambda x: x * 2, lambda g, y, x: ((g.float() * 2).to(g.dtype),)), normal(4, 3))

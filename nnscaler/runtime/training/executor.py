@@ -93,8 +93,7 @@ class RankExecutor:
         self._updates = any(c.staleness is not None for c in classes)  # also one of which nothing is trained
         # of a stream, that of one batch
         self._step = tuple(i for i in self.schedule if not self._updates or (i.micro == 0 and i.kind != "U"))
-        steps = () if self._updates else self._step
-        self._next = dict(pairwise(steps))  # what a message may be received for early
+        self._next = dict(pairwise(() if self._updates else self._step))  # what a message may be received for early
         self._trained = {i.stage for i in self.schedule if i.kind != "F"}  # the stages that run backward
         given = {} if share is None else share.held
         reads = self._reads = ParameterReads(communicator)
