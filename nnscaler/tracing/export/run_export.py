@@ -87,15 +87,8 @@ def more_fake_kernels() -> Iterator[None]:
     aten = torch.ops.aten
     kernels: dict[Any, Any] = {aten._ctc_loss.default: _ctc_loss, aten._ctc_loss.Tensor: _ctc_loss}
     kernels[aten._grouped_mm.default] = _grouped_mm
-    # lengths in a tuple become a tensor whose memory torch writes to, and a fake one has none
-    ctc_loss = partial(_with_lengths_as_tensors, torch.ctc_loss)
-    with patch.dict(fake_impls.op_implementations_dict, kernels), patch.object(torch, "ctc_loss", ctc_loss):
+    with patch.dict(fake_impls.op_implementations_dict, kernels):
         yield
-
-
-def _with_lengths_as_tensors(ctc_loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    given = [torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value for value in args]
-    return ctc_loss(*given, **kwargs)
 
 
 def _ctc_loss(mode: Any, _operator: Any, log_probs: Tensor, targets: Tensor, *_rest: Any, **_named: Any) -> Any:
