@@ -314,3 +314,21 @@ def test_values_of_a_tensor_that_is_made_larger(kind: Kind) -> None:
     assert len(set(larger(signed)[0].tolist())) > 1
     same = torch.randn(3, 4)
     assert varied(same, same, kind, torch.Generator()) is same
+
+
+def _chaotic(unit: float) -> Callable[[Tensor], Tensor]:
+    """Make what doubles an error in each of 32 steps; kernels round otherwise for another number of rows."""
+
+    def function(x: Tensor) -> Tensor:
+        h = torch.sigmoid(x * (1 + unit * x.shape[0]))
+        for _ in range(32):
+            h = 3.99 * h * (1 - h)
+        return h
+
+    return function
+
+
+def test_what_rounding_makes_as_large_as_a_wrong_result_decides_nothing() -> None:
+    right, wrong = (_report("a b -> a b", _chaotic(unit), (torch.randn(6, 4),)) for unit in (2.0**-53, 2.0**-12))
+    assert right.verdict is Verdict.INCONCLUSIVE
+    assert wrong.verdict is Verdict.REFUTED

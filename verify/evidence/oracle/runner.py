@@ -41,7 +41,7 @@ from verify.evidence.oracle.partition import (
 )
 from verify.evidence.oracle.run_random_operators import whole_arguments
 from verify.evidence.oracle.size_checked_kernels import runs_checked
-from verify.evidence.oracle.tolerance import Bound, float64_bound, low_bound
+from verify.evidence.oracle.tolerance import NOISE_FACTOR, Bound, float64_bound, low_bound
 from verify.evidence.oracle.whole import WholeRun, run_whole
 
 KEPT = 6  # wholes in memory
@@ -64,7 +64,8 @@ class Declined(str):
 
 @dataclass(frozen=True)
 class CaseResult:
-    """`compared` is None where the case could not run: `raised` on a shard, or `refused` with a reason."""
+    """`compared` is None where the case could not run: `raised` on a shard, or `refused` with a reason, which is also
+    that it decides nothing."""
 
     case: SplitCase
     signature: Signature
@@ -349,6 +350,10 @@ class OperatorRunner:
                 compared = compare_partition(prepared.whole, partition, generator, prepared.bound, guards)
         except ShardRaised as raised:
             return CaseResult(case, prepared.signature, raised=raised)
+        rounding = prepared.bound.rounding
+        if compared.mismatches and all(m.difference.relative <= rounding for m in compared.mismatches):
+            reason = f"inputs moved by one unit of rounding change its result by {rounding / NOISE_FACTOR:.1g}"
+            return CaseResult(case, prepared.signature, refused=f"{reason}, which no wrong one can be told from")
         return CaseResult(case, prepared.signature, compared)
 
     def _preflight(self, prepared: Prepared, partition: Partition, case: SplitCase) -> None:

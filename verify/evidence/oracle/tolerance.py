@@ -11,6 +11,7 @@ decides whether the annotation is right.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from types import MappingProxyType
 
 import torch
@@ -28,9 +29,11 @@ CEILING = 1e-8  # of the largest value: no float64 difference above it is called
 @dataclass(frozen=True, slots=True)
 class Bound:
     """`relative`: the largest difference that agrees, relative to the larger of the expected tensor's largest value and
-    1e-3 of its family's."""
+    1e-3 of its family's. `rounding`: up to which one that does not may be rounding all the same, as after many steps
+    of a recurrent network; it decides nothing."""
 
     relative: float
+    rounding: float = 0.0
 
     def agree(self, a: Tensor, b: Tensor, scale: float, terms: float = 0.0) -> bool:
         """Return whether two tensors of one shape differ by rounding alone. Integers and booleans must be equal.
@@ -80,10 +83,11 @@ def float64_bound(low: WholeRun | None, exact: WholeRun, moved: WholeRun | None 
     """`low`: the same run in float32; `moved`: the same in float64 with every input moved by one unit of rounding,
     which shows cancellation that float32 hides (a softmax that is saturated in it). None where there is no such run."""
     unit = torch.finfo(torch.float64).eps
-    measured = 0.0 if low is None else noise(low, exact) * unit / torch.finfo(torch.float32).eps
-    if moved is not None:
-        measured = max(measured, noise(moved, exact))
-    return Bound(min(max(UNITS * unit, NOISE_FACTOR * measured), CEILING))
+    in_low, in_moved = (0.0 if run is None else noise(run, exact) for run in (low, moved))
+    measured = max(in_low * unit / torch.finfo(torch.float32).eps, in_moved)
+    # an operator that jumps where it is moved, at whole numbers say, has no noise in float32
+    rounding = NOISE_FACTOR * min(in_low, in_moved)
+    return Bound(min(max(UNITS * unit, NOISE_FACTOR * measured), CEILING), rounding if isfinite(rounding) else 0.0)
 
 
 def low_bound(low: WholeRun, exact: WholeRun) -> Bound:
