@@ -14,7 +14,8 @@ from verify.results.verdict import Verdict
 def test_what_is_wrong_on_some_values_is_refuted(function: Operator, annotation: str) -> None:
     report = verified(function, annotation)
     assert report.verdict is Verdict.REFUTED
-    assert {finding.code for finding in report.findings} == {"annotation_wrong"}
+    codes = {finding.code for finding in report.findings}
+    assert codes - {"gradient_is_not_derivative"} == {"annotation_wrong"}  # one that clips is not linear either
 
 
 @pytest.mark.parametrize(
