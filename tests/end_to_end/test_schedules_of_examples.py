@@ -9,7 +9,17 @@ import pytest
 from nnscaler.cli.main import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SCHEDULES = ("1f1b-split", "zb-h1", "zb-h1-few", "zb-h2", "zb-v", "dualpipe-v", "interleaved", "search:zb-v")
+SCHEDULES = (
+    "1f1b-split",
+    "zb-h1",
+    "zb-h1-few",
+    "zb-h1-half",
+    "zb-h2",
+    "zb-v",
+    "dualpipe-v",
+    "interleaved",
+    "search:zb-v",
+)
 PLANS = ("tp=2,pp=2", "dp=2,pp=2,zero=3")
 SHORT = ("gpt", "zb-v", "tp=2,pp=2", "simulator")  # of which the default tests have one
 

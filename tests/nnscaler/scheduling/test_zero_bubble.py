@@ -72,6 +72,18 @@ def test_few_are_split(devices: int) -> None:
         assert simulate(made("1f1b-split", devices, m)).makespan < simulate(made("1f1b", devices, m)).makespan
 
 
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_half_is_held_back(devices: int) -> None:
+    """Halfway between the two in time, in the memory of 1F1B's first device: a pass is half of a device's."""
+    for m in range(devices, 4 * devices + 1):
+        half = simulate(made("zb-h1-half", devices, m))
+        last, few = (simulate(made(name, devices, m)).makespan for name in ("1f1b-split", "zb-h1-few"))
+        assert half.makespan == 2 * (3 * m + (5 * devices - 7) / 2) == last + few
+        assert half.peak_live == tuple(2 * devices - min(d, 2 * (m - devices + d)) for d in range(devices))
+    for m in range(1, devices):
+        assert simulate(made("zb-h1-half", devices, m)).makespan < 2 * simulate(made("1f1b", devices, m)).makespan
+
+
 @pytest.mark.long
 @given(devices=st.integers(1, 10), m=st.integers(1, 30))
 @settings(max_examples=80, deadline=None)
@@ -179,7 +191,7 @@ def test_interleaved(chunks: int, devices: int, m: int) -> None:
         assert more == 2 * (devices - m % devices)
 
 
-@pytest.mark.parametrize("name", ["1f1b-split", "zb-h1", "zb-h1-few", "zb-h2", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("name", ["1f1b-split", "zb-h1", "zb-h1-few", "zb-h1-half", "zb-h2", "zb-v", "dualpipe-v"])
 def test_one_device_never_idles(name: str) -> None:
     for m in range(1, 6):
         schedule = made(name, 1, m)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,8 +64,7 @@ class Declined(str):
 
 @dataclass(frozen=True)
 class CaseResult:
-    """`compared` is None where the case could not run: `raised` on a shard, or `refused` with a reason, which is also
-    that it decides nothing."""
+    """`compared` is None where the case did not run, `raised` on a shard, or was `refused`: it decides nothing."""
 
     case: SplitCase
     signature: Signature
@@ -322,16 +321,22 @@ class OperatorRunner:
         """Run one case, without narrower dtypes inside the operator where what differs may be their rounding. Raises
         WholeRaised and AnnotationError."""
         found = self._run_case(case)
-        if not _by_little(found) or self._wide is self:
+        apart = [m.difference.relative for m in found.compared.mismatches] if found.compared is not None else []
+        if not apart:
             return found
-        if self._wide is None:
-            self._wide = copy(self)
-            self._wide._prepared, self._wide._wide = {}, self._wide
-            self._wide._asked = lambda dtype: AskedDtypes(dtype_name(dtype))
-        try:
-            return self._wide.run(case)
-        except Exception:  # noqa: BLE001 - it may insist on the dtype that it asked for
+        little = all(value < NARROW for value in apart) and case.inputs.dtype in ("float64", "float32")
+        if little and self._wide is not self:
+            if self._wide is None:
+                self._wide = copy(self)
+                self._wide._prepared, self._wide._wide = {}, self._wide
+                self._wide._asked = lambda dtype: AskedDtypes(dtype_name(dtype))
+            with suppress(Exception):  # it may insist on the dtype that it asked for
+                return self._wide.run(case)
+        rounding = self.prepare(case.inputs).bound.rounding
+        if not all(value <= rounding for value in apart):
             return found
+        reason = f"rounding of its inputs changes its result by {rounding / NOISE_FACTOR:.1g}"
+        return replace(found, compared=None, refused=f"{reason}, which no wrong one can be told from")
 
     def _run_case(self, case: SplitCase) -> CaseResult:
         prepared = self.prepare(case.inputs)
@@ -350,10 +355,6 @@ class OperatorRunner:
                 compared = compare_partition(prepared.whole, partition, generator, prepared.bound, guards)
         except ShardRaised as raised:
             return CaseResult(case, prepared.signature, raised=raised)
-        rounding = prepared.bound.rounding
-        if compared.mismatches and all(m.difference.relative <= rounding for m in compared.mismatches):
-            reason = f"inputs moved by one unit of rounding change its result by {rounding / NOISE_FACTOR:.1g}"
-            return CaseResult(case, prepared.signature, refused=f"{reason}, which no wrong one can be told from")
         return CaseResult(case, prepared.signature, compared)
 
     def _preflight(self, prepared: Prepared, partition: Partition, case: SplitCase) -> None:
@@ -363,12 +364,6 @@ class OperatorRunner:
         if raised is not None:
             raise raised
         self._tried.add(key)
-
-
-def _by_little(found: CaseResult) -> bool:
-    if found.compared is None or found.case.inputs.dtype not in ("float64", "float32"):
-        return False
-    return found.failed and all(m.difference.relative < NARROW for m in found.compared.mismatches)
 
 
 def raised_on_meta(spec: OperatorSpec, prepared: Prepared, partition: Partition) -> ShardRaised | None:
