@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+import threading
 
 from nnscaler.cli.signals import Terminated, exit_code_of, stop_in_order
 
@@ -27,4 +30,21 @@ def run_process() -> int:
         print("terminated" if isinstance(stop, Terminated) else "interrupted", file=sys.stderr)
         code = exit_code_of(stop)
     signal = stopped()
-    return code if signal is None else exit_code_of(signal)
+    code = code if signal is None else exit_code_of(signal)
+    if code and "RANK" in os.environ:
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End a rank whose daemon threads may be waiting for others, in C++, without taking Python down around them.
+
+    One that comes back then, since another rank has ended, would abort the process, which would look like the cause.
+    """
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -75,7 +75,7 @@ def test_numbers_are_rounded_as_a_trace_records_them() -> None:
 
 
 class AsksForItsDtype(nn.Module):
-    """What follows from the dtype of a tensor is in a trace by the numbers of the model's own."""
+    """A trace has, of what follows from a tensor's dtype, the numbers of the model's own."""
 
     def __init__(self) -> None:
         super().__init__()

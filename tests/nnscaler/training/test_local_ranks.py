@@ -81,6 +81,32 @@ def test_the_rank_that_left_another_is_the_cause_although_it_ends_later() -> Non
     assert cause is not None and cause.number == 1
 
 
+WAITS = """
+import sys, threading, time, types
+from datetime import timedelta
+import torch.distributed
+import nnscaler.cli.main
+from nnscaler.cli.console_script import run_process
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(2.0)
+
+sys.modules["slow"] = types.ModuleType("slow")  # which Python takes down while the thread comes back
+sys.modules["slow"].held = Slow()
+waited = lambda store: store.wait(["never"], timedelta(seconds=1.0))
+threading.Thread(target=waited, args=(torch.distributed.HashStore(),), daemon=True).start()
+nnscaler.cli.main.main = lambda: 3
+sys.exit(run_process())
+"""
+
+
+def test_a_rank_that_fails_ends_with_its_code_although_a_thread_waits_for_another() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", WAITS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+
+
 def run(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
     """The exit code of a run of two ranks, and what it says."""
     (folder / "model.py").write_text(MODEL)

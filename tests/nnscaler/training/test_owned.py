@@ -167,7 +167,7 @@ def test_a_matrix_that_tensor_parallelism_cuts_is_refused() -> None:
 
 
 class Normed(torch.optim.SGD):
-    """What it does to one parameter depends on the gradients of all."""
+    """Updates each parameter by the gradients of all."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -169,7 +169,7 @@ print(verify_spec(spec, OpOptions()).verdict.name)
 
 
 def test_a_script_that_verifies_outside_of_functions_ends(tmp_path: Path) -> None:
-    """What an operator keeps is asked by loading its file anew, in a child: which would ask again."""
+    """Its file is loaded anew in a child, to see what the operator keeps: which would ask again."""
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
