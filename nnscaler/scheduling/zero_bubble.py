@@ -30,7 +30,7 @@ def split_1f1b(devices: int, chunks: int, micro_batches: int) -> Schedule:
     when all other devices wait for it. With F = I = W and m >= p >= 2 a step takes 3 m + 3 p - 4, and 3 m + 3 p - 3
     under 1F1B. The first device hands nothing on, and splits nothing.
     """
-    orders = tuple(_few_split(device, devices - device, 0, micro_batches) for device in range(devices))
+    orders = tuple(_few_split((device,), devices - device, 0, micro_batches) for device in range(devices))
     return Schedule("1f1b-split", stage_devices(devices, chunks), micro_batches, orders)
 
 
@@ -42,18 +42,24 @@ def zb_h1_few(devices: int, chunks: int, micro_batches: int) -> Schedule:
     more than one whole, and of m micro-batches only d + 1 pay for it. The gradients of whole ones leave a W later: with
     F = I = W and m >= p >= 2 a step takes 3 m + 2 p - 3, where ZB-H1 takes 3 m + p - 1. Two devices lose nothing.
     """
-    orders = tuple(_few_split(device, devices - device, device, micro_batches) for device in range(devices))
+    orders = tuple(_few_split((device,), devices - device, device, micro_batches) for device in range(devices))
     return Schedule("zb-h1-few", stage_devices(devices, chunks), micro_batches, orders)
 
 
-def _few_split(stage: int, ahead: int, held: int, micro_batches: int) -> tuple[Instruction, ...]:
-    """Return the order of a device that runs `ahead` forwards first, and splits its first `held` backwards and its last
-    one: their W come at the end. That of the first stage has one half only, and is whole."""
+def _few_split(stages: tuple[int, ...], ahead: int, held: int, micro_batches: int) -> tuple[Instruction, ...]:
+    """Return the order of a device with these stages that runs `ahead` forwards first, and splits the first `held`
+    backwards of its first stage and its last one: their W come at the end. The device with the model's first stage
+    hands no gradient on, and leaves its last one whole."""
     ahead = min(ahead, micro_batches)
     held = min(held, micro_batches - ahead)
-    steady, last = micro_batches - ahead - held, ((1, "I0"), (held + 1, "W")) if stage else ((1, "B0"),)
-    phases = ((ahead, "F0"), (held, "I0 F0"), (steady, "B0 F0"), (ahead - 1, "B0"), *last)
-    return in_phases((stage,), phases, micro_batches)
+    forward = " ".join(f"F{i}" for i in range(len(stages)))
+    whole, kept, split = (
+        " ".join(f"{'I' if i < halves else 'B'}{i}" for i in reversed(range(len(stages))))
+        for halves in (0, 1, len(stages))
+    )
+    steady, last = micro_batches - ahead - held, ((1, split), (held + len(stages), "W")) if stages[0] else ((1, whole),)
+    phases = ((ahead, forward), (held, f"{kept} {forward}"), (steady, f"{whole} {forward}"), (ahead - 1, whole), *last)
+    return in_phases(stages, phases, micro_batches)
 
 
 def in_a_row(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
@@ -68,14 +74,9 @@ def zb_h1_half(devices: int, chunks: int, micro_batches: int) -> Schedule:
     device d holds p - d / 2 micro-batches, and the first one p as under 1F1B. With F = I = W of a device's layers and
     m >= p >= 2 a step takes 3 m + (5 p - 7) / 2: halfway between `1f1b-split` and `zb-h1-few`.
     """
-    orders = []
-    for device in range(devices):
-        ahead = min(devices - device, micro_batches)
-        held = min(device, micro_batches - ahead)
-        steady, last = micro_batches - ahead - held, ((1, "I1 I0"), (held + 2, "W")) if device else ((1, "B1 B0"),)
-        phases = ((ahead, "F0 F1"), (held, "B1 I0 F0 F1"), (steady, "B1 B0 F0 F1"), (ahead - 1, "B1 B0"), *last)
-        orders.append(in_phases((2 * device, 2 * device + 1), phases, micro_batches))
-    return Schedule("zb-h1-half", in_a_row(devices, chunks), micro_batches, tuple(orders))
+    pairs = [(2 * device, 2 * device + 1) for device in range(devices)]
+    orders = tuple(_few_split(pair, devices - d, d, micro_batches) for d, pair in enumerate(pairs))
+    return Schedule("zb-h1-half", in_a_row(devices, chunks), micro_batches, orders)
 
 
 def zb_h2(devices: int, chunks: int, micro_batches: int) -> Schedule:
