@@ -204,6 +204,8 @@ def measured_memory(
     # what is imported when it is first needed
     our_side(ROWS[row], SIZES["tiny"], place, chosen, programs.get("tiny"))()
     their_side(ROWS[row], SIZES["tiny"], place, chosen)()
+    if ROWS[row].compiled:  # as in a new process: what saw one size is compiled for any size when it sees another
+        torch.compiler.reset()
     gc.collect()
     base = _resident("VmRSS")
     made = partial(our_side, packed=programs.get(size)) if side == "ours" else their_side

@@ -39,8 +39,17 @@ def ce_pick(
     local, counts = labels - first_class, labels != ignore_index
     check_indices(torch.where(counts, labels, 0), logits.shape[1] if classes is None else classes, "label")
     here = counts & (local >= 0) & (local < logits.shape[1])
-    picked = wide(cast(Tensor, _Pick.apply(logits, torch.where(here, local, 0).unsqueeze(1)))).squeeze(1)
-    return torch.where(here, picked, 0.0)
+    return torch.where(here, wide(_picked(logits, torch.where(here, local, 0).unsqueeze(1))).squeeze(1), 0.0)
+
+
+def _picked(logits: Tensor, index: Tensor) -> Tensor:
+    """[N, C], [N, 1] -> [N, 1]: gather along classes."""
+    if torch.compiler.is_compiling():
+        # Loops over all classes are there anyway. Backward makes no tensor of the logits' size for it, and torch keeps
+        # what it compiled for the next process, as it does not where a Function of ours is in it.
+        classes = torch.arange(logits.shape[1], device=logits.device)
+        return torch.where(classes == index, logits, 0.0).sum(1, keepdim=True)
+    return cast(Tensor, _Pick.apply(logits, index))
 
 
 def check_indices(indices: Tensor, size: int, what: str) -> None:
@@ -49,7 +58,7 @@ def check_indices(indices: Tensor, size: int, what: str) -> None:
 
 
 class _Pick(torch.autograd.Function):
-    """[N, C], [N, 1] -> [N, 1]: gather along classes. Torch's own keeps the logits for backward, where none is read."""
+    """Gather along classes. Torch's own keeps the logits for backward, where none is read."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, index: Tensor) -> Tensor:

@@ -38,6 +38,32 @@ def test_cross_entropy(widths: tuple[int, ...], ignore_index: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_logit_of_a_label_is_the_same_where_it_is_compiled(dtype: torch.dtype) -> None:
+    """And is so in torch's own operators alone: what holds a Function of ours is compiled anew in every process."""
+    logits = (torch.randn(7, 9) * 50).to(dtype)
+    logits[1, 2], logits[2, 0] = -torch.inf, torch.inf
+    labels = torch.tensor([0, 4, 8, -100, 3, 2, 7])
+    called: list[str] = []
+
+    def without_kernels(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(ops.ce_pick, backend=without_kernels, dynamic=False)
+    for first, width in ((0, 9), (3, 3)):
+        results = []
+        for function in (ops.ce_pick, compiled):
+            block = logits[:, first : first + width].clone().requires_grad_()
+            picked = function(block, labels, -100, first, 9)
+            results.append((picked.detach(), *torch.autograd.grad(picked, block, torch.arange(1.0, 8).to(picked))))
+        for eager, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, eager, rtol=0, atol=0)
+    assert "where" in " ".join(called)
+    assert not any("autograd_function" in name for name in called)
+
+
 @pytest.mark.parametrize("label", [-1, 9])
 def test_a_label_that_is_no_class_is_refused(label: int) -> None:
     """As torch does, also where each block of classes takes it for another one's."""
