@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from nnscaler.runtime.freed_memory import kept_memory
+from nnscaler.runtime.keep_freed_memory import kept_memory
 from verify.external.ranks.run import run_ranks
 from verify.processes.pool import Done, run_forked
 

@@ -32,10 +32,10 @@ from nnscaler.runtime.program.load_python import load_role, load_user_module
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from verify.programs.checks.context import Comparison
+from verify.programs.checks.input_and_outcome import Comparison
 from verify.programs.checks.logical_tensors import by_rank, holdings_of, put_together
-from verify.programs.execution.rank_program import RankResult, role_file
-from verify.programs.low_precision.measure import measured
+from verify.programs.execution.record_rank_steps import RankResult, role_file
+from verify.programs.low_precision.judge_against_noise import measured
 from verify.programs.low_precision.noise import draw, targets_of
 from verify.programs.low_precision.run import Calibration, LowPrecisionResult, calibrate, compare
 from verify.programs.opened_program import OpenedProgram, open_program

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.runtime.communication import cross_memory_attach
-from nnscaler.runtime.communication.async_calls import Arrival, OneRound
+from nnscaler.runtime.communication.async_gloo import Arrival, OneRound
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.gloo import GlooCommunicator
 from nnscaler.runtime.jobs.job import JobSpecification

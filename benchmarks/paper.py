@@ -43,14 +43,14 @@ from paper_spaces import WITHOUT_PIPELINE, Space
 
 from nnscaler.cli.main import main as command_line
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import Signature, signatures
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import Constraint, megatron, sizes
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.planner.find_plan import Found as Planned
 from nnscaler.planning.planner.find_plan import find_plan
-from nnscaler.planning.sharding.memory import MemoryBudget
+from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
 
 CLUSTERS = ("dgx2-v100", "ethernet10g")
 GPUS = (4, 8, 16, 32)

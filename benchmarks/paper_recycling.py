@@ -22,7 +22,7 @@ from paper_simulated import MEMORY, Costs, Parts, Priced, Simulated, measure, pa
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import Signature, signatures
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.recycling_pipelines import runs_of
 from nnscaler.scheduling.timeline import PassCosts, simulate

@@ -23,7 +23,7 @@ import torch
 
 from nnscaler.compile import WantedPlan, compile_traced, parallelize
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
@@ -31,8 +31,8 @@ from tests.random_plans import MESHES, PIPELINES, random_plan
 from verify.programs.entry_point import verify_request
 from verify.programs.request import DTYPES, PlanRequest
 from verify.programs.subject import PlanSubject
-from verify.self_test.programs.corpus import EXAMPLES, MODELS, shorten
-from verify.self_test.programs.judge import read_statically
+from verify.self_test.programs.judge_mutant import read_statically
+from verify.self_test.programs.right_programs import EXAMPLES, MODELS, shorten
 
 # plan, ranks, micro-batches and schedule
 ASKED = (

@@ -60,17 +60,17 @@ def memory_mb() -> float:
 
 def two_axes() -> None:
     """All choices on both axes of a 2 x 4 mesh, batch and sequence splits included."""
-    from nnscaler.ir.signature import signatures
+    from nnscaler.ir.operation_annotations import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.cost.analytic import AnalyticCost
-    from nnscaler.planning.cost.model import AxisPlace
+    from nnscaler.planning.cost.model_protocol import AxisPlace
     from nnscaler.planning.sharding.build_problem import Weights, pose
-    from nnscaler.planning.sharding.memory import kept_by
+    from nnscaler.planning.sharding.cost_tables import TableBuilder
+    from nnscaler.planning.sharding.parameter_and_activation_memory import kept_by
     from nnscaler.planning.sharding.problem_config import make_setting
     from nnscaler.planning.sharding.strategies import Strategies, axis_options
-    from nnscaler.planning.sharding.tables import TableBuilder
     from nnscaler.planning.solver.solve import solve
-    from nnscaler.transform.select import layers_of
+    from nnscaler.transform.select_operations import layers_of
 
     graph = llama_graph("8b", 32)
     before = memory_mb()
@@ -97,10 +97,10 @@ def two_axes() -> None:
 
 def large(size: str, batch: int, devices: int, memory: float) -> None:
     """The whole planner, within so many GB a device."""
-    from nnscaler.ir.signature import signatures
+    from nnscaler.ir.operation_annotations import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.planner.find_plan import find_plan
-    from nnscaler.planning.sharding.memory import MemoryBudget
+    from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
 
     graph = llama_graph(size, batch)
     before = memory_mb()
@@ -124,7 +124,7 @@ def to_code() -> None:
     import transformers as hf
 
     from nnscaler.compile import WantedPlan, compile_traced
-    from nnscaler.ir.signature import signatures
+    from nnscaler.ir.operation_annotations import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.planner.find_plan import find_plan
     from nnscaler.tracing import trace
@@ -158,11 +158,11 @@ SPEED = {
 def pairs(count: int) -> None:
     """Verify the chosen plans at 4 and 8 ranks: with more and less memory, and with parameters that rest in shards."""
     import verify
-    from nnscaler.ir.signature import signatures
+    from nnscaler.ir.operation_annotations import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.planner.find_plan import find_plan
-    from nnscaler.planning.sharding.memory import MemoryBudget
+    from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
 
     passed = tried = 0
     for name in EXAMPLES:
@@ -213,12 +213,12 @@ def order(repeats: int) -> None:
 
     from nnscaler.cli.main import main as command
     from nnscaler.compile import WantedPlan, compile_traced
-    from nnscaler.ir.signature import signatures
+    from nnscaler.ir.operation_annotations import signatures
     from nnscaler.performance.predict import replay
-    from nnscaler.planning.cluster.found import found_cluster
+    from nnscaler.planning.cluster.detect_this_machine import found_cluster
     from nnscaler.planning.constraints import sizes
-    from nnscaler.planning.cost.table import load_profile
-    from nnscaler.planning.cost.table_cost import TableCost
+    from nnscaler.planning.cost.measured_profile import load_profile
+    from nnscaler.planning.cost.profile_cost import TableCost
     from nnscaler.planning.planner.find_plan import find_plan
     from nnscaler.runtime.jobs.job import JobSpecification
     from nnscaler.runtime.jobs.launcher import ForkServer, launch

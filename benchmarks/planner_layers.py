@@ -74,12 +74,12 @@ class Answer:
 def answer(question: Question, chained: bool) -> Answer:
     """Search with the chain, or without it."""
     from nnscaler.errors import NnscalerError
-    from nnscaler.ir.signature import signatures
+    from nnscaler.ir.operation_annotations import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.planner.find_plan import find_plan
     from nnscaler.planning.planner.planner_graph import PlanningCache
-    from nnscaler.planning.sharding.memory import MemoryBudget
+    from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
 
     cluster = load_cluster(CLUSTER).scaled(question.ranks)
     kept = sizes(dp=1, pp=1, recompute=False) if question.space == "tp" else None

@@ -138,7 +138,7 @@ KINDS = {"dp": {"dp"}, "tp": {"tp"}, "pp": {"pp"}, "dp+tp+pp": {"dp", "tp", "pp"
 
 def traced(name: str) -> Any:
     """The graph and its signatures."""
-    from nnscaler.ir.signature import signatures
+    from nnscaler.ir.operation_annotations import signatures
     from nnscaler.tracing import trace
 
     graph = trace(*MODELS[name](), self_check=False).graph
@@ -160,7 +160,7 @@ def seconds_of(graph: Any, known: Any, cluster: Any, constraint: Any, memory: fl
     """Return the plan that is found, or None."""
     from nnscaler.errors import NnscalerError
     from nnscaler.planning.planner.find_plan import find_plan
-    from nnscaler.planning.sharding.memory import MemoryBudget
+    from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
 
     try:
         return find_plan(graph, dict(known), cluster, constraint=constraint, memory=MemoryBudget(memory))

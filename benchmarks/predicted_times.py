@@ -109,11 +109,11 @@ def time_of(model: str, folder: Path, rounds: int) -> tuple[float, list[Row]]:
     """Return the seconds that profiling took, and the times of all plans."""
     from nnscaler.cli.main import main as command
     from nnscaler.compile import WantedPlan, compile_traced, make
-    from nnscaler.ir.signature import signatures
+    from nnscaler.ir.operation_annotations import signatures
     from nnscaler.model_file import load_model_file
     from nnscaler.performance.predict import replay
-    from nnscaler.planning.cost.table import load_profile
-    from nnscaler.planning.cost.table_cost import TableCost
+    from nnscaler.planning.cost.measured_profile import load_profile
+    from nnscaler.planning.cost.profile_cost import TableCost
     from nnscaler.runtime.jobs.job import JobSpecification
     from nnscaler.runtime.jobs.launcher import ForkServer, launch
     from nnscaler.tracing import trace

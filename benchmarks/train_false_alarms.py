@@ -22,24 +22,24 @@ from torch import nn
 
 import nnscaler
 from nnscaler.errors import NnscalerError
-from verify.programs.execution.backends import Failure
+from verify.programs.execution.run_on_backend import Failure
 from verify.programs.prepare_verification import prepare
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
 from verify.programs.training.comparison import compare
 from verify.programs.training.run import make_training, run_ranks
 from verify.programs.training.training_run_pair import Trained
-from verify.self_test.programs import models, tiny_models
-from verify.self_test.programs.corpus import SmallModel
+from verify.self_test.programs import known_bug_models, tiny_models
+from verify.self_test.programs.right_programs import SmallModel
 from verify.self_test.run_rows import run_rows_apart
-from verify.self_test.training.bases import Small, sample
+from verify.self_test.training.right_runs import Small, sample
 
 MODELS = {
     "small": SmallModel(Small, sample),
     "dropped": SmallModel(lambda: Small(0.25), sample),
     "modes": SmallModel(lambda: Small(0.25, True), sample),
-    "transformer": SmallModel(models.Transformer, models.text),
-    "mixture": SmallModel(models.Mixture, models.text),
+    "transformer": SmallModel(known_bug_models.Transformer, known_bug_models.text),
+    "mixture": SmallModel(known_bug_models.Mixture, known_bug_models.text),
     "packed": SmallModel(tiny_models.Packed, tiny_models.tokens),
     "strided": SmallModel(tiny_models.Strided, tiny_models.rows),
     "uneven": SmallModel(tiny_models.Uneven, tiny_models.pairs),
@@ -72,7 +72,7 @@ def verify_one(combination: Combination) -> str:
     small = MODELS[name]
     with tempfile.TemporaryDirectory(prefix="nnscaler-train-") as folder:
         try:
-            model: nn.Module = models.made(small.make)
+            model: nn.Module = known_bug_models.made(small.make)
             batch = small.sample()
             request = PlanRequest(
                 ranks=ranks, plan=plan, micro_batches=micro, backend="simulator", timeout=60.0, train=True,

@@ -23,10 +23,10 @@ import torch
 from op_registry.builtin import SPECS
 from op_registry.spec import OperatorSpec
 
-from verify.evidence.cases import SplitCase
-from verify.evidence.options import OpOptions
+from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import Unusable, enumerate_cases
-from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaised
+from verify.evidence.split_case import SplitCase
+from verify.evidence.verify_op_options import OpOptions
 
 DTYPES = ("float64", "float32", "bfloat16")
 

@@ -31,8 +31,8 @@ from op_registry.spec import OperatorSpec
 
 from tests.opinfo import entries
 from verify.evidence.inputs.concrete_call import function_of
-from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate_cases import Unusable, enumerate_cases
+from verify.evidence.verify_op_options import OpOptions
 
 MEDIAN_MS, P95_MS, RATIO = 0.5, 3.0, 20.0
 

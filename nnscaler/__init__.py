@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nnscaler.compile import parallelize
     from nnscaler.errors import NnscalerError
     from nnscaler.ir.precision import Precision
-    from nnscaler.planning.auto import AutoPlan
+    from nnscaler.planning.auto_plan_request import AutoPlan
     from nnscaler.training.engine import Engine, start
     from nnscaler.training.part.module import parallelize_part
     from nnscaler.training.saving.checkpoints import Checkpoints
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoPlan": "nnscaler.planning.auto",
+    "AutoPlan": "nnscaler.planning.auto_plan_request",
     "Checkpoints": "nnscaler.training.saving.checkpoints",
     "Engine": "nnscaler.training.engine",
     "LossScaler": "nnscaler.training.scaler",

@@ -18,21 +18,21 @@ from nnscaler.codegen.operator_names import operator_files, operator_origins
 from nnscaler.codegen.program import Origin, Program, modes_of
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.communication_volume import step_communication
-from nnscaler.communication.materialise import materialise
+from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.pipedream_restrictions import check_stream
 from nnscaler.communication.search_pass_order import with_orders
 from nnscaler.communication.stage_calls import ranks_text
 from nnscaler.communication.stage_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.precision import Precision, parse_precision
-from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
-from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
+from nnscaler.planning.auto_plan_request import AutoPlan, Decided, parse_auto, search_plan, told
 from nnscaler.planning.named_policies import make_ready, parse_ready
 from nnscaler.planning.parse_axes import parse_slices, parse_spec
 from nnscaler.planning.plan_from_axes import make_plan
-from nnscaler.planning.sharding.memory import bytes_of_optimizer
+from nnscaler.planning.sharding.parameter_and_activation_memory import bytes_of_optimizer
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.program.user_operators import describe_operators
 from nnscaler.scheduling.dependencies import check_acyclic
@@ -42,10 +42,10 @@ from nnscaler.scheduling.timeline import PassCosts, simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.carried_plan import carry
+from nnscaler.transform.carry_plan_between_traces import carry
 from nnscaler.transform.complete_plan import largest_micro_batches
 from nnscaler.transform.plan import Plan, RecomputeStep
-from nnscaler.transform.select import matches
+from nnscaler.transform.select_operations import matches
 
 # Recomputation that the model itself asks for (`torch.utils.checkpoint`), as steps of a plan.
 

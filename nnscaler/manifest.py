@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nnscaler.records import RecordError, decode, encode
+from nnscaler.records_as_json import RecordError, decode, encode
 
 MANIFEST = "manifest.json"  # a folder with this file is a program
 PLAN = "plan.json"  # beside it: the plan by which it was compiled
@@ -97,7 +97,7 @@ class ResultRecord:
 class Returns:
     """The results of the model.
 
-    structure   how (`nnscaler.runtime.structure`); empty where it is the loss alone
+    structure   how (`nnscaler.runtime.output_structure`); empty where it is the loss alone
     results     the tensors, the loss first
     """
 

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.user_files import is_users
+from nnscaler.is_user_file import is_users
 
 # Targets on a command line and in settings: a file, or a module of a package, and a function in it.
 

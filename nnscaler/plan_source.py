@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import Precision, parse_precision
-from nnscaler.planning.auto import AutoPlan, cluster_of, parse_auto
+from nnscaler.planning.auto_plan_request import AutoPlan, cluster_of, parse_auto
 from nnscaler.planning.named_policies import parse_ready
 from nnscaler.planning.parse_axes import parse_axes, parse_spec, ranks_in
-from nnscaler.scheduling.given import GivenOrder, kind_of_function, kind_of_orders
+from nnscaler.scheduling.given_orders import GivenOrder, kind_of_function, kind_of_orders
 from nnscaler.scheduling.registry import check_schedule, get_schedule, schedule_of
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.scheduling.torch_csv import read_csv
@@ -106,7 +106,7 @@ def _check_named(request: CompileRequest) -> None:
 
 def _check_search(wanted: AutoPlan, ranks: int) -> None:
     from nnscaler.planning.constraints import parse_constraints
-    from nnscaler.planning.cost.table import load_profile
+    from nnscaler.planning.cost.measured_profile import load_profile
 
     if wanted.cluster is not None:  # looking for what this machine has takes torch
         cluster_of(wanted, ranks)

@@ -12,10 +12,10 @@ import torch
 
 from nnscaler.codegen.program import Program
 from nnscaler.communication.communication_volume import StepCommunication, step_communication
-from nnscaler.communication.materialise import materialise
+from nnscaler.communication.insert_conversions import materialise
 from nnscaler.compile import WantedPlan, compile_traced
-from nnscaler.ir.signature import signatures
-from nnscaler.records import encode
+from nnscaler.ir.operation_annotations import signatures
+from nnscaler.records_as_json import encode
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role

@@ -116,7 +116,7 @@ class SharedServer:
 def _one_fork_server() -> Iterator[SharedServer | None]:
     """Processes of all tests start from one server: what it imports takes longer than most that they do. Tests marked
     `apart` start servers of their own, and so do all commands that run as processes."""
-    backends = sys.modules.get("verify.programs.execution.backends")
+    backends = sys.modules.get("verify.programs.execution.run_on_backend")
     if backends is None:  # no test that was collected runs programs
         yield None
         return
@@ -133,7 +133,7 @@ def _apart(
     if request.node.get_closest_marker("apart") is not None:
         monkeypatch.setattr("verify.processes.subprocess_isolation.can_run_apart", CAN_RUN_APART)
         if _one_fork_server is not None:
-            monkeypatch.setattr("verify.programs.execution.backends.start_server", _one_fork_server.start)
+            monkeypatch.setattr("verify.programs.execution.run_on_backend.start_server", _one_fork_server.start)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Layouts by definition: the one second opinion on how values are cut and how gradients lie.
 
-`nnscaler.runtime.cut` and `nnscaler.layout` are the product's. What is here shares nothing with them.
+`nnscaler.runtime.cut_tensors` and `nnscaler.layout` are the product's. What is here shares nothing with them.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ from op_registry.registry import Registry, default_registry
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import RunPartial, Split
-from nnscaler.ir.signature import Signature
-from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call
-from verify.evidence.options import OpOptions
+from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import first_line, leaders_of
-from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
+from verify.evidence.split_case import Inputs, SplitCase
+from verify.evidence.verify_op_options import OpOptions
 
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo

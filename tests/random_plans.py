@@ -23,16 +23,16 @@ from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction, Kind, waits_of
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.plan_from_axes import assign_steps, stages_of, step_of
 from nnscaler.scheduling.v_shaped import v_shape
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.candidates import Candidates, all_candidates
 from nnscaler.transform.complete_plan import follow_batch, tokens_of
 from nnscaler.transform.plan import PP, AssignStep, Axes, ChunkStep, Plan, RestStep, Step
+from nnscaler.transform.split_candidates import Candidates, all_candidates
 from verify.programs.opened_program import open_program
 from verify.programs.prepare_verification import Prepared, matched_draws
 from verify.programs.reference.eager import ReferenceSettings, randomise_parameters, run_reference

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nnscaler
-from nnscaler import buckets
+from nnscaler import communication_buckets
 from nnscaler.codegen.program import Program
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine, EngineSettings
@@ -66,12 +66,12 @@ def program_of(plan: str) -> Program:
 @contextmanager
 def small_buckets() -> Iterator[None]:
     """Make buckets, and what is gathered ahead, as small as the model: many are under way at a time."""
-    before = buckets.LEAST_BYTES, buckets.AHEAD_BYTES
-    buckets.LEAST_BYTES, buckets.AHEAD_BYTES = 128, 512
+    before = communication_buckets.LEAST_BYTES, communication_buckets.AHEAD_BYTES
+    communication_buckets.LEAST_BYTES, communication_buckets.AHEAD_BYTES = 128, 512
     try:
         yield
     finally:
-        buckets.LEAST_BYTES, buckets.AHEAD_BYTES = before
+        communication_buckets.LEAST_BYTES, communication_buckets.AHEAD_BYTES = before
 
 
 @dataclass(frozen=True)

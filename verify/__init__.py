@@ -16,8 +16,8 @@ from verify.results.verdict import Verdict, merge
 if TYPE_CHECKING:
     from verify.external.entry_point import verify_external
     from verify.external.program import ExternalProgram
-    from verify.operators.run.many import verify_op
-    from verify.programs.pre_run_check import vouch
+    from verify.operators.run.verify_many import verify_op
+    from verify.programs.check_text_before_run import vouch
     from verify.programs.verify_plan import verify_plan
 
 __all__ = [
@@ -37,9 +37,9 @@ __all__ = [
 _HOMES = {
     "ExternalProgram": "verify.external.program",
     "verify_external": "verify.external.entry_point",
-    "verify_op": "verify.operators.run.many",
+    "verify_op": "verify.operators.run.verify_many",
     "verify_plan": "verify.programs.verify_plan",
-    "vouch": "verify.programs.pre_run_check",
+    "vouch": "verify.programs.check_text_before_run",
 }
 
 

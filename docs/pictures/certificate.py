@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from docs.pictures.svg import Picture, line, rect, words
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.model_file import load_model_file, traced
-from nnscaler.planning.auto import AutoPlan, search_plan
+from nnscaler.planning.auto_plan_request import AutoPlan, search_plan
 from nnscaler.planning.cluster.description import show_bytes, show_seconds
-from nnscaler.planning.planner.result import Certificate
+from nnscaler.planning.planner.build_certified_plan import Certificate
 
 RANKS, CLUSTER, MODEL = 8, "h100x8", "examples/gpt.py"
 WIDTH, LEFT, NAMES, BARS, ROW = 980, 24, 190, 660, 30

@@ -14,7 +14,7 @@ import torch
 from docs.pictures.svg import Picture, line, paragraph, rect, words
 from nnscaler.ir.layout_conversion import ROWS
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded
-from nnscaler.runtime.cut import pieces_of
+from nnscaler.runtime.cut_tensors import pieces_of
 
 RANKS = 2
 VALUE, GRADIENT = torch.tensor([3, 1, 4, 2]), torch.tensor([2, 5, 1, 4])

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = Console().said()  # argparse leaves its text to the end of the process
             return stop.code if isinstance(stop.code, int) and said else ExitCode.COULD_NOT_RUN
         from nnscaler.cli.options import verbosity
-        from nnscaler.cli.output.writable import check_outputs
+        from nnscaler.cli.output.check_output_paths import check_outputs
 
         console = Console(options.color, verbosity(options))
         options.console = console
@@ -163,8 +163,8 @@ def _version() -> str:
 def _explain(error: BaseException, console: Console | None) -> int:
     """Print the message that the user reads instead of our traceback, and return the exit code."""
     write = console.error if console is not None else lambda text: print(text, file=sys.stderr)
+    from nnscaler.atomic_writes import machine_error
     from nnscaler.errors import NnscalerError
-    from nnscaler.files import machine_error
 
     told = error if isinstance(error, NnscalerError) else machine_error(error)
     if told is not None:

@@ -13,8 +13,8 @@ from nnscaler.codegen.program import sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, chunk_of, writes
 from nnscaler.ir.graph import LOSS, Graph
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split, Stage
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import Layout, format_layout
 from nnscaler.manifest import (
     FORMAT,

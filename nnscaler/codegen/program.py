@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import nnscaler
+from nnscaler.atomic_writes import save_tensors, whole_folder
 from nnscaler.errors import NnscalerError
-from nnscaler.files import save_tensors, whole_folder
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
 from nnscaler.manifest import MANIFEST, PLAN, Manifest

@@ -16,7 +16,7 @@ from nnscaler.communication.communicated_graph import (
     Version,
     writes,
 )
-from nnscaler.communication.regions import in_micro_batch, transfer
+from nnscaler.communication.cross_mesh_resharding import in_micro_batch, transfer
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.placement import Stage

@@ -14,7 +14,7 @@ from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import Graph, Operation, as_call
 from nnscaler.ir.layout_conversion import ConversionStep
 from nnscaler.ir.placement import Chunk, PartitionedGraph, Placement, Stage
-from nnscaler.ir.rotations import Circulates
+from nnscaler.ir.ring_rotation_calls import Circulates
 from nnscaler.layout import Layout, Sharded
 
 

@@ -17,7 +17,7 @@ from math import prod
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.sharded_parameter_calls import rest_calls
 from nnscaler.communication.stage_calls import CallClass, CallSite, Ranks, calls_of_stage, ranks_text
-from nnscaler.ir.rotations import ROTATE
+from nnscaler.ir.ring_rotation_calls import ROTATE
 from nnscaler.manifest import CommunicationClass, CommunicationProfile, CommunicationTotal, When
 from nnscaler.scheduling.schedule import BACKWARD, Schedule
 

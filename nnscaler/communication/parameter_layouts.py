@@ -15,8 +15,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_layouts
 from nnscaler.ir.graph import LogicalTensor
 from nnscaler.ir.layout_conversion import find_path
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import PartitionedGraph, Stage
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import IN_STEP, INVARIANT, REPLICATED, Invariant, Layout, Replicated, Sharded, local_shape
 from nnscaler.transform.plan import ZERO
 from nnscaler.transform.zero import assign_owners, on_owner, sharded_at_rest

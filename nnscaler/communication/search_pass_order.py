@@ -13,14 +13,14 @@ from math import ceil, inf
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.stage_memory import StageWork, kept_bytes, kept_for_weights, stage_memory, stage_work
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import Signature
-from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES
+from nnscaler.ir.operation_annotations import Signature
+from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.search.bound import SLACK
 from nnscaler.scheduling.search.find import find_schedule
-from nnscaler.scheduling.search.found import ScheduleCertificate
-from nnscaler.scheduling.search.placements import StagePlan, pipeline_problem
+from nnscaler.scheduling.search.found_schedule import ScheduleCertificate
+from nnscaler.scheduling.search.problem_from_placement import StagePlan, pipeline_problem
 from nnscaler.scheduling.timeline import PassCosts
 from nnscaler.transform.plan import Plan, slices_text
 

@@ -1,5 +1,5 @@
 """The calls that bring parameters from where they rest to their leaves, and gradients back, in the buckets that
-`nnscaler.runtime.training.at_rest` and `.gradients` make.
+`nnscaler.runtime.training.parameters_at_rest` and `.gradients` make.
 
 A test holds them together.
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import compress, groupby
 from types import MappingProxyType
 
-from nnscaler.buckets import gathered_together, in_buckets
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
-from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
+from nnscaler.communication.sharded_parameter_moves import RestMove, RestPhase, moves_of
 from nnscaler.communication.stage_calls import CallClass, CallSite, Part, Ranks, bytes_on, groups_over, layer_pattern
+from nnscaler.communication_buckets import gathered_together, in_buckets
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.placement import Stage
 from nnscaler.layout import Layout, is_uneven, local_shape

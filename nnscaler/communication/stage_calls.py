@@ -26,12 +26,12 @@ from nnscaler.communication.communicated_graph import (
     times_of,
     writes,
 )
+from nnscaler.communication.cross_mesh_resharding import BlockMessage, in_micro_batch, transfer
 from nnscaler.communication.gathered_parameters import gathered_again
-from nnscaler.communication.regions import BlockMessage, in_micro_batch, transfer
 from nnscaler.communication.zero_bubble_split import statement_halves
 from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.placement import Stage
-from nnscaler.ir.rotations import ROTATE, Direction, rotations
+from nnscaler.ir.ring_rotation_calls import ROTATE, Direction, rotations
 from nnscaler.layout import SLICE, DeviceMesh, Layout, Partial, is_uneven, local_shape
 
 # Groups of ranks and sizes of elements: the units of a program's communication profile.

@@ -53,11 +53,15 @@ from nnscaler.communication.gathered_parameters import let_go
 from nnscaler.communication.stage_calls import ranks_text
 from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import SLICE, Layout, Prefix, is_owned, local_shape
 from nnscaler.manifest import StageMemory
-from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, ParameterMemory, parameter_memory
+from nnscaler.planning.sharding.parameter_and_activation_memory import (
+    OPTIMIZER_BYTES,
+    ParameterMemory,
+    parameter_memory,
+)
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage
 

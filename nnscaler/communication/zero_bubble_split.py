@@ -1,4 +1,4 @@
-"""Which statements of a stage the two halves of a backward run, as `nnscaler.backward_partition` divides them.
+"""Which statements of a stage the two halves of a backward run, as `nnscaler.backward_halves` divides them.
 
 A node is a statement, or a variable that is stored or received.
 """
@@ -12,7 +12,7 @@ from types import FunctionType
 
 from op_registry.registry import default_registry
 
-from nnscaler.backward_partition import halves_of
+from nnscaler.backward_halves import halves_of
 from nnscaler.communication.communicated_graph import (
     Compute,
     StageProgram,

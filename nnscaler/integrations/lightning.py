@@ -32,7 +32,7 @@ from nnscaler.integrations.lightning_checks import Fixed, Switches, check_module
 from nnscaler.integrations.lightning_steps import LOGGED, LOSS, REST, WEIGHT, Options, StepModule, beside_tensors
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.runtime.communication.join_process_group import ProcessPlace
-from nnscaler.runtime.training.batch import DataPart
+from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.runtime.training.saving.dcp import Folder
 from nnscaler.tracing.sample_inputs import flatten_inputs

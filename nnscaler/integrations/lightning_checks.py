@@ -20,7 +20,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_steps import StepModule
 from nnscaler.tracing.sample_inputs import flatten_inputs, numbers_and_texts
 from nnscaler.training.engine import Engine
-from nnscaler.training.optimizers import check_update
+from nnscaler.training.splittable_optimizers import check_update
 
 # Callbacks that read or change the module's weights, or unfreeze them: class, what it does, what to do instead.
 _OF_THE_MODULE = (

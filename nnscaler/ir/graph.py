@@ -162,7 +162,7 @@ class Graph:
                    of each would round
     `updates`      (buffer, tensor): the buffer's value after the step
     `outputs`      (name, tensor) of every further tensor that forward returns
-    `structure`    how forward returns them (`nnscaler.runtime.structure`); empty where it returns the loss alone
+    `structure`    how forward returns them (`nnscaler.runtime.output_structure`); empty where it returns the loss alone
     """
 
     name: str

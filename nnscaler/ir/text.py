@@ -8,8 +8,8 @@ input %x: float32[2, 4] = "x"
 loss %mean
 
 A model that returns more has a line for each further result, `result "logits" = %linear`, and one that says how it
-returns them: `returns {...}` (`nnscaler.runtime.structure`). A model without loss has no line for it; one that casts
-its loss at the end says so: `loss %mean to bfloat16`.
+returns them: `returns {...}` (`nnscaler.runtime.output_structure`). A model without loss has no line for it; one that
+casts its loss at the end says so: `loss %mean to bfloat16`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.sharded_parameter_calls import rest_calls
 from nnscaler.communication.stage_calls import CallSite, Part, loss_calls
 from nnscaler.planning.cost.collectives import bucket_seconds
-from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
+from nnscaler.planning.cost.model_protocol import AxisPlace, Collective, CostModel
 
 PricedCall = tuple[CallSite, float]  # with the seconds of one call
 _PARTS: tuple[Part, ...] = ("gather", "scatter", "loss", "gradient")  # in the order of a step

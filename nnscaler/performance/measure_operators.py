@@ -15,16 +15,16 @@ from torch import Tensor
 from op_registry.call import Call, DType, TensorArgument
 
 from nnscaler.ir.graph import Operation
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.time_steps import Listener, Steps, Workplace, time_steps, with_overheads
-from nnscaler.planning.cluster.found import found_cluster
+from nnscaler.planning.cluster.detect_this_machine import found_cluster
 from nnscaler.planning.cost.build_profile import collective_calls, measure
 from nnscaler.planning.cost.calls_to_measure import ShardCall
-from nnscaler.planning.cost.table import CollectiveEntry, Profile
+from nnscaler.planning.cost.measured_profile import CollectiveEntry, Profile
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.tracing import Traced
-from nnscaler.tracing.rewrite import dtype_of, is_floating
+from nnscaler.tracing.graph_builder import dtype_of, is_floating
 from nnscaler.tracing.run_graph import callable_of
 
 # Time one call of an operator on this machine, on random tensors, forward and backward.

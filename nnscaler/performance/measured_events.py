@@ -12,7 +12,7 @@ from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import read_instruction
 from nnscaler.performance.predicted_events import PlacedEvent, devices_of, rank_calls
-from nnscaler.runtime.communication.recording import RecordedEvent
+from nnscaler.runtime.communication.recording_communicator import RecordedEvent
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read_program

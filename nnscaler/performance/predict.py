@@ -12,18 +12,18 @@ from math import inf
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram
 from nnscaler.communication.communication_volume import StepCommunication, step_communication
-from nnscaler.communication.materialise import materialise
-from nnscaler.communication.rest_moves import RestMove, RestPhase, moves_of
+from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.search_pass_order import with_orders
+from nnscaler.communication.sharded_parameter_moves import RestMove, RestPhase, moves_of
 from nnscaler.communication.stage_memory import stage_work
 from nnscaler.instructions import Instruction, StageEdge
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Stage
-from nnscaler.ir.signature import Signature
 from nnscaler.performance.collectives_outside_passes import PricedCall, calls_around, last_of, taken
 from nnscaler.performance.stage_prices import StagePrices, divided_parameters, place_of, stage_prices
 from nnscaler.planning.cost.collectives import seconds_per_byte
-from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.scheduling.dependencies import check_acyclic, dependencies
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.schedule import Schedule

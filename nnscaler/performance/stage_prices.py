@@ -8,7 +8,6 @@ from itertools import compress
 from math import ceil, prod
 from typing import cast
 
-from nnscaler.buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
 from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,
@@ -20,16 +19,17 @@ from nnscaler.communication.communicated_graph import (
     times_of,
 )
 from nnscaler.communication.gathered_parameters import gathered_again, parameter_gathers
-from nnscaler.communication.rest_moves import RestPhase, moves_of, rest_moves
+from nnscaler.communication.sharded_parameter_moves import RestPhase, moves_of, rest_moves
 from nnscaler.communication.zero_bubble_split import StatementHalves, statement_halves
+from nnscaler.communication_buckets import AHEAD_BYTES, BATCHES, SHARED_BYTES, gathered_ahead
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.layout_conversion import ConversionRow
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Stage
-from nnscaler.ir.rotations import Direction, as_computed, rotations
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.ring_rotation_calls import Direction, as_computed, rotations
 from nnscaler.layout import full_along, local_shape
 from nnscaler.performance.collectives_outside_passes import PricedCall, last_of, taken
-from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
+from nnscaler.planning.cost.model_protocol import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
 
 ADDING = 1.5  # a sum in place reads two tensors and writes one, where a copy reads one and writes one

@@ -18,19 +18,19 @@ import numpy as np
 from nnscaler.communication.communicated_graph import Compute, runs_again
 from nnscaler.compile import WantedPlan, compile_traced, make
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.predict import Programmed, programmed
-from nnscaler.planning.cluster.found import available_cores, found_cluster
+from nnscaler.planning.cluster.detect_this_machine import available_cores, found_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.build_profile import crowded
-from nnscaler.planning.cost.model import CostModel, Overheads
-from nnscaler.planning.cost.table import Profile
-from nnscaler.planning.cost.table_cost import TableCost
+from nnscaler.planning.cost.measured_profile import Profile
+from nnscaler.planning.cost.model_protocol import CostModel, Overheads
+from nnscaler.planning.cost.profile_cost import TableCost
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import Plan, RecomputeStep
-from nnscaler.transform.select import layers_of
+from nnscaler.transform.select_operations import layers_of
 
 # Overheads from measured steps: the costs of running a program, and of sharing cores, beside those of single
 # operators.

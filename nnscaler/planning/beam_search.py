@@ -26,8 +26,8 @@ from typing import Any
 from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.ir.layout_conversion import find_path
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import INVARIANT, Replicated, Sharded, State
 
 BEAM = 48

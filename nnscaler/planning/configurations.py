@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
-from nnscaler.planning.cost.model import AxisPlace
-from nnscaler.planning.sharding.zero_placement import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
+from nnscaler.planning.cost.model_protocol import AxisPlace
+from nnscaler.planning.sharding.zero_stages import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
 from nnscaler.scheduling.registry import DEFAULT, planned_schedules
 from nnscaler.scheduling.schedule import Ramp, ScheduleFigures, ScheduleKind
 from nnscaler.transform.plan import CP, DP, EP, PP, TP

@@ -15,11 +15,11 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import around_axis, explain_illegal_choice, is_legal
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import SLICE, Sharded
-from nnscaler.transform.candidates import reach
-from nnscaler.transform.propagate import FollowAxis, follow
+from nnscaler.transform.propagate_choices import FollowAxis, follow
+from nnscaler.transform.split_candidates import reach
 
 BLOCKS = 8  # of the sequence on a rank, at most: the last rank then has an eighth more work than the average
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation, element_bytes
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Chunk, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.megatron_roles import Roles, roles_of
-from nnscaler.transform.chunk import ChunkedRegion, choose_pieces
+from nnscaler.transform.chunked_regions import ChunkedRegion, choose_pieces
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import ChunkStep, Plan
-from nnscaler.transform.select import Layer, layers_of
+from nnscaler.transform.select_operations import Layer, layers_of
 
 AXIS = "co"
 LARGE = 0.5  # of the bytes that the region with most writes, from which on a region is cut

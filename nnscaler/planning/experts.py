@@ -17,12 +17,12 @@ from op_registry.registry import facts_of
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_states
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import Sharded, State
-from nnscaler.transform.candidates import Candidates, reach
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, EP, Axes, Plan, SplitStep
+from nnscaler.transform.split_candidates import Candidates, reach
 
 STACKED = 3  # dims of a weight with one matrix per expert
 

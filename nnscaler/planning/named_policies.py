@@ -13,8 +13,8 @@ from types import MappingProxyType
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial
-from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.planning.constraints import Constraint, all_of, megatron, sequence_parallel
 from nnscaler.planning.constraints import replicate as kept_whole
@@ -22,10 +22,10 @@ from nnscaler.planning.coshard import coshard_steps
 from nnscaler.planning.parse_axes import parse_axes, ranks_in
 from nnscaler.planning.plan_from_axes import make_plan, steps_of
 from nnscaler.scheduling.schedule import ScheduleKind
-from nnscaler.transform.candidates import all_candidates
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import DP, PP, SHARD, TP, ChunkStep, Plan, RecomputeStep, Step
-from nnscaler.transform.select import layers_of
+from nnscaler.transform.select_operations import layers_of
+from nnscaler.transform.split_candidates import all_candidates
 
 PIECES, REGIONS, RECOMPUTE = "pieces", "regions", "recompute"  # words of a policy that are no axes
 _DATA = (DP, SHARD, "zero", "owned")

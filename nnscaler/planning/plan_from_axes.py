@@ -10,8 +10,8 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import Sharded
 from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layers, shared_ends
@@ -23,7 +23,6 @@ from nnscaler.planning.recycling_pipelines import partition_runs, runs_of
 from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
-from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.partition_stages import StagePartition, partition_stages, random_operators, work_of
 from nnscaler.transform.plan import (
@@ -41,7 +40,8 @@ from nnscaler.transform.plan import (
     SplitStep,
     Step,
 )
-from nnscaler.transform.select import select
+from nnscaler.transform.select_operations import select
+from nnscaler.transform.split_candidates import all_candidates, reach
 
 # Tensor parallelism from annotations alone: the legal choice per operation with the least work and communication.
 # From the cost of compute, memory traffic, parameter memory and communicated elements, `search` finds the

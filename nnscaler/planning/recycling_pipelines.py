@@ -14,8 +14,8 @@ from types import MappingProxyType
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.gradient_flow import records
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.signature import Signature
-from nnscaler.transform.balance import balanced_cuts
+from nnscaler.ir.operation_annotations import Signature
+from nnscaler.transform.balanced_cuts import balanced_cuts
 from nnscaler.transform.partition_stages import (
     StagePartition,
     StageRules,
@@ -23,7 +23,7 @@ from nnscaler.transform.partition_stages import (
     random_operators,
     repeated_operations,
 )
-from nnscaler.transform.select import Layer, describe_layers, layers_of
+from nnscaler.transform.select_operations import Layer, describe_layers, layers_of
 
 
 def runs_of(graph: Graph) -> tuple[tuple[Layer, ...], ...]:

@@ -24,7 +24,7 @@ import torch
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
-from nnscaler.runtime.communication.recording import RecordedEvent, RecordingCommunicator, write_records
+from nnscaler.runtime.communication.recording_communicator import RecordedEvent, RecordingCommunicator, write_records
 from nnscaler.runtime.program.program_directory import (
     ProgramDirectory,
     groups_of,
@@ -32,7 +32,7 @@ from nnscaler.runtime.program.program_directory import (
     rank_with_loss,
     read_program,
 )
-from nnscaler.runtime.training.batch import Batch
+from nnscaler.runtime.training.cut_batch import Batch
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.runtime.training.saving.checkpoint import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.layout import Partial, Prefix, Sharded, States
-from nnscaler.runtime.cut import join_pieces, nested, piece_of
+from nnscaler.runtime.cut_tensors import join_pieces, nested, piece_of
 
 Coordinates = Mapping[str, int]
 Sizes = Mapping[str, int]

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import FORM, SLICES
-from nnscaler.scheduling.given import GivenOrder, read_orders
+from nnscaler.scheduling.given_orders import GivenOrder, read_orders
 from nnscaler.scheduling.gpipe import GPIPE
 from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.scheduling.n_f_one_b import N_F_ONE_B

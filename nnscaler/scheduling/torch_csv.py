@@ -12,7 +12,7 @@ from csv import reader
 
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.instructions import read_instruction
-from nnscaler.scheduling.given import GivenOrder
+from nnscaler.scheduling.given_orders import GivenOrder
 from nnscaler.scheduling.schedule import Schedule
 
 FORM = (

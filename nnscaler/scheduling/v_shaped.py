@@ -11,9 +11,9 @@ from functools import lru_cache
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.schedule import Phase, Schedule, ScheduleFigures, ScheduleKind, in_phases
 from nnscaler.scheduling.search.bound import bound_of
-from nnscaler.scheduling.search.job_shop_model import orders_of, shop_of
-from nnscaler.scheduling.search.placements import equal_stages, pipeline_problem
-from nnscaler.scheduling.search.portfolio import Portfolio
+from nnscaler.scheduling.search.job_shop_graph import orders_of, shop_of
+from nnscaler.scheduling.search.list_scheduling_rules import Portfolio
+from nnscaler.scheduling.search.problem_from_placement import equal_stages, pipeline_problem
 
 
 def v_shape(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from op_registry.torch_schema import may_draw
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
-from nnscaler.tracing.rewrite import LEAF_ROLES, RawGraph, written_inputs
+from nnscaler.tracing.graph_builder import LEAF_ROLES, RawGraph, written_inputs
 
 _COPY = re.compile(r"@.*$")
 _NUMBER = re.compile(r"_\d+$")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.output_structure import describe
 from nnscaler.runtime.role import INPUT_GRADIENT
-from nnscaler.runtime.structure import describe
 from nnscaler.tracing.export.loss_module import WithOutputs, is_meta
 from nnscaler.tracing.sample_inputs import SampleInputs
 

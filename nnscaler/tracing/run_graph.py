@@ -17,7 +17,7 @@ from nnscaler.ir.graph import Graph, Operation, Slot
 from nnscaler.runtime import ops
 from nnscaler.runtime.training.autocast import AskedDtypes, autocast_on
 from nnscaler.tracing.float64_run import exact_dtype, exact_tensor
-from nnscaler.tracing.rewrite import dtype_of, map_leaves, torch_operator
+from nnscaler.tracing.graph_builder import dtype_of, map_leaves, torch_operator
 
 _DROPOUTS: dict[str, Callable[..., Tensor]] = {
     "nnscaler.dropout": torch.dropout,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.tracing.rewrite import TensorName
+from nnscaler.tracing.graph_builder import TensorName
 
 
 @dataclass(frozen=True)

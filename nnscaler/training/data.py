@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import seed_generators
-from nnscaler.runtime.training.batch import DataPart
+from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.training.check_replicas import ONE_STREAM
 from nnscaler.training.packing import pack
 

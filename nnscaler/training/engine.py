@@ -33,14 +33,13 @@ from nnscaler.runtime.communication.join_process_group import ProcessPlace, choo
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of
 from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.async_pipeline import StreamExecutor
-from nnscaler.runtime.training.batch import DataPart, data_part
+from nnscaler.runtime.training.cut_batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.saving.boxes import gathered_state
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
+from nnscaler.runtime.training.saving.shards_as_boxes import gathered_state
 from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
 from nnscaler.training.data import Loader, SampleOrder, loader
-from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.program_runner import (
     EngineSettings,
     Running,
@@ -64,6 +63,7 @@ from nnscaler.training.recompilation import (
     valueless,
     whole_batch,
 )
+from nnscaler.training.splittable_optimizers import build_optimizer
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from nnscaler.errors import NnscalerError
 from nnscaler.layout import Partial
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.freed_memory import keep_freed_memory
+from nnscaler.runtime.keep_freed_memory import keep_freed_memory
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.program.program_directory import rank_with_loss
 from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.training.async_pipeline import executor_of
 from nnscaler.runtime.training.autocast import dtype_named
-from nnscaler.runtime.training.batch import inputs_read_whole
+from nnscaler.runtime.training.cut_batch import inputs_read_whole
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.recompilation import SentProgram, Vouch, folder_of

@@ -21,7 +21,7 @@ from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.training.batch import DataPart
+from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.tracing.sample_inputs import BatchConstants
 from nnscaler.training.check_replicas import row_checksum
 

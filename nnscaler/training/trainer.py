@@ -27,7 +27,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.runtime.training.saving.checkpoint import check_writable
-from nnscaler.training.assemble import (
+from nnscaler.training.build_from_settings import (
     Parts,
     flops_of_step,
     load_parts,
@@ -46,11 +46,11 @@ from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepProfiler, StepReport, ValidationReport, make_loggers, memory_in_use
 from nnscaler.training.read_settings import idle, ranks_of, settings_of
 from nnscaler.training.recompilation import Vouch
-from nnscaler.training.resume import LoadedSchedule, MadeGroups
 from nnscaler.training.saving.checkpoints import Checkpoints
 from nnscaler.training.saving.weights import as_user_error, load_weights
 from nnscaler.training.scaler import LossScaler, has_nonfinite, on_any_rank
 from nnscaler.training.settings import TrainSettings
+from nnscaler.training.settings_overridden_by_checkpoint import LoadedSchedule, MadeGroups
 
 Ended = Literal["finished", "stopped", "interrupted", "not finite"]
 

@@ -10,10 +10,10 @@ from math import prod
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, is_free_name
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import IN_STEP, MICRO, SLICE, Axis, DeviceMesh
-from nnscaler.transform.chunk import ChunkedRegion, check_chunks, choose_pieces, regions_of
+from nnscaler.transform.chunked_regions import ChunkedRegion, check_chunks, choose_pieces, regions_of
 from nnscaler.transform.complete_plan import choose, illegal
 from nnscaler.transform.hoist_batch_values import hoist
 from nnscaler.transform.plan import (
@@ -28,7 +28,7 @@ from nnscaler.transform.plan import (
     SplitStep,
     describe_axes,
 )
-from nnscaler.transform.select import select
+from nnscaler.transform.select_operations import select
 from nnscaler.transform.zero import resting
 
 # The order transform: within what dependencies allow, run some operations before others.

@@ -15,12 +15,12 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import even_or_balanced, explain_illegal_choice
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import MICRO, SLICE, Sharded, State
 from nnscaler.transform.plan import Axes, Plan, ReplicateStep, SplitStep, slices_text
-from nnscaler.transform.propagate import FollowAxis, follow
-from nnscaler.transform.select import select
+from nnscaler.transform.propagate_choices import FollowAxis, follow
+from nnscaler.transform.select_operations import select
 
 Choices = Mapping[str, tuple[Choice, ...]]  # operation -> one choice per axis
 

@@ -15,8 +15,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout_conversion import find_path
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import INVARIANT, SLICE, Replicated
 
 SUFFIX = "_of_step"

@@ -31,14 +31,17 @@ LATE = {
     ("nnscaler.pytest_plugin", "nnscaler.cli*"): "it is loaded in every test run of everybody who installed nnscaler",
     ("nnscaler.model_file", "nnscaler.*"): "a file that is not there is told without torch",
     ("nnscaler.plan_source", "nnscaler.*"): "a plan that cannot be is told without torch",
-    ("nnscaler.planning.auto", "nnscaler.planning.*"): "plans that are named need neither planner nor HiGHS",
+    (
+        "nnscaler.planning.auto_plan_request",
+        "nnscaler.planning.*",
+    ): "plans that are named need neither planner nor HiGHS",
     ("nnscaler.model_file", "nnscaler.runtime*"): "a file that is there is found without torch",
     ("op_registry.register", "op_registry.define_torch_operators"): "annotations are read without torch",
     ("op_registry.registry", "op_registry.builtin*"): "the front door of the registry is open before its operators are",
     ("verify.programs.subject", "nnscaler.*"): "a record of what is to be verified is made without torch",
     ("verify.programs.entry_point", "verify.*"): "a request that cannot be verified is refused without torch",
     ("verify.external.entry_point", "verify.*"): "the same",
-    ("verify.evidence.inputs.user_code", "nnscaler.runtime*"): "targets are read without torch",
+    ("verify.evidence.inputs.import_user_code", "nnscaler.runtime*"): "targets are read without torch",
     ("verify.programs.opened_program", "nnscaler.runtime*"): "a manifest is read without torch",
     ("verify.evidence.inputs.find_operator", "verify.evidence.inputs.optimizer*"): "names are read without torch",
     ("verify.evidence.inputs.find_operator", "nnscaler.training*"): "the same",
@@ -153,7 +156,7 @@ def test_every_package_has_a_floor(repository: Path) -> None:
 
 def test_runtime_stands_on_torch_and_the_standard_library(product: dict[str, ast.Module]) -> None:
     """Generated programs import the runtime: on a cluster it must not drag the compiler in."""
-    ground = "manifest instructions backward_partition records layout buckets user_files"
+    ground = "manifest instructions backward_halves records_as_json layout communication_buckets is_user_file"
     own = {f"nnscaler.{name}" for name in ("runtime", *ground.split())}
     allowed = {"torch", *own, *sys.stdlib_module_names}
     wrong = [

@@ -13,12 +13,12 @@ from op_registry.builtin.tensors import embedding
 import nnscaler
 import verify
 from nnscaler.codegen import role_writer
-from nnscaler.communication import materialise, regions
+from nnscaler.communication import cross_mesh_resharding, insert_conversions
 from nnscaler.ir import layout_conversion
 from nnscaler.ir.layout_conversion import ConversionRow
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime.training import backward, executor
-from nnscaler.runtime.training.gradients import accumulate as gradients
+from nnscaler.runtime.training.gradients import accumulate_and_reduce as gradients
 from nnscaler.runtime.training.gradients import buckets
 from nnscaler.transform.plan import AssignStep, Plan, SplitStep
 from tests.broken import models
@@ -69,12 +69,12 @@ def test_rows_of_the_conversion_table(
 
 def test_no_gradient_is_summed_over_ranks(monkeypatch: Patch) -> None:
     """Every gradient is refuted, for each is a part of a sum; the loss of the first step is right."""
-    stored_layouts = materialise.stored_layouts
+    stored_layouts = insert_conversions.stored_layouts
 
     def without_reductions(*arguments: Any) -> Mapping[str, Any]:
         return {name: replace(layout, reduce=()) for name, layout in stored_layouts(*arguments).items()}
 
-    monkeypatch.setattr(materialise, "stored_layouts", without_reductions)
+    monkeypatch.setattr(insert_conversions, "stored_layouts", without_reductions)
     report = verified()
     finding = assert_refuted(report, PARAMETER, "words.weight")
     assert "an all_reduce over dp is missing" in str(finding.cause)
@@ -140,8 +140,10 @@ def test_regions_are_right_as_they_are() -> None:
 def test_regions_come_from_the_wrong_place(monkeypatch: Patch) -> None:
     """Every message takes the first rows that the sender has."""
 
-    def shifted(*arguments: Any) -> tuple[regions.BlockMessage, ...]:
-        return tuple(replace(m, source_slices=_to_zero(m.source_slices)) for m in regions.transfer(*arguments))
+    def shifted(*arguments: Any) -> tuple[cross_mesh_resharding.BlockMessage, ...]:
+        return tuple(
+            replace(m, source_slices=_to_zero(m.source_slices)) for m in cross_mesh_resharding.transfer(*arguments)
+        )
 
     monkeypatch.setattr(role_writer, "transfer", shifted)
     finding = assert_refuted(between_meshes(), VALUE, "tanh")
@@ -156,8 +158,8 @@ def _to_zero(slices: Any) -> Any:
 def test_gradients_between_meshes_are_dropped(monkeypatch: Patch) -> None:
     """Messages back come from the first rank only."""
 
-    def fewer(shape: Any, source: Any, *rest: Any) -> tuple[regions.BlockMessage, ...]:
-        messages = regions.transfer(shape, source, *rest)
+    def fewer(shape: Any, source: Any, *rest: Any) -> tuple[cross_mesh_resharding.BlockMessage, ...]:
+        messages = cross_mesh_resharding.transfer(shape, source, *rest)
         return messages if len(source.ranks) == 2 else messages[:1]
 
     monkeypatch.setattr(role_writer, "transfer", fewer)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest, read_manifest
-from nnscaler.records import decode, encode
+from nnscaler.records_as_json import decode, encode
 from nnscaler.runtime.program.program_directory import describe_state
 from tests.broken.planting import Edit, Original
 from tests.graph_text import parse_graph

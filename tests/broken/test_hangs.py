@@ -19,7 +19,7 @@ from nnscaler.scheduling.schedule import Schedule, parse_order
 from tests.broken import models
 from tests.broken.planting import Edit, Original, assert_refuted
 from tests.sampling import every
-from verify.programs.execution import backends
+from verify.programs.execution import run_on_backend
 
 TIMEOUT = 60.0  # of the whole run; a hang is to be found in much less
 
@@ -144,10 +144,10 @@ def test_on_threads(request: pytest.FixtureRequest, hang: Hang, tmp_path: Path) 
 def test_on_processes(
     request: pytest.FixtureRequest, hang: Hang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "STALL", 2.0)
+    monkeypatch.setattr(run_on_backend, "STALL", 2.0)
     original: Original = request.getfixturevalue(hang.program)
     program = original.broken(tmp_path, hang.edits)
-    with backends.start_server() as server:
+    with run_on_backend.start_server() as server:
         report = original.verify(program, backend="gloo", timeout=TIMEOUT, server=server)
         check(report, hang)
         wait_until(lambda: not children_of(server.process_id))

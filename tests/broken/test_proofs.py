@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verify.self_test.programs.corpus import TINY, build
-from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.judge_mutant import Execution, read_statically
+from verify.self_test.programs.right_programs import TINY, build
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.sampling import every, only
-from verify.self_test.programs.corpus import BASES
 from verify.self_test.programs.known_bugs import ROWS, PlantedBug
+from verify.self_test.programs.right_programs import BASES
 from verify.self_test.programs.run import RowResult, TableBench
 
 # Bugs of the runtime, whose programs have the right text, and the fault that raises nothing of the kind in it.

@@ -257,7 +257,7 @@ def test_an_edited_program_is_refuted(model: str, tmp_path: Path, capsys: pytest
 def test_a_hang_is_refuted_and_leaves_no_process(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verify.programs.execution.backends.STALL", 2.0)
+    monkeypatch.setattr("verify.programs.execution.run_on_backend.STALL", 2.0)
     program = compiled(model, tmp_path)
     edit(
         program,

@@ -23,8 +23,8 @@ from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.tracing import trace
 from tests.sampling import every
-from verify.self_test.programs.corpus import SmallModel, Spec, build
-from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.judge_mutant import Execution, read_statically
+from verify.self_test.programs.right_programs import SmallModel, Spec, build
 from verify.self_test.programs.tiny_models import Recycled
 
 Row = tuple[str, int, str, int, int, int]

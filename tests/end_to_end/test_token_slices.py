@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.plan import Plan, RecomputeStep
 from tests.sampling import every

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep, Step
 from tests.sampling import every

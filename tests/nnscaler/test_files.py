@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.files import replace_text
+from nnscaler.atomic_writes import replace_text
 
 
 def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.manifest import MANIFEST, Manifest, ManifestError, NoManifest, read_manifest
-from nnscaler.records import RecordError, decode, encode
+from nnscaler.records_as_json import RecordError, decode, encode
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import read_program
 from tests import traced_examples

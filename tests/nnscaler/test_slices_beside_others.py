@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import nnscaler
 import verify
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import SplitStep

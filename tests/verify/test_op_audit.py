@@ -24,7 +24,7 @@ from verify.operators.audit.side_effects import audit
 from verify.operators.audit.watched_run import Probed
 from verify.results.catalogue import CODES
 from verify.results.finding import Finding
-from verify.self_test.operators.mutants.hosts import with_backward
+from verify.self_test.operators.mutants.right_backwards import with_backward
 
 Function = Callable[..., Any]
 

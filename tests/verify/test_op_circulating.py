@@ -13,9 +13,9 @@ from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Shards
 
 from nnscaler.ir.placement import Split
-from verify.evidence.cases import Inputs, SplitCase
-from verify.evidence.options import OpOptions
-from verify.evidence.oracle.runner import CaseResult, OperatorRunner
+from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
+from verify.evidence.split_case import Inputs, SplitCase
+from verify.evidence.verify_op_options import OpOptions
 
 NAME = "aten.scaled_dot_product_attention.default"
 

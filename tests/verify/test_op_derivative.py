@@ -24,9 +24,9 @@ from tests.verify.backwards import (
     normal,
 )
 from verify import Verdict
-from verify.operators.audit.handwritten import handwritten
+from verify.operators.audit.handwritten_backward import handwritten
 from verify.operators.audit.watched_run import Probed
-from verify.self_test.operators.mutants.hosts import with_backward
+from verify.self_test.operators.mutants.right_backwards import with_backward
 
 
 class IgnoresItsCotangent(RmsNorm):

@@ -16,7 +16,7 @@ from op_registry.samples import SAMPLES, Sample
 
 from verify.evidence.inputs.concrete_call import function_of, make_call, outputs_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call
-from verify.operators.suggest.linear import derive_linear, is_linear
+from verify.operators.suggest.find_linear_sets import derive_linear, is_linear
 
 
 def _real(*shape: int) -> Tensor:

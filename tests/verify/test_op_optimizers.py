@@ -11,10 +11,10 @@ from op_registry.builtin.optimizers import UPDATES
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.find_operator import matching
-from verify.evidence.options import OpOptions
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.job import address_of
-from verify.operators.run.many import run_one
 from verify.operators.run.targets import find_jobs
+from verify.operators.run.verify_many import run_one
 from verify.results.report import Report
 from verify.results.verdict import Verdict
 

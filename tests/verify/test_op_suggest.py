@@ -18,12 +18,12 @@ from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.inputs.find_operator import find_operator, record_of
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
 from verify.operators.suggest import infer
+from verify.operators.suggest.call_template import Question, make_question
+from verify.operators.suggest.coupled_sizes import find_groups
 from verify.operators.suggest.infer import infer_annotation, resize, suggest_annotation
+from verify.operators.suggest.layout_truth_table import Fact, truth_table
 from verify.operators.suggest.repair_annotation import repair, widen
-from verify.operators.suggest.repeatable_call import Question, make_question
 from verify.operators.suggest.sharded_run import read_state
-from verify.operators.suggest.size_groups import find_groups
-from verify.operators.suggest.truth_table import Fact, truth_table
 from verify.results.report import Report
 from verify.results.verdict import Verdict
 

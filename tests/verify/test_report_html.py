@@ -14,11 +14,11 @@ import pytest
 from op_registry.spec import SourceLocation
 
 from nnscaler.manifest import Bar, CommunicationProfile, CommunicationTotal, StageMemory, TimelineRow, TimelineRows
-from nnscaler.records import RecordError, decode, encode
+from nnscaler.records_as_json import RecordError, decode, encode
 from nnscaler.timeline_events import DeviceRanks, Event, StepEvents
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
-from verify.report_formats.html.call_lane import pictured
+from verify.report_formats.html.communication_lane import pictured
 from verify.report_formats.html.errors_plot import axis_of
 from verify.report_formats.html.page_elements import size
 from verify.report_formats.html.timeline import lanes_of, timeline_panel

@@ -17,12 +17,12 @@ from tests.sampling import only
 from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.programs.training.comparison import REPLICAS
 from verify.programs.training.join_shards import put_together
-from verify.programs.training.ranks import Layout, RankTraining
+from verify.programs.training.rank_loop import Layout, RankTraining
 from verify.programs.training.training_recipe import carried_by, drawn, in_steps, reordered, shortened
 from verify.results.catalogue import CODES
 from verify.results.report import Report
-from verify.self_test.training.bases import Small, sample
 from verify.self_test.training.mutants import ROWS
+from verify.self_test.training.right_runs import Small, sample
 from verify.self_test.training.run import complaint, judge, right_run, run_table, table_lines
 
 NAMED = (  # one of each kind of finding

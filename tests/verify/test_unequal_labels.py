@@ -13,7 +13,7 @@ import verify
 from nnscaler.layout import Sharded
 from nnscaler.runtime.role import Input, Stage
 from nnscaler.tracing import trace
-from verify.programs.step_variants import Labels, counts, find_labels, unequal
+from verify.programs.rerun_with_other_scale_or_labels import Labels, counts, find_labels, unequal
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -13,7 +13,7 @@ import nnscaler
 import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.pipedream import pipedream, written_for
-from nnscaler.training.assemble import _check_steps
+from nnscaler.training.build_from_settings import _check_steps
 from nnscaler.transform.plan import Plan
 from verify.report_formats import FORMATS
 from verify.results.verdict import Verdict

@@ -20,9 +20,9 @@ from verify.external.comparison.localise import FirstDifference, first_differenc
 from verify.external.comparison.micro_batch_reference import micro_means
 from verify.external.comparison.noise import Noise, measure
 from verify.external.comparison.repair import Repair, repair_of
-from verify.external.comparison.replicas import NAME as COPIES
-from verify.external.comparison.replicas import draws, draws_beside_dropout, unequal
-from verify.external.observe import RankRecord, observe
+from verify.external.comparison.replicas_under_dropout import NAME as COPIES
+from verify.external.comparison.replicas_under_dropout import draws, draws_beside_dropout, unequal
+from verify.external.observe_rank_run import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
 from verify.external.reference import PlainReference, data_parts, piece_of_step, run_reference

@@ -12,8 +12,8 @@ from pathlib import Path
 from shlex import split
 from typing import TYPE_CHECKING, Any
 
+from nnscaler.atomic_writes import check_temporary, write_text
 from nnscaler.errors import NnscalerError
-from nnscaler.files import check_temporary, write_text
 from nnscaler.model_file import find_target
 from verify.external.request import (
     DEFAULT_RANKS,

@@ -12,11 +12,12 @@ from torch import nn
 
 from op_registry.spec import SourceLocation
 
+from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import rounded
 from verify.external.differential_run import ExternalCase, ExternalSettings
-from verify.external.observe import RankRecord
+from verify.external.observe_rank_run import RankRecord
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.ranks.fsdp_in_float64 import register_policies
@@ -28,7 +29,6 @@ from verify.external.reference import (
     run_reference,
 )
 from verify.external.saving.check import check_saving
-from verify.external.step_profile import communication_profile, memory, notes_of
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu, cuda_is_the_cpu
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment

@@ -20,10 +20,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from nnscaler.atomic_writes import write_text
 from nnscaler.errors import SourceLocation
-from nnscaler.files import write_text
 from nnscaler.pyproject_settings import Document, Key, KeyPath, read_document, read_table
-from verify.report_formats.problems import problems
+from verify.report_formats.machine_format_findings import problems
 from verify.results.catalogue import CODES, UNFINISHED
 from verify.results.finding import Finding
 from verify.results.report import Report

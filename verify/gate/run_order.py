@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
-from nnscaler.files import replace_text
+from nnscaler.atomic_writes import replace_text
 from nnscaler.pyproject_settings import cache_folder
 from verify.gate.items import Item, OpItem, PlanItem
 from verify.operators.run.cache import make_folder

@@ -16,7 +16,7 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import find_target
 from nnscaler.plan_source import schedule_file
-from nnscaler.planning.auto import parse_auto
+from nnscaler.planning.auto_plan_request import parse_auto
 from nnscaler.pyproject_settings import (
     SHARED,
     Document,

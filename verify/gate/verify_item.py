@@ -12,17 +12,17 @@ from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
-from nnscaler.user_files import is_users
+from nnscaler.is_user_file import is_users
 from verify.evidence.inputs.find_operator import matching, registered_in
-from verify.evidence.inputs.user_code import import_module
-from verify.evidence.options import OpOptions
+from verify.evidence.inputs.import_user_code import import_module
+from verify.evidence.verify_op_options import OpOptions
 from verify.external.entry_point import verify_external_request
 from verify.gate.items import ExternalItem, Item, OpItem, OpSource, PlanItem
 from verify.gate.run_order import Phase
 from verify.operators.run.cache import Cache
 from verify.operators.run.job import address_of, make_job
-from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.targets import registered_by
+from verify.operators.run.verify_many import PoolSettings, run_many
 from verify.programs.entry_point import verify_request
 from verify.programs.subject import RunContext
 from verify.results.report import Report

@@ -15,13 +15,13 @@ from op_registry.bind_annotation import named_values
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
-from verify.evidence.cases import SplitCase
-from verify.evidence.options import DRAWS, OpOptions
-from verify.evidence.oracle.cases_beyond_bounds import beyond_bounds
-from verify.evidence.oracle.cases_beyond_values import try_values
-from verify.evidence.oracle.check import TargetOutcome, as_check, check_target, run_cases
-from verify.evidence.oracle.claims import Claimed, Target, claims_of, kind_of, untested
+from verify.evidence.oracle.annotation_claims import Claimed, Target, claims_of, kind_of, untested
+from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
+from verify.evidence.oracle.cases_beyond_proved_sizes import beyond_bounds
+from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check, check_target, run_cases
+from verify.evidence.oracle.check_gradient_subsets import check_subsets
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, by_identifier, leaders_of, why_unused
+from verify.evidence.oracle.find_runnable_inputs import Unusable
 from verify.evidence.oracle.findings import (
     does_not_fit,
     not_tested,
@@ -31,11 +31,11 @@ from verify.evidence.oracle.findings import (
     went_one_way,
     wrong,
 )
-from verify.evidence.oracle.first_inputs import Unusable
-from verify.evidence.oracle.needs_input_grad import check_subsets
-from verify.evidence.oracle.runner import CaseResult, OperatorRunner
+from verify.evidence.oracle.search_decision_boundaries import try_values
 from verify.evidence.oracle.shrink import shrink
-from verify.evidence.provers import prove_base
+from verify.evidence.prove_tested_claims import prove_base
+from verify.evidence.split_case import SplitCase
+from verify.evidence.verify_op_options import DRAWS, OpOptions
 from verify.operators.audit.derivative import check_derivative
 from verify.operators.audit.opcheck import opcheck
 from verify.operators.audit.side_effects import audit

@@ -12,12 +12,12 @@ from dataclasses import replace
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import Split
-from verify.evidence.options import OpOptions
+from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.findings import wrong
-from verify.evidence.oracle.runner import CaseResult, OperatorRunner
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.all_checks import Reproduce, Verification, verify_record
+from verify.operators.suggest.ask_oracle import add_derived, claims_hold, with_annotation
 from verify.operators.suggest.repair_annotation import Advice, frozen, plain_name, repair, widen
-from verify.operators.suggest.tested import add_derived, claims_hold, with_annotation
 from verify.results.finding import Finding
 from verify.results.report import Report
 

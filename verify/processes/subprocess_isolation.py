@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from nnscaler.files import machine_error, save_tensors
+from nnscaler.atomic_writes import machine_error, save_tensors
 from verify.processes.pool import Died, Note, Raised, TimedOut, run_forked, why_not_fork
 
 T = TypeVar("T")

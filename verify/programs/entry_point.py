@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.atomic_writes import check_temporary
 from nnscaler.errors import NnscalerError
-from nnscaler.files import check_temporary
 from nnscaler.model_file import check_targets
 from nnscaler.plan_source import check_plan, ranks_asked, search_given
 from verify.programs.opened_program import open_program
@@ -40,7 +40,7 @@ def verify_request(
     request = replace(request, ranks=_ranks(request, context.say))
     with contextlib.ExitStack() as stack:
         if subject is None and _in_processes(request):
-            from verify.programs.execution.backends import start_server
+            from verify.programs.execution.run_on_backend import start_server
 
             # it imports torch while this process traces the model
             context = replace(context, server=stack.enter_context(start_server()))

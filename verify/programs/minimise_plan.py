@@ -17,12 +17,12 @@ import torch
 
 from op_registry.registry import default_registry
 
+from nnscaler.atomic_writes import save_tensors
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
-from nnscaler.files import save_tensors
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, RunInvariant
-from nnscaler.ir.signature import signatures
 from nnscaler.tracing import Traced
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import (
@@ -37,8 +37,8 @@ from nnscaler.transform.plan import (
     Step,
 )
 from verify.programs.checks.logical_tensors import by_rank, holdings_of, put_together
-from verify.programs.execution.backends import Failure, run_simulator
-from verify.programs.execution.rank_program import RankResult, Task
+from verify.programs.execution.record_rank_steps import RankResult, Task
+from verify.programs.execution.run_on_backend import Failure, run_simulator
 from verify.programs.opened_program import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory
 from verify.results.tolerance import difference, family_scale

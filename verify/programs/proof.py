@@ -16,7 +16,7 @@ from nnscaler.compile import Progress
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
 from nnscaler.manifest import Manifest
-from verify.programs.checks.context import CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.lemmas import (
     LemmaResult,
     SizesResult,

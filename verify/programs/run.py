@@ -25,12 +25,12 @@ from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.assemble_report import keep_program, make_report
-from verify.programs.checks import perturbed_step, resume, run_checks, timed
-from verify.programs.checks.context import LOCALISED, CheckOutcome, Comparison
+from verify.programs.checks import resume, run_checks, steps_with_other_scale_or_labels, timed
+from verify.programs.checks.input_and_outcome import LOCALISED, CheckOutcome, Comparison
 from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
-from verify.programs.execution.backends import Failure, run_program
-from verify.programs.execution.rank_program import Task
+from verify.programs.execution.record_rank_steps import Task
+from verify.programs.execution.run_on_backend import Failure, run_program
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.minimise_plan import PlanTrial, minimise
@@ -46,8 +46,8 @@ from verify.programs.reference.eager import (
 )
 from verify.programs.reference.program_draws import UnmatchedDraws
 from verify.programs.request import PlanRequest, check_values
+from verify.programs.rerun_with_other_scale_or_labels import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.source_map import SourceMap
-from verify.programs.step_variants import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.training.compare_delayed_sgd import check_stream, is_stream
 from verify.programs.training.run import check_training
@@ -266,7 +266,7 @@ def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -
 
 def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[CheckOutcome]:
     checks: list[Callable[[], CheckOutcome]] = [
-        partial(perturbed_step.check, comparison, trial) for trial in beside.trials
+        partial(steps_with_other_scale_or_labels.check, comparison, trial) for trial in beside.trials
     ]
     if beside.forward_only and comparison.reference.losses:
         checks.append(lambda: check_forward_only(comparison))

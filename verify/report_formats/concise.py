@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verify.report_formats.problems import problems
+from verify.report_formats.machine_format_findings import problems
 from verify.results.finding import Finding
 from verify.results.report import Report
 from verify.results.styled_line import StyledLine, last_line

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from verify.report_formats.concise import concise_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.problems import findings_of, problems, reproduce_once
+from verify.report_formats.machine_format_findings import findings_of, problems, reproduce_once
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, totals
 from verify.results.styled_line import StyledLine, last_line, plain, style_of

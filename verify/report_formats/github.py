@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.problems import ReportedFinding, problems, relative
+from verify.report_formats.machine_format_findings import ReportedFinding, problems, relative
 from verify.results.report import Report, totals
 from verify.results.styled_line import StyledLine, counts, last_line, plain
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnscaler.manifest import CommunicationProfile, StageMemory, TimelineRows
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 from verify.results.verdict import Verdict
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from nnscaler.atomic_writes import check_temporary, check_writable
 from nnscaler.cli.options import add_report_options, positive
 from nnscaler.cli.signals import exit_code_of
 from nnscaler.errors import NnscalerError
-from nnscaler.files import check_temporary, check_writable
 from nnscaler.pyproject_settings import seconds_of
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def deliver(
     """
     from nnscaler.cli.options import TEXT_FORMATS
     from nnscaler.cli.output.print_reports import destinations, write_files
-    from verify.gate.formats import render, summary
+    from verify.gate.render_outcome import render, summary
 
     console: Console = options.console
     text = summary(outcome, seconds, budget, interrupted)

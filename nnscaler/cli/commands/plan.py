@@ -22,9 +22,9 @@ from nnscaler.plan_source import CompileRequest
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.ir.graph import Graph
-    from nnscaler.ir.signature import Signature
+    from nnscaler.ir.operation_annotations import Signature
     from nnscaler.performance.predict import Replay
-    from nnscaler.planning.cost.model import CostModel
+    from nnscaler.planning.cost.model_protocol import CostModel
     from nnscaler.planning.planner.find_plan import Found
     from nnscaler.transform.plan import Plan
 
@@ -80,11 +80,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
     from nnscaler.cli.output.plan_text import comparison, explanation, other_plan, replay_other, summary
-    from nnscaler.ir.signature import signatures
+    from nnscaler.ir.operation_annotations import signatures
     from nnscaler.model_file import check_targets, load_model_file, traced
     from nnscaler.plan_source import asked_search, check_plan
-    from nnscaler.planning.auto import Decided, asked_nothing, cluster_of, cost_of, search_plan
-    from nnscaler.transform.select import select
+    from nnscaler.planning.auto_plan_request import Decided, asked_nothing, cluster_of, cost_of, search_plan
+    from nnscaler.transform.select_operations import select
 
     console: Console = options.console
     request = request_of(CompileRequest, options)
@@ -138,7 +138,7 @@ def _replayed(
 def _warn_of_missing(cost: CostModel, plan: Plan, options: argparse.Namespace) -> None:
     """Say how much of what was asked for the profile does not know: it may be that of another model, or of fewer
     ranks."""
-    from nnscaler.planning.cost.table_cost import TableCost
+    from nnscaler.planning.cost.profile_cost import TableCost
 
     if isinstance(cost, TableCost) and cost.coverage().missing:
         told = f"{cost.coverage().describe()}: the analytic model prices them"
@@ -155,7 +155,7 @@ def _write(
     options: argparse.Namespace,
 ) -> None:
     """The files that are asked for. Raises NnscalerError("cannot_write")."""
-    from nnscaler.files import write_text
+    from nnscaler.atomic_writes import write_text
     from verify.report_formats.html.plan_page import plan_page
 
     console: Console = options.console

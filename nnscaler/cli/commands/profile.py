@@ -13,7 +13,7 @@ from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_verbosity, pos
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from nnscaler.planning.cost.table import Calibration, Profile
+    from nnscaler.planning.cost.measured_profile import Calibration, Profile
 
 _WRITING = 3.0  # seconds for what comes after measuring
 NAME = "profile"
@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, writes, and says how far the analytic model is off."""
-    from nnscaler.files import check_temporary
+    from nnscaler.atomic_writes import check_temporary
     from nnscaler.model_file import check_targets, load_model_file, traced
 
     end = time.monotonic() + options.seconds

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nnscaler.atomic_writes import check_temporary
 from nnscaler.cli.options import add_report_options, seconds
 from nnscaler.errors import NnscalerError
-from nnscaler.files import check_temporary
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
             return replay_it(options)
     timeout = options.timeout or 60.0
     token = decode(options.token)
-    from verify.evidence.options import OpOptions
+    from verify.evidence.verify_op_options import OpOptions
     from verify.operators.run.replay import emit_tests, find_job, replay
 
     report = replay(token, timeout)

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     console.result(f"idle between the first and the last pass of a device: {_row(timeline.idle)}")
     console.result(f"live at once, in micro-batches of a stage: {_row(timeline.peak_live)}")
     if options.csv is not None:
-        from nnscaler.files import write_text
+        from nnscaler.atomic_writes import write_text
         from nnscaler.scheduling.torch_csv import write_csv
 
         write_text(options.csv, write_csv(made))

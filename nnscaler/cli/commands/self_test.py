@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.atomic_writes import check_folder, check_temporary
 from nnscaler.cli.output.exit_codes import ExitCode
 from nnscaler.errors import NnscalerError
-from nnscaler.files import check_folder, check_temporary
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -112,7 +112,7 @@ class _EveryTwoSeconds:
 
 
 def _plans(options: argparse.Namespace) -> Found:
-    from verify.self_test.programs.corpus import NAMES
+    from verify.self_test.programs.right_programs import NAMES
     from verify.self_test.programs.run import LEVELS, MutantSelection, run_table
     from verify.self_test.programs.tally import plans_lines, run_plans_self_test, table_lines
 
@@ -154,7 +154,7 @@ def _external(options: argparse.Namespace) -> Found:
 
 
 def _soundness_plans(options: argparse.Namespace) -> Found:
-    from verify.self_test.programs.corpus import TINY
+    from verify.self_test.programs.right_programs import TINY
     from verify.self_test.programs.soundness.run import COUNT, run_soundness, soundness_lines
 
     names = _known(options.model, tuple(TINY), "no programs are made of")

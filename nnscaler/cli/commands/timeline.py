@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nnscaler.model_file import ModelFile
     from nnscaler.performance.measured_events import Records
     from nnscaler.performance.predict import Programmed
-    from nnscaler.planning.cost.model import CostModel
+    from nnscaler.planning.cost.model_protocol import CostModel
     from nnscaler.timeline_events import StepEvents
     from nnscaler.tracing import Traced
     from nnscaler.transform.plan import Plan
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     """Plans, simulates or runs, prints, writes. Raises NnscalerError."""
     from nnscaler.model_file import check_targets, load_model_file
     from nnscaler.plan_source import asked_search, check_plan, is_words, ranks_asked
-    from nnscaler.planning.auto import AutoPlan, cluster_of, cost_of, parse_auto
+    from nnscaler.planning.auto_plan_request import AutoPlan, cluster_of, cost_of, parse_auto
     from nnscaler.planning.cluster.description import show_seconds
 
     console: Console = options.console
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     cost = cost_of(machine, cluster)
     records = None if options.records is None else _records(options.records, ranks)
     model = load_model_file(options.model, request.seed, request.loss_fn)
-    from nnscaler.cli.output.events_text import events_lines
+    from nnscaler.cli.output.timeline_text import events_lines
 
     step = _planned(model, asked, ranks, console)
     simulated = step.simulated(cost)
@@ -146,7 +146,7 @@ class _Planned:
 def _records(folder: Path, ranks: int) -> Records:
     """Read what ranks recorded. Raises NnscalerError("bad_records")."""
     from nnscaler.runtime.communication.communicator import ProgramError
-    from nnscaler.runtime.communication.recording import read_records
+    from nnscaler.runtime.communication.recording_communicator import read_records
 
     try:
         return read_records(folder, ranks)
@@ -181,9 +181,9 @@ def _planned(model: ModelFile, request: CompileRequest, ranks: int, console: Con
 
 def _write(name: str, title: str, events: StepEvents, options: argparse.Namespace) -> None:
     """Write the files that are asked for. Raises NnscalerError("cannot_write")."""
-    from nnscaler.files import write_text
+    from nnscaler.atomic_writes import write_text
     from nnscaler.performance.chrome_trace import chrome_trace
-    from nnscaler.records import encode
+    from nnscaler.records_as_json import encode
     from verify.report_formats.html.events_page import events_page
 
     console: Console = options.console

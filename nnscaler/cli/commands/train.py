@@ -128,9 +128,9 @@ def run(options: argparse.Namespace) -> int:
 def _fit(settings: TrainSettings, console: Console, first: bool) -> Result:
     """Train. What the runtime finds wrong is the user's to read, without our frames."""
     from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
-    from nnscaler.training.assemble import told_of_dtypes
+    from nnscaler.training.build_from_settings import told_of_dtypes
     from nnscaler.training.trainer import Trainer
-    from verify.programs.pre_run_check import vouch
+    from verify.programs.check_text_before_run import vouch
 
     def proved(program: Program) -> None:
         """Let no program run that is not the model's. Rank 0 calls it."""

@@ -9,14 +9,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.atomic_writes import check_temporary
 from nnscaler.cli.options import add_report_options, positive, seconds
-from nnscaler.files import check_temporary
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from verify.evidence.options import OpOptions
+    from verify.evidence.verify_op_options import OpOptions
     from verify.operators.run.job import Job
-    from verify.operators.run.many import JobResult, PoolSettings
+    from verify.operators.run.verify_many import JobResult, PoolSettings
 
 NAME = "verify-op"
 HELP = "check an operator's annotation against the operator"
@@ -108,7 +108,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Verify, print the reports, and return the exit code of the worst."""
-    from verify.evidence.options import OpOptions
+    from verify.evidence.verify_op_options import OpOptions
     from verify.operators.run.targets import find_jobs
 
     console: Console = options.console
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
         arguments=options.arguments,
         suggest=options.suggest,
     )
-    from verify.operators.run.many import worst
+    from verify.operators.run.verify_many import worst
 
     settings = _settings(options, console)
     results = sorted(_results(jobs, asked, settings, console), key=lambda result: result.index)
@@ -145,9 +145,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace, console: Console) -> PoolSettings:
     from verify.operators.run.cache import open_cache
-    from verify.operators.run.deep import require_hypothesis, verify_deep
-    from verify.operators.run.many import PoolSettings
+    from verify.operators.run.fuzz_with_hypothesis import require_hypothesis, verify_deep
     from verify.operators.run.run_job import verify_job
+    from verify.operators.run.verify_many import PoolSettings
 
     if options.profile == "deep":
         require_hypothesis()
@@ -165,7 +165,7 @@ def _settings(options: argparse.Namespace, console: Console) -> PoolSettings:
 def _results(jobs: list[Job], asked: OpOptions, settings: PoolSettings, console: Console) -> list[JobResult]:
     """Every result; each is told on stderr as it comes."""
     from nnscaler.cli.output.console import ProgressLine
-    from verify.operators.run.many import run_many
+    from verify.operators.run.verify_many import run_many
 
     found: list[JobResult] = []
     progress = ProgressLine(console, len(jobs), os.environ)
@@ -189,7 +189,7 @@ def _line(result: JobResult) -> str:
 
 def _print(results: list[JobResult], options: argparse.Namespace, taken: float) -> None:
     from nnscaler.cli.output.print_reports import destinations, print_reports
-    from verify.operators.run.many import summary
+    from verify.operators.run.verify_many import summary
 
     console: Console = options.console
     reports = [result.report for result in results]

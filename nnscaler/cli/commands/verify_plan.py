@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.atomic_writes import write_text
 from nnscaler.cli.options import (
     MODEL_HELP,
     add_plan_options,
@@ -18,8 +19,7 @@ from nnscaler.cli.options import (
 )
 from nnscaler.cli.output.comm_volume import add_option, known_profile, show_profile
 from nnscaler.errors import NnscalerError
-from nnscaler.files import write_text
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console

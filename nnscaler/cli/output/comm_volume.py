@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nnscaler.atomic_writes import write_text
 from nnscaler.errors import NnscalerError
-from nnscaler.files import write_text
 from nnscaler.manifest import CommunicationClass, CommunicationProfile, StageMemory
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console

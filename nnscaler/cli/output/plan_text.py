@@ -59,8 +59,8 @@ def explanation(found: Found, name: str) -> list[str]:
     Raises NnscalerError("plan_illegal") for an operation that there is not.
     """
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
-    from nnscaler.planning.planner.choice_alternatives import alternatives
-    from nnscaler.transform.select import select
+    from nnscaler.planning.planner.price_other_choices import alternatives
+    from nnscaler.transform.select_operations import select
 
     operations = select(found.subject.graph, (name,))
     lines = []
@@ -80,9 +80,9 @@ def explanation(found: Found, name: str) -> list[str]:
 
 if TYPE_CHECKING:
     from nnscaler.ir.graph import Graph
-    from nnscaler.ir.signature import Signature
+    from nnscaler.ir.operation_annotations import Signature
     from nnscaler.performance.predict import Replay
-    from nnscaler.planning.cost.model import CostModel
+    from nnscaler.planning.cost.model_protocol import CostModel
     from nnscaler.transform.plan import Plan
 
 SHOWN = 8  # operations with the same difference that are named
@@ -128,7 +128,7 @@ def comparison(name: str, before: Replay, now: Replay, every: bool, optimizer: f
     """
     from nnscaler.communication.stage_memory import stage_memory
     from nnscaler.planning.cluster.description import show_bytes, show_seconds
-    from nnscaler.planning.difference import differences
+    from nnscaler.planning.compare_plans import differences
 
     found = differences(before.communicated.partitioned, now.communicated.partitioned)
     held = [show_bytes(max(m.total for m in stage_memory(r.communicated, r.order, optimizer))) for r in (before, now)]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from nnscaler.atomic_writes import write_text
 from nnscaler.cli.options import TEXT_FORMATS, OutputFormat
 from nnscaler.errors import NnscalerError
-from nnscaler.files import write_text
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console

@@ -12,7 +12,7 @@ from operator import mul
 from types import MappingProxyType
 from typing import Any, Literal
 
-from nnscaler.records import digest
+from nnscaler.records_as_json import digest
 
 # Quantities as people write them: `80GB`, `312TFLOPS`, `300GB/s`, `2us`.
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import Signature, signatures
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.planning.constraints.interlaced import interlaced
 from nnscaler.planning.constraints.kinds import (
     Constraint,
@@ -41,7 +41,7 @@ from nnscaler.planning.constraints.kinds import (
     together,
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
-from nnscaler.planning.sharding.zero_placement import PLACEMENTS
+from nnscaler.planning.sharding.zero_stages import PLACEMENTS
 from nnscaler.scheduling.registry import check_schedule, get_schedule
 from nnscaler.transform.plan import CP, DP, EP, PP, TP
 

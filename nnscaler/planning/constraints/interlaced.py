@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant
-from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.kinds import Constraint, SharedEnds, identifiers_of_parameters
 from nnscaler.planning.constraints.megatron_roles import roles_of
 from nnscaler.transform.partition_stages import (
@@ -25,7 +25,7 @@ from nnscaler.transform.partition_stages import (
     work_of,
 )
 from nnscaler.transform.plan import ReplicateStep, SplitStep, Step
-from nnscaler.transform.select import layers_of, select
+from nnscaler.transform.select_operations import layers_of, select
 
 
 def shared_ends(graph: Graph, signatures: Mapping[str, Signature], operations: Sequence[str] = ()) -> SharedEnds:

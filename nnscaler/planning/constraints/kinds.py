@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration
 from nnscaler.scheduling.registry import SCHEDULES, get_schedule
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.plan import ZERO
-from nnscaler.transform.select import select
+from nnscaler.transform.select_operations import select
 
 Identifiers = Mapping[str, frozenset[str]]  # by operation, identifiers of its annotation
 

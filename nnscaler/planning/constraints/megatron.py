@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from op_registry.annotation.splits import balanced
 
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import Sharded, State
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.constraints.megatron_roles import Names, Roles, roles_of
-from nnscaler.transform.candidates import reach
 from nnscaler.transform.complete_plan import batch_of, batch_states
 from nnscaler.transform.plan import DP
+from nnscaler.transform.split_candidates import reach
 
 TWO = 2  # parts, for which identifiers are looked for: which they are does not depend on it
 

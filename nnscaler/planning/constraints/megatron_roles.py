@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.signature import Signature
-from nnscaler.transform.select import layers_of
+from nnscaler.ir.operation_annotations import Signature
+from nnscaler.transform.select_operations import layers_of
 
 Names = frozenset[str]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost import collectives
-from nnscaler.planning.cost.model import AxisPlace, Collective, Overheads, Shapes
+from nnscaler.planning.cost.model_protocol import AxisPlace, Collective, Overheads, Shapes
 from nnscaler.planning.cost.work import Work, shard_work
 
 EFFICIENCY = 0.7  # of the peak, which kernels reach on large operands

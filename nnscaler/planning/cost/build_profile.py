@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.calibrate import collectives_error, fit_device, fit_level, operators_error
 from nnscaler.planning.cost.calls_to_measure import ShardCall, shard_calls
-from nnscaler.planning.cost.model import KINDS, Collective, Overheads
-from nnscaler.planning.cost.table import Calibrations, CollectiveEntry, CostEntry, NotMeasured, Profile
+from nnscaler.planning.cost.measured_profile import Calibrations, CollectiveEntry, CostEntry, NotMeasured, Profile
+from nnscaler.planning.cost.model_protocol import KINDS, Collective, Overheads
 from nnscaler.planning.cost.work import Work, shard_work
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the tensors that collectives are timed on

@@ -17,10 +17,10 @@ from op_registry.spec import Refusal
 from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import local_shape
-from nnscaler.planning.cost.model import Shape
+from nnscaler.planning.cost.model_protocol import Shape
 from nnscaler.planning.cost.work import computes_in
 
 Meshes = tuple[tuple[int, ...], ...]

@@ -22,10 +22,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from nnscaler.buckets import BUCKET_BYTES
+from nnscaler.communication_buckets import BUCKET_BYTES
 from nnscaler.planning.cluster.description import Cluster, Level
-from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
-from nnscaler.planning.cost.table import CollectiveEntry
+from nnscaler.planning.cost.measured_profile import CollectiveEntry
+from nnscaler.planning.cost.model_protocol import AxisPlace, Collective, CostModel
 
 Spanned = tuple[tuple[int, Level], ...]
 

@@ -11,8 +11,8 @@ from op_registry.registry import facts_of
 
 from nnscaler.ir.gradient_flow import kept_slots
 from nnscaler.ir.graph import element_bytes
-from nnscaler.ir.signature import Signature
-from nnscaler.planning.cost.model import Shape, Shapes
+from nnscaler.ir.operation_annotations import Signature
+from nnscaler.planning.cost.model_protocol import Shape, Shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,13 @@ from nnscaler.planning.planner.bounds.lagrangian import Prices
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Least
 from nnscaler.planning.planner.equal_layer_chain import Chain
-from nnscaler.planning.planner.evaluate import Evaluated, beside, evaluate, evaluated, weights_of
+from nnscaler.planning.planner.evaluate_configuration import Evaluated, beside, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.layer_strategies import Way
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.planner.stage_partition_dp import StagePartition
 from nnscaler.planning.planner.stage_strategy_mix import StageFill, fill
-from nnscaler.planning.sharding.tables import Tables
-from nnscaler.planning.sharding.zero_placement import AT_REST_WHOLE
+from nnscaler.planning.sharding.cost_tables import Tables
+from nnscaler.planning.sharding.zero_stages import AT_REST_WHOLE
 from nnscaler.planning.solver.problem import Infeasible
 
 # Turn the stages of a filled pipeline into a choice for every operation.

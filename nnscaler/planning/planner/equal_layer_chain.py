@@ -2,8 +2,8 @@
 the middle, and the last layer with the operations after it. The pieces meet in the nodes that neighbouring layers
 share, the cut.
 
-A piece is eliminated (see `solver.eliminate`) for many prices of memory at once: the price is one more variable, which
-is kept.
+A piece is eliminated (see `solver.variable_elimination`) for many prices of memory at once: the price is one more
+variable, which is kept.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.configurations import uneven_ramps
 from nnscaler.planning.planner.prune_dominated import Kept, Numbers, lean, of_conversions, often_counted, seconds_of
-from nnscaler.planning.sharding.tables import Tables, when_backward_ends
-from nnscaler.planning.solver.eliminate import (
+from nnscaler.planning.sharding.cost_tables import Tables, when_backward_ends
+from nnscaler.planning.solver.problem import TooWide
+from nnscaler.planning.solver.variable_elimination import (
     Elimination,
     EliminationOrder,
     Factor,
@@ -27,7 +28,6 @@ from nnscaler.planning.solver.eliminate import (
     run_elimination,
     substitute,
 )
-from nnscaler.planning.solver.problem import TooWide
 from nnscaler.scheduling.schedule import Ramp
 
 WIDE = 64  # joint choices of a cut, and of hubs, that are worth it

@@ -12,7 +12,7 @@ plan can be. There are three levels, each with a method from the literature:
 2  what a stage spends its memory on: Lagrangian relaxation of the limit of memory (`bounds/lagrangian.py`,
    `solver.pareto_frontier`)
 3  which strategy each operation takes: min-weight variable elimination, and min-plus powers of equal layers, which
-   are both exact (`solver.eliminate`, `solver.fold_equal_layers`)
+   are both exact (`solver.variable_elimination`, `solver.fold_equal_layers`)
 
 Between 1 and 2, a dynamic program spreads the layers over pipeline stages (`stage_partition_dp`). What level 2 leaves
 open is filled by mixing two ways to run a layer (`stage_strategy_mix`), or by repair and branching (`solver.solve`).
@@ -74,19 +74,19 @@ from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
-from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster, show_bytes
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints import Constraint
 from nnscaler.planning.context_parallel import contexts
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.cost.model_protocol import CostModel
 from nnscaler.planning.planner.branch_and_bound import Search, search
-from nnscaler.planning.planner.evaluate import Evaluated, cuts_of
+from nnscaler.planning.planner.build_certified_plan import Certificate, certificate, plan_of
+from nnscaler.planning.planner.evaluate_configuration import Evaluated, cuts_of
 from nnscaler.planning.planner.planner_graph import FREE, PlanningCache
-from nnscaler.planning.planner.result import Certificate, certificate, plan_of
-from nnscaler.planning.sharding.memory import CLUSTERS_MEMORY, MemoryBudget, bytes_of_optimizer
+from nnscaler.planning.sharding.parameter_and_activation_memory import CLUSTERS_MEMORY, MemoryBudget, bytes_of_optimizer
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.pipeline_cut_points import describe_modules

@@ -9,22 +9,22 @@ from itertools import pairwise
 from math import gcd
 
 from nnscaler.ir.graph import Graph, LogicalTensor, element_bytes, gradient_dtype
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
-from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints.kinds import Constraint
-from nnscaler.planning.cost.model import AxisPlace, CostModel
+from nnscaler.planning.cost.model_protocol import AxisPlace, CostModel
 from nnscaler.planning.experts import find_experts
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.bounds.rough import Least, Rough
 from nnscaler.planning.planner.equal_layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.layers import ParametersByLayer, Repeated, halves_of_items, items_of_operations
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
-from nnscaler.planning.sharding.memory import OPTIMIZER_BYTES, Kept, kept_by, read_back
+from nnscaler.planning.sharding.cost_tables import TableBuilder, Tables
+from nnscaler.planning.sharding.parameter_and_activation_memory import OPTIMIZER_BYTES, Kept, kept_by, read_back
 from nnscaler.planning.sharding.problem_config import Setting, given_axes
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
-from nnscaler.planning.sharding.tables import TableBuilder, Tables
-from nnscaler.planning.sharding.zero_placement import AT_REST_WHOLE, AtRest, ParameterPlacement
+from nnscaler.planning.sharding.zero_stages import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.solver.solve import solve
 from nnscaler.scheduling.interlaced import INTERLACED
 from nnscaler.scheduling.registry import DEFAULT
@@ -33,7 +33,7 @@ from nnscaler.transform.complete_plan import batch_of
 from nnscaler.transform.partition_stages import parts_of
 from nnscaler.transform.pipeline_cut_points import Block
 from nnscaler.transform.plan import CP, DP, EP, TP
-from nnscaler.transform.select import Layer
+from nnscaler.transform.select_operations import Layer
 
 MANY = 8  # layers, from which on some stand for all
 

@@ -1,5 +1,5 @@
 """Cost tables without strategies that are dominated in time and in every kind of memory (dead-end elimination, see
-`solver.reduce`), in a whole pass and in the ramp of every schedule that is planned.
+`solver.drop_dominated_strategies`), in a whole pass and in the ramp of every schedule that is planned.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.planning.configurations import uneven_ramps
-from nnscaler.planning.sharding.tables import Column, Columns, Tables
+from nnscaler.planning.sharding.cost_tables import Column, Columns, Tables
+from nnscaler.planning.solver.drop_dominated_strategies import Criteria, merge_edges, survivors
 from nnscaler.planning.solver.problem import Edge
-from nnscaler.planning.solver.reduce import Criteria, merge_edges, survivors
 from nnscaler.scheduling.schedule import Ramp
 
 T = TypeVar("T")

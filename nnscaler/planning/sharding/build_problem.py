@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nnscaler.planning.sharding.tables import Column, Columns, Tables
+from nnscaler.planning.sharding.cost_tables import Column, Columns, Tables
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node
 from nnscaler.scheduling.schedule import Ramp
 

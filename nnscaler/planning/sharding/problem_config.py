@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import MICRO, Layout, local_shape
 from nnscaler.planning.context_parallel import context_parallel
-from nnscaler.planning.cost.model import AxisPlace
+from nnscaler.planning.cost.model_protocol import AxisPlace
 from nnscaler.planning.experts import expert_steps
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import CP, DP, EP, Axes, Plan, Step

@@ -9,13 +9,13 @@ from itertools import product
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import Layout
 from nnscaler.planning.sharding.problem_config import Setting
-from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import batch_of, batch_states
 from nnscaler.transform.plan import DP
+from nnscaler.transform.split_candidates import all_candidates, reach
 
 SMALL = 1024  # elements of a tensor whose partial sums are always considered
 

@@ -12,7 +12,9 @@ from math import prod
 
 import numpy as np
 
-from nnscaler.planning.solver.eliminate import (
+from nnscaler.planning.solver.equal_layer_runs import EqualSegments, find_runs
+from nnscaler.planning.solver.problem import ChoiceProblem, Solution, Table, TooWide
+from nnscaler.planning.solver.variable_elimination import (
     CAP,
     STEP,
     Elimination,
@@ -23,8 +25,6 @@ from nnscaler.planning.solver.eliminate import (
     run_elimination,
     substitute,
 )
-from nnscaler.planning.solver.problem import ChoiceProblem, Solution, Table, TooWide
-from nnscaler.planning.solver.runs import EqualSegments, find_runs
 
 # Powers of a table in the (min, +) semiring by repeated squaring, and the states along the best path.
 # The n-th power of the table of one segment is the table of n segments in a row: the entry of two states is the

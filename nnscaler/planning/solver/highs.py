@@ -15,8 +15,8 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
+from nnscaler.planning.solver.drop_dominated_strategies import merge_edges
 from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution, Table, evaluate, memory_of
-from nnscaler.planning.solver.reduce import merge_edges
 
 SLACK = 1e-6  # relative: what the tolerances of an integer program may hide
 

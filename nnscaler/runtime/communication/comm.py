@@ -18,9 +18,9 @@ from torch import Tensor
 
 from nnscaler.layout import Partial, Sharded, State
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
-from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read
+from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
-from nnscaler.runtime.cut import join_pieces, piece_of, pieces_of, place_piece
+from nnscaler.runtime.cut_tensors import join_pieces, piece_of, pieces_of, place_piece
 from nnscaler.runtime.torch_compile import apart
 
 # One mesh axis as a rank sees it.

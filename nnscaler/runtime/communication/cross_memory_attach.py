@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nnscaler.runtime.communication.distributed import add_in_order
+from nnscaler.runtime.communication.torch_communicator_base import add_in_order
 
 _SLOTS = 4096  # of a ring: messages to one rank that it has not read; the next one waits
 _RING, _SLOT = 16, 24  # bytes of a ring before its slots, and of a slot

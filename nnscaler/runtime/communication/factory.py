@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationError
-from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator
 from nnscaler.runtime.communication.gloo import GlooCommunicator
 from nnscaler.runtime.communication.nccl import NcclCommunicator
+from nnscaler.runtime.communication.torch_communicator_base import Reporter, TorchCommunicator
 
 
 def torch_communicator(

@@ -25,11 +25,11 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nnscaler.runtime.communication.async_calls import Awaited, OneRound, Outbox, gathering, post, summing, wait_for
-from nnscaler.runtime.communication.collective_order import Lane
+from nnscaler.runtime.communication.async_gloo import Awaited, OneRound, Outbox, gathering, post, summing, wait_for
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.cross_memory_attach import PeerMemory
-from nnscaler.runtime.communication.distributed import (
+from nnscaler.runtime.communication.ordered_collective_thread import Lane
+from nnscaler.runtime.communication.torch_communicator_base import (
     Reporter,
     TorchCommunicator,
     add_in_order,

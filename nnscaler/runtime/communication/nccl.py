@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Communicator, Key
-from nnscaler.runtime.communication.distributed import Reporter, neighbours
 from nnscaler.runtime.communication.gloo import GlooCommunicator
+from nnscaler.runtime.communication.torch_communicator_base import Reporter, neighbours
 
 _ANNOUNCEMENT = 1024  # bytes
 _ANNOUNCE_TAG = 1

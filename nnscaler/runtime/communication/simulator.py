@@ -24,8 +24,8 @@ from nnscaler.runtime.communication.communicator import (
     CommunicationError,
     Communicator,
 )
-from nnscaler.runtime.communication.distributed import reduce_in_order
 from nnscaler.runtime.communication.simulated_async import Flights
+from nnscaler.runtime.communication.torch_communicator_base import reduce_in_order
 
 T = TypeVar("T")
 Contribution = Sequence[Tensor]

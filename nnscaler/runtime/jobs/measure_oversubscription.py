@@ -13,7 +13,7 @@ import torch
 
 from nnscaler.runtime.communication.benchmark_collectives import later_than
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.communication.recording import RecordingCommunicator
+from nnscaler.runtime.communication.recording_communicator import RecordingCommunicator
 from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings

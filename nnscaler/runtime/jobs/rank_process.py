@@ -20,8 +20,8 @@ import torch
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.join_process_group import join
-from nnscaler.runtime.freed_memory import keep_freed_memory
 from nnscaler.runtime.jobs.job import JobDirectory, StatusWriter
+from nnscaler.runtime.keep_freed_memory import keep_freed_memory
 from nnscaler.runtime.program.load_python import load_user_module
 
 _PR_SET_PDEATHSIG = 1

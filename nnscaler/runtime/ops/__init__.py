@@ -1,5 +1,11 @@
 """The runtime's own operators, `ops.<name>` in rank programs: plain differentiable functions on one rank's shards."""
 
+from nnscaler.runtime.ops.convolution_and_pooling import (
+    avg_pool_window,
+    conv_transpose_window,
+    conv_window,
+    max_pool_window,
+)
 from nnscaler.runtime.ops.index import (
     embedding_bag,
     gather_block,
@@ -32,12 +38,6 @@ from nnscaler.runtime.ops.loss import (
     mean_of,
     mean_over,
 )
-from nnscaler.runtime.ops.overlapping_windows import (
-    avg_pool_window,
-    conv_transpose_window,
-    conv_window,
-    max_pool_window,
-)
 from nnscaler.runtime.ops.random import (
     alpha_dropout,
     dropout,
@@ -46,4 +46,4 @@ from nnscaler.runtime.ops.random import (
     random_normal,
     random_uniform,
 )
-from nnscaler.runtime.ops.ring import ring_attention
+from nnscaler.runtime.ops.ring_attention import ring_attention

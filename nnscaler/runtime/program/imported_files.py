@@ -14,9 +14,9 @@ from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SU
 from importlib.util import decode_source
 from pathlib import Path
 
+from nnscaler.is_user_file import is_users
 from nnscaler.runtime.program.colliding_imports import module_name, package_of, project_folders
 from nnscaler.runtime.program.load_python import parsed
-from nnscaler.user_files import is_users
 
 _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES)  # in Python's order
 _PARSED = 4096  # texts whose imports are remembered

@@ -22,11 +22,11 @@ from torch.nn import Parameter
 from nnscaler.instructions import batches_written, going_on
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.role import Stage
-from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, precision_of_run
-from nnscaler.runtime.training.batch import Batch
+from nnscaler.runtime.training.cut_batch import Batch
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.model_outputs import total_loss
+from nnscaler.runtime.training.parameters_at_rest import gather
 
 
 class Versions:

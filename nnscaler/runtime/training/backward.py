@@ -12,11 +12,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.communication.parameter_reads import ParameterReads
+from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.role import Stage, may_gather_again, number_of, place_of
-from nnscaler.runtime.saved_values import SavedValues
+from nnscaler.runtime.saved_tensor_hooks import SavedValues
 from nnscaler.runtime.split_backward import Root, SplitBackward
-from nnscaler.runtime.training.gradients.accumulate import Gradients
+from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.messages import Mail
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
-from nnscaler.runtime.communication.parameter_reads import ParameterReads
+from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Observer, Parameter, RunContext, Stage
 from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
-from nnscaler.runtime.training.at_rest import AtRest, divisions_of
 from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.training.parameters_at_rest import AtRest, divisions_of
 
 State = Mapping[str, Tensor]
 

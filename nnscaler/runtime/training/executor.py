@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
-from nnscaler.runtime.communication.parameter_reads import ParameterReads
+from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.program.load_python import last_place
 from nnscaler.runtime.role import (
@@ -33,17 +33,17 @@ from nnscaler.runtime.role import (
     times_of,
 )
 from nnscaler.runtime.torch_compile import compiled
-from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, dtype_of_run, in_precision, precision_of_run
 from nnscaler.runtime.training.backward import BackwardPasses
-from nnscaler.runtime.training.batch import Batch, BatchCutter
 from nnscaler.runtime.training.build_stages import Held, Key, StageBuilder, adopted, stages_of
+from nnscaler.runtime.training.cut_batch import Batch, BatchCutter
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
-from nnscaler.runtime.training.gradients.accumulate import Gradients
+from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.clipping import clip_gradients, gradient_norm
-from nnscaler.runtime.training.instrument_role import observed_copy
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.model_outputs import Kept, Results, check_outputs, total_loss
+from nnscaler.runtime.training.observe_intermediate_tensors import observed_copy
+from nnscaler.runtime.training.parameters_at_rest import gather
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 

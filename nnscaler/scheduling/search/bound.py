@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import gcd, inf
 
 from nnscaler.errors import NnscalerError
-from nnscaler.scheduling.search.job_shop_model import Shop, shop_of
+from nnscaler.scheduling.search.job_shop_graph import Shop, shop_of
 from nnscaler.scheduling.search.problem import ScheduleProblem
 
 SLACK = 1e-9  # relative: what sums of floats may differ by

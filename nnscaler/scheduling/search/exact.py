@@ -15,7 +15,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from nnscaler.scheduling.search.bound import SLACK, holdings, usable_limit
-from nnscaler.scheduling.search.job_shop_model import Shop, Starts
+from nnscaler.scheduling.search.job_shop_graph import Shop, Starts
 
 NEVER = 1 << 60
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nnscaler.scheduling.search.bound import SLACK
-from nnscaler.scheduling.search.job_shop_model import Shop, Starts, makespan_of, peaks_of, replay, sequences, shop_of
+from nnscaler.scheduling.search.job_shop_graph import Shop, Starts, makespan_of, peaks_of, replay, sequences, shop_of
 
 LONGEST = 4  # micro-batches in a segment
 TRIED = 4  # times that every segment is repeated

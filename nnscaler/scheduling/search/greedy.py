@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from nnscaler.scheduling.search.bound import SLACK
-from nnscaler.scheduling.search.job_shop_model import Shop, Starts
+from nnscaler.scheduling.search.job_shop_graph import Shop, Starts
 
 Keys = Sequence[Sequence[float]]  # by block and micro-batch: the less, the more urgent
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.scheduling.search.bound import SLACK, ScheduleBound
-from nnscaler.scheduling.search.job_shop_model import Shop, Starts
+from nnscaler.scheduling.search.job_shop_graph import Shop, Starts
 
 SEED = 0
 

@@ -21,7 +21,7 @@ from nnscaler.ir.graph import LOSS, Graph, LogicalTensor, Operation, Region, Rol
 from nnscaler.tracing.export.locations import location_of_trace, module_of
 from nnscaler.tracing.export.loss_module import PREFIX, Results
 from nnscaler.tracing.export.recompute_regions import checkpoint_of
-from nnscaler.tracing.rewrite import (
+from nnscaler.tracing.graph_builder import (
     RawGraph,
     TensorName,
     dtype_name,
@@ -39,7 +39,7 @@ _IGNORED = (
     "aten.sym_constrain_range_for_size.default",
     "aten.sym_constrain_range.default",
 )
-_MARK = "nnscaler_layer."  # `repeated_layers.calls` leaves operators without results
+_MARK = "nnscaler_layer."  # `repeated_layers.follow_calls` leaves operators without results
 _COPY = "aten.lift_fresh_copy.default"
 _PLACE_KEYWORDS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 _PLACE_TYPES = (torch.device, torch.layout, torch.memory_format)

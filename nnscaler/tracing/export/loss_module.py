@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.structure import Returned, describe
+from nnscaler.runtime.output_structure import Returned, describe
 from nnscaler.tracing.sample_inputs import SampleInputs
 
 PREFIX = "model"  # the name of the user's module inside `LossModule`

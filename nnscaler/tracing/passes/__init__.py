@@ -1,13 +1,18 @@
 """Passes from what the importer reads to the final graph, in order."""
 
 from nnscaler.ir.graph import Graph
-from nnscaler.tracing.passes.dataflow import mark_needs_grad, own_results, remove_dead_code, sum_before_cast
+from nnscaler.tracing.graph_builder import RawGraph
 from nnscaler.tracing.passes.decompositions import lower_attention_dropout, lower_batch_norm, lower_embeddings
 from nnscaler.tracing.passes.in_place import to_values
 from nnscaler.tracing.passes.lower_cross_entropy import lower_cross_entropy
+from nnscaler.tracing.passes.needs_grad_and_liveness import (
+    mark_needs_grad,
+    own_results,
+    remove_dead_code,
+    sum_before_cast,
+)
 from nnscaler.tracing.passes.normal_forms import drop_identities, spell_promotions, spell_shapes, tile_slices
 from nnscaler.tracing.passes.random_draws import lower_random_draws
-from nnscaler.tracing.rewrite import RawGraph
 
 
 def run_passes(raw: RawGraph) -> Graph:

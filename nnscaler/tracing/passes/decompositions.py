@@ -9,7 +9,7 @@ from op_registry.call import DType
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation, Region
-from nnscaler.tracing.rewrite import Builder, Form, RawGraph, TensorName
+from nnscaler.tracing.graph_builder import Builder, Form, RawGraph, TensorName
 
 RUNNING_STATISTIC = "nnscaler.running_statistic"
 

@@ -19,8 +19,7 @@ from op_registry.registry import facts_of
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
-from nnscaler.tracing.passes.decompositions import RUNNING_STATISTIC, statistic_written
-from nnscaler.tracing.rewrite import (
+from nnscaler.tracing.graph_builder import (
     Builder,
     RawGraph,
     TensorName,
@@ -30,6 +29,7 @@ from nnscaler.tracing.rewrite import (
     torch_operator,
     written_inputs,
 )
+from nnscaler.tracing.passes.decompositions import RUNNING_STATISTIC, statistic_written
 
 # How to write through a view: the viewed tensor's new value, from a new value of the view.
 

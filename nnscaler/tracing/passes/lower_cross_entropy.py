@@ -15,7 +15,7 @@ from typing import Any
 from op_registry.call import DType
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
-from nnscaler.tracing.rewrite import Builder, Form, TensorName, is_floating
+from nnscaler.tracing.graph_builder import Builder, Form, TensorName, is_floating
 
 _MEAN, _SUM = 1, 2
 

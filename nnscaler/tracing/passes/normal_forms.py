@@ -10,9 +10,9 @@ from op_registry.registry import facts_of
 from op_registry.torch_schema import has_default_dtype
 
 from nnscaler.ir.graph import Graph, Operation, Region
-from nnscaler.tracing.passes.dataflow import needing_grad
+from nnscaler.tracing.graph_builder import Builder, TensorName, is_floating, map_references
 from nnscaler.tracing.passes.in_place import DROPOUTS, slice_bounds
-from nnscaler.tracing.rewrite import Builder, TensorName, is_floating, map_references
+from nnscaler.tracing.passes.needs_grad_and_liveness import needing_grad
 
 _GROUPED = "aten._grouped_mm.default"
 _PAIRS = "aten.view_as_complex.default"

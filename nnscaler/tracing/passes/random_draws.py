@@ -19,7 +19,7 @@ from op_registry.torch_schema import may_draw
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.runtime.ops.random import random_normal, random_uniform
-from nnscaler.tracing.rewrite import Builder, TensorName, dtype_name, dtype_of, torch_operator
+from nnscaler.tracing.graph_builder import Builder, TensorName, dtype_name, dtype_of, torch_operator
 
 # Formulas of torch's random operators over two draws: uniform in (0, 1), and normal.
 # Ranks cannot share torch's generator, so programs draw by the runtime's own operators

@@ -15,7 +15,7 @@ from torch.fx.traceback import get_current_meta
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.export.locations import plain_path
-from nnscaler.tracing.repeated_layers.record import (
+from nnscaler.tracing.repeated_layers.call_record import (
     CallPlaces,
     CannotStitch,
     Innermost,

@@ -14,10 +14,10 @@ from nnscaler.tracing.canonical_graph import canonical, with_names
 from nnscaler.tracing.export.importer import import_program
 from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.run_export import Exported, export_loss
+from nnscaler.tracing.graph_builder import RawGraph, dtype_name
 from nnscaler.tracing.repeated_layers.active_call import repeated_layers
-from nnscaler.tracing.repeated_layers.calls import NAMESPACE, Calls, LayerCall, following
-from nnscaler.tracing.repeated_layers.record import CannotStitch
-from nnscaler.tracing.rewrite import RawGraph, dtype_name
+from nnscaler.tracing.repeated_layers.call_record import CannotStitch
+from nnscaler.tracing.repeated_layers.follow_calls import NAMESPACE, Calls, LayerCall, following
 from nnscaler.tracing.strided_views import name_windows
 
 STORED = ("parameter", "buffer")

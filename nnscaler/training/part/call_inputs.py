@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.tracing.rewrite import TensorName
+from nnscaler.tracing.graph_builder import TensorName
 from nnscaler.tracing.sample_inputs import SampleInputs
 
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, choose_device, join, torchrun_place
-from nnscaler.runtime.structure import restore
+from nnscaler.runtime.output_structure import restore
 from nnscaler.training.engine import Engine, connected
 from nnscaler.training.part.engine import PartCall, PartEngine
 from nnscaler.training.part.program import compile_part

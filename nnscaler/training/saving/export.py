@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nnscaler.atomic_writes import cannot_write, save_tensors
 from nnscaler.errors import NnscalerError
-from nnscaler.files import cannot_write, save_tensors
 from nnscaler.runtime.shards import same_bits
 from nnscaler.runtime.training.saving.checkpoint import MODEL, RunRecord, read_run
 from nnscaler.runtime.training.saving.dcp import METADATA, Folder, whole

@@ -90,7 +90,7 @@ CASES: list[tuple[list[str], str]] = [
 RUN = """
 import io, json, os, sys
 from contextlib import redirect_stderr
-import nnscaler.planning.constraints, nnscaler.planning.cost.table, nnscaler.planning.plan_from_axes
+import nnscaler.planning.constraints, nnscaler.planning.cost.measured_profile, nnscaler.planning.plan_from_axes
 from nnscaler.cli.main import main
 
 cases = json.loads(sys.argv[1])

@@ -23,7 +23,7 @@ from nnscaler.cli.output.comm_volume import (
 from nnscaler.cli.output.console import Console
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import CommunicationProfile, StageMemory
-from nnscaler.records import decode
+from nnscaler.records_as_json import decode
 
 
 def entry(**changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler import files
+from nnscaler import atomic_writes
 from nnscaler.cli.commands import list_things
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
@@ -61,7 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No file grows beyond 3000 bytes, as on a disk that fills up later than it was tried."""
-    monkeypatch.setattr(files, "PROBE", 1000)
+    monkeypatch.setattr(atomic_writes, "PROBE", 1000)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep half a file of it
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
@@ -122,7 +122,7 @@ def test_a_disk_that_fills_while_a_program_is_written_leaves_no_part_of_it(
 def test_a_trial_that_fails_names_the_folder_that_was_asked_for(
     here: Path, capsys: pytest.CaptureFixture[str], small_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "PROBE", 5000)
+    monkeypatch.setattr(atomic_writes, "PROBE", 5000)
     assert compiled("program", "trap.py") == 2
     assert capsys.readouterr().err.startswith("error: cannot write program: File too large\n  help: make room there")
 
@@ -133,7 +133,7 @@ def test_the_old_program_stays_where_the_new_one_has_no_room(
     assert compiled("program") == 0
     old = {path.name: path.read_bytes() for path in Path("program").iterdir()}
     assert set(old) == {"role_0.py", "manifest.json", "plan.json", "graph.txt", "state.pt", "inputs.pt"}
-    monkeypatch.setattr(files, "PROBE", 1000)
+    monkeypatch.setattr(atomic_writes, "PROBE", 1000)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep half a file of it
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
@@ -197,10 +197,10 @@ def test_a_full_temporary_folder_is_told_before_the_work(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files, "_fill", full)
+    monkeypatch.setattr(atomic_writes, "_fill", full)
     # in this order: the first module takes the name from the second one when it is imported, here for the first time
-    monkeypatch.setattr("nnscaler.cli.output.writable.check_writable", lambda path: None)
-    monkeypatch.setattr(files, "check_writable", lambda path: None)  # profile.json
+    monkeypatch.setattr("nnscaler.cli.output.check_output_paths.check_writable", lambda path: None)
+    monkeypatch.setattr(atomic_writes, "check_writable", lambda path: None)  # profile.json
     assert main(words) == 2
     err = capsys.readouterr().err
     assert f"cannot write temporary files to {tempfile.gettempdir()}: No space left on device" in err
@@ -213,7 +213,7 @@ def test_no_temporary_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tempfile, "TemporaryFile", nowhere)
     with pytest.raises(NnscalerError, match="cannot write temporary files: No usable temporary directory") as caught:
-        files.check_temporary()
+        atomic_writes.check_temporary()
     assert "TMPDIR" in str(caught.value)
 
 
@@ -340,7 +340,7 @@ def test_a_bug_that_comes_after_a_refusal_is_still_a_bug() -> None:
             raise PermissionError(errno.EACCES, "Permission denied", "plan.json")
         except PermissionError:
             raise KeyError("ours")  # noqa: B904 - a bug, as it comes
-    assert files.machine_error(caught.value) is None
+    assert atomic_writes.machine_error(caught.value) is None
 
 
 def test_a_verdict_stands_where_the_program_cannot_be_kept(

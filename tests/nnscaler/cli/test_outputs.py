@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler import files
+from nnscaler import atomic_writes
 from nnscaler.cli.main import main
 from nnscaler.cli.options import OutputFormat
 from nnscaler.cli.output import print_reports
@@ -42,13 +42,13 @@ def small_files() -> Iterator[None]:
 
 def refused(path: Path) -> str:
     with pytest.raises(NnscalerError) as caught:
-        files.check_writable(path)
+        atomic_writes.check_writable(path)
     assert caught.value.code == "cannot_write" and str(path) in str(caught.value)
     return str(caught.value)
 
 
 def test_a_new_file_leaves_nothing_and_its_folder_is_made(tmp_path: Path) -> None:
-    files.check_writable(tmp_path / "a" / "b" / "report.json")
+    atomic_writes.check_writable(tmp_path / "a" / "b" / "report.json")
     assert (tmp_path / "a" / "b").is_dir() and not list((tmp_path / "a" / "b").iterdir())
 
 
@@ -56,7 +56,7 @@ def test_a_file_that_is_there_keeps_what_it_has(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text("before")
     file.chmod(0o640)
-    files.check_writable(file)
+    atomic_writes.check_writable(file)
     assert file.read_text() == "before" and stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
@@ -82,8 +82,8 @@ def test_a_full_device() -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    files.check_writable(tmp_path / "pipe")
-    files.check_writable("/dev/null")
+    atomic_writes.check_writable(tmp_path / "pipe")
+    atomic_writes.check_writable("/dev/null")
 
 
 def test_a_full_disk(tmp_path: Path, small_files: None) -> None:
@@ -98,7 +98,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=64k tmpfs {disk}"
-    program = f"from nnscaler.files import check_writable; check_writable('{disk}/report')"
+    program = f"from nnscaler.atomic_writes import check_writable; check_writable('{disk}/report')"
     unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if subprocess.run([*unshare, mount], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
@@ -161,11 +161,11 @@ def test_half_a_report_does_not_take_the_place_of_the_last_one(tmp_path: Path, s
     old = tmp_path / "old.txt"
     old.write_text("whole\n")
     with pytest.raises(NnscalerError, match="File too large"):
-        files.write_text(old, "x" * 1000)
+        atomic_writes.write_text(old, "x" * 1000)
     assert old.read_text() == ""
     old.write_text("whole\n")
     with pytest.raises(NnscalerError, match="File too large"):
-        files.write_text(old, "x" * 1000, append=True)
+        atomic_writes.write_text(old, "x" * 1000, append=True)
     assert old.read_text() == "whole\n"
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from nnscaler.cli.main import main
 from nnscaler.model_file import TEMPLATE
-from nnscaler.planning.cost.model import AxisPlace
-from nnscaler.planning.cost.table import load_profile
-from nnscaler.planning.cost.table_cost import TableCost
+from nnscaler.planning.cost.measured_profile import load_profile
+from nnscaler.planning.cost.model_protocol import AxisPlace
+from nnscaler.planning.cost.profile_cost import TableCost
 
 
 @pytest.fixture(autouse=True)

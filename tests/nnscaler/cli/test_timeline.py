@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.records import decode
+from nnscaler.records_as_json import decode
 from nnscaler.timeline_events import StepEvents
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler import buckets
+from nnscaler import communication_buckets
 from nnscaler.communication.stage_calls import ranks_text
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.precision import Precision
-from nnscaler.ir.signature import signatures
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
@@ -177,8 +177,8 @@ def test_a_parameter_at_rest_in_shards_is_gathered_and_its_gradient_scattered(tm
 
 @pytest.mark.long
 def test_buckets_are_those_of_the_runtime(gpt: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
-    monkeypatch.setattr(buckets, "LEAST_BYTES", 1_000)
+    monkeypatch.setattr(communication_buckets, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(communication_buckets, "LEAST_BYTES", 1_000)
     for plan in ("dp=2,tp=2", "dp=2,tp=2,zero=1"):
         made = check(gpt, plan, 4, tmp_path / plan)
         gradients = [n for key, n in made.items() if key[5] == "gradient" and key[0] == 0]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, Convert, StageProgram
-from nnscaler.communication.materialise import materialise
+from nnscaler.communication.insert_conversions import materialise
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import INVARIANT, REPLICATED, Sharded
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan

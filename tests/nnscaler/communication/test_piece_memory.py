@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nnscaler.codegen.program import Program
 from nnscaler.communication.communicated_graph import StageProgram
-from nnscaler.communication.materialise import materialise
+from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.stage_memory import kept_bytes, piece_bytes
 from nnscaler.compile import WantedPlan, compile_traced
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import Traced, trace

@@ -17,12 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.precision import Precision
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.communication.parameter_reads import WholeView
+from nnscaler.runtime.communication.sharded_parameter_gathers import WholeView
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.saved_values import SavedValues
+from nnscaler.runtime.saved_tensor_hooks import SavedValues
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.tracing import Traced, trace

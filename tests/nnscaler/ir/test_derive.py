@@ -11,8 +11,8 @@ from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 
 from nnscaler.ir.derive import explain_illegal_choice, input_states, operand_state, output_states, resolve
+from nnscaler.ir.operation_annotations import Signature, signature_of
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.ir.signature import Signature, signature_of
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State
 
 Shapes = list[tuple[int, ...]]

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from nnscaler.compile import WantedPlan, make
-from nnscaler.ir.signature import signatures
-from nnscaler.performance.pass_pieces import Pieces
+from nnscaler.ir.operation_annotations import signatures
+from nnscaler.performance.pass_work_and_calls import Pieces
 from nnscaler.performance.predict import Prediction, Programmed, programmed
 from nnscaler.performance.time_steps import SavedProgram, SharedStep, Shown, Steps, with_overheads
 from nnscaler.planning.cluster.description import Cluster, Device, Level
 from nnscaler.planning.cost.build_profile import crowded
-from nnscaler.planning.cost.model import Overheads
-from nnscaler.planning.cost.table import Calibration, Calibrations, Profile
-from nnscaler.planning.cost.table_cost import TableCost
+from nnscaler.planning.cost.measured_profile import Calibration, Calibrations, Profile
+from nnscaler.planning.cost.model_protocol import Overheads
+from nnscaler.planning.cost.profile_cost import TableCost
 from tests import traced_examples
 
 NOTHING = Calibration(0, 0.0, 0.0, 0.0, 0.0)

@@ -18,14 +18,14 @@ from nnscaler.codegen.program import Program
 from nnscaler.communication.communication_volume import step_communication
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.measured_events import Records, measured_events
 from nnscaler.performance.predict import Prediction, Programmed, programmed
 from nnscaler.performance.predicted_events import PlacedEvent, placed_events, rank_calls, step_events
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.model import Overheads
-from nnscaler.records import encode
+from nnscaler.planning.cost.model_protocol import Overheads
+from nnscaler.records_as_json import encode
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.record_step_times import recorded_step
 from nnscaler.runtime.program.load_python import load_user_module

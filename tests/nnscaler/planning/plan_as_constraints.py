@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
-from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.kinds import Constraint, all_of, sizes
 from nnscaler.scheduling.registry import planned_schedules
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, OrderStep, Plan, RecomputeStep, RestStep
-from nnscaler.transform.select import layers_of, select
+from nnscaler.transform.select_operations import layers_of, select
 
 
 def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:

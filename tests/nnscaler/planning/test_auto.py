@@ -11,11 +11,11 @@ from torch import nn
 import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.predict import replay
-from nnscaler.planning.auto import Decided, cluster_of, cost_of, parse_auto, search_plan
+from nnscaler.planning.auto_plan_request import Decided, cluster_of, cost_of, parse_auto, search_plan
+from nnscaler.planning.compare_plans import differences
 from nnscaler.planning.constraints import sizes
-from nnscaler.planning.difference import differences
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.tracing import Traced, trace
 
@@ -68,7 +68,7 @@ def test_what_does_not_fit_says_what_would_do(graph: Graph) -> None:
 
 
 def test_this_machine_is_too_small_for_what_another_one_holds(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nnscaler.planning.cluster.found.host_memory", lambda: 2000)
+    monkeypatch.setattr("nnscaler.planning.cluster.detect_this_machine.host_memory", lambda: 2000)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(NnscalerError, match="this machine") as raised:
         search_plan(graph, signatures(graph), 2, nnscaler.AutoPlan())

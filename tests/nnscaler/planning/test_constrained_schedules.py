@@ -9,8 +9,8 @@ import pytest
 
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import signatures
-from nnscaler.planning.auto import AutoPlan
+from nnscaler.ir.operation_annotations import signatures
+from nnscaler.planning.auto_plan_request import AutoPlan
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.constraints.files import parse_constraints

@@ -12,8 +12,8 @@ import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_states
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, Split
-from nnscaler.ir.signature import signatures
 from nnscaler.layout import Axis, Sharded, State
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import (
@@ -34,8 +34,8 @@ from nnscaler.planning.constraints import (
 from nnscaler.planning.constraints.megatron_roles import roles_of
 from nnscaler.planning.plan_from_axes import make_plan, steps_of
 from nnscaler.planning.planner.branch_and_bound import CLOSE
+from nnscaler.planning.planner.build_certified_plan import choices_of
 from nnscaler.planning.planner.find_plan import Found, find_plan
-from nnscaler.planning.planner.result import choices_of
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.predict import replay
 from nnscaler.planning import context_parallel
 from nnscaler.planning.cluster.read import load_cluster
@@ -21,8 +21,8 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.planner.branch_and_bound import evaluate
+from nnscaler.planning.planner.build_certified_plan import plan_of
 from nnscaler.planning.planner.planner_graph import PlanningCache
-from nnscaler.planning.planner.result import plan_of
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, SplitStep
 from tests.traced_examples import traced

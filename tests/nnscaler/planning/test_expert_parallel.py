@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import sizes
 from nnscaler.planning.experts import find_experts
 from nnscaler.planning.parse_axes import parse_axes, ranks_in
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.planner.branch_and_bound import BOUNDS, search
-from nnscaler.planning.planner.evaluate import evaluate
-from nnscaler.planning.planner.result import plan_of
-from nnscaler.planning.sharding.zero_placement import PLACEMENTS
+from nnscaler.planning.planner.build_certified_plan import plan_of
+from nnscaler.planning.planner.evaluate_configuration import evaluate
+from nnscaler.planning.sharding.zero_stages import PLACEMENTS
 from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, RestStep, SplitStep

@@ -14,7 +14,7 @@ from nnscaler.cli.main import main
 from nnscaler.cli.pytest_assertions import check_plan
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.plan_source import CompileRequest, ranks_asked
 from nnscaler.plan_source import check_plan as check_request
 from nnscaler.planning.named_policies import READY, make_ready, parse_ready

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice, RunInvariant, RunReplicated, Split
-from nnscaler.ir.signature import signatures
 from nnscaler.planning.parse_axes import parse_spec
 from nnscaler.planning.plan_from_axes import make_plan
-from nnscaler.scheduling.given import GivenOrder, kind_of_orders
+from nnscaler.scheduling.given_orders import GivenOrder, kind_of_orders
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice
-from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning import beam_search as search
 from nnscaler.planning.beam_search import Versions, cheapest_choices
 from nnscaler.planning.plan_from_axes import _options

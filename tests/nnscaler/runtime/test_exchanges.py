@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.async_calls import SHARED_BYTES, OneRound, Outbox, gathering, post, summing
+from nnscaler.runtime.communication.async_gloo import (
+    SHARED_BYTES,
+    OneRound,
+    Outbox,
+    gathering,
+    post,
+    summing,
+)
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.training.gradients.buckets import SumBucket
 

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from nnscaler.runtime import freed_memory
+from nnscaler.runtime import keep_freed_memory
 
 BLOCK, BLOCKS = 4 << 20, 40  # bytes of one, below glibc's largest threshold, and how many there are at once
 PAGES = BLOCK * BLOCKS // resource.getpagesize()
 STEPS = f"""
 import ctypes, importlib.util, resource, sys
-own = importlib.util.spec_from_file_location("freed_memory", {freed_memory.__file__!r})
+own = importlib.util.spec_from_file_location("freed_memory", {keep_freed_memory.__file__!r})
 module = importlib.util.module_from_spec(own)
 own.loader.exec_module(module)
 library = ctypes.CDLL(None)

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nnscaler import buckets
+from nnscaler import communication_buckets
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import Sharded
 from nnscaler.performance.predict import replay
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.model import Overheads
+from nnscaler.planning.cost.model_protocol import Overheads
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.runtime import Simulator
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
-from nnscaler.runtime.communication.parameter_reads import ParameterReads, Read
+from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads, Read
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.role import Stage
-from nnscaler.runtime.saved_values import SavedValues
+from nnscaler.runtime.saved_tensor_hooks import SavedValues
 from nnscaler.runtime.training.backward import BackwardPasses
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
@@ -207,7 +207,7 @@ def test_a_step_after_one_that_failed(fails: str, at: int, tmp_path: Path, monke
                 assert "planted" in str(error)
         return {name: p.grad for (_, name), p in executor.parameters.items() if p.grad is not None}
 
-    monkeypatch.setattr(buckets, "LEAST_BYTES", 512)
+    monkeypatch.setattr(communication_buckets, "LEAST_BYTES", 512)
     right = Simulator(2).run(steps)
     monkeypatch.setattr(ParameterReads, fails, failing)
     for found, wanted in zip(Simulator(2).run(steps), right, strict=True):
@@ -218,7 +218,7 @@ def test_a_step_after_one_that_failed(fails: str, at: int, tmp_path: Path, monke
 @pytest.mark.long
 def test_ranks_with_unequal_shards_gather_as_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """They begin their calls in one order, which follows from what is under way: from wholes, and not from shards."""
-    monkeypatch.setattr(buckets, "LEAST_BYTES", 1)
+    monkeypatch.setattr(communication_buckets, "LEAST_BYTES", 1)
     program = program_of("dp=3,zero=3")
     reads: set[ParameterReads] = set()
     as_it_is = ParameterReads.know

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator, ProgramError
-from nnscaler.runtime.communication.recording import (
+from nnscaler.runtime.communication.recording_communicator import (
     RecordedEvent,
     RecordingCommunicator,
     handed_over,

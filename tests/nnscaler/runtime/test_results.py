@@ -17,8 +17,8 @@ import verify
 from nnscaler.codegen.program import Program
 from nnscaler.ir.text import print_graph
 from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
+from nnscaler.runtime.output_structure import describe, restore
 from nnscaler.runtime.program.load_python import load_role
-from nnscaler.runtime.structure import describe, restore
 from nnscaler.tracing import trace
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_runner import EngineSettings

@@ -18,8 +18,8 @@ from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.cut import join_pieces, piece_of
-from nnscaler.runtime.ops import ring, ring_attention
+from nnscaler.runtime.cut_tensors import join_pieces, piece_of
+from nnscaler.runtime.ops import ring_attention
 
 E, V, HEADS = 3, 5, 4
 
@@ -155,7 +155,7 @@ MUTANTS = {  # name -> (text, what it becomes)
 
 
 def mutated(text: str, becomes: str) -> Any:
-    source = inspect.getsource(ring)
+    source = inspect.getsource(ring_attention)
     assert text in source
     module = ModuleType("ring_mutant")
     sys.modules[module.__name__] = module  # dataclasses look there

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
-from nnscaler.runtime.cut import join_pieces, piece_of, pieces_of, place_piece
+from nnscaler.runtime.cut_tensors import join_pieces, piece_of, pieces_of, place_piece
 from nnscaler.runtime.shards import assemble, local_shape, logical_coordinates, same_bits, shard, unravel
 from tests.layouts import positions
 

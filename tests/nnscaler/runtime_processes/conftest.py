@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from nnscaler.runtime.jobs.launcher import ForkServer
-from verify.programs.execution import backends
+from verify.programs.execution import run_on_backend
 
 
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
-    with backends.start_server() as fork_server:
+    with run_on_backend.start_server() as fork_server:
         yield fork_server
 
 

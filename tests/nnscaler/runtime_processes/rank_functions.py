@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nnscaler.runtime.communication import cross_memory_attach
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.communication.distributed import TorchCommunicator
 from nnscaler.runtime.communication.gloo import GlooCommunicator
 from nnscaler.runtime.communication.nccl import NcclCommunicator
+from nnscaler.runtime.communication.torch_communicator_base import TorchCommunicator
 
 
 def greet(communicator: Communicator, text: str, number: int = 0) -> dict[str, object]:

@@ -11,9 +11,9 @@ import torch
 
 from nnscaler.runtime.communication import cross_memory_attach
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
-from nnscaler.runtime.communication.distributed import forward_of
 from nnscaler.runtime.communication.gloo import GlooCommunicator, _agreement
 from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.communication.torch_communicator_base import forward_of
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.runtime.program.load_python import load_user_module

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 from nnscaler.runtime import launch
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.join_process_group import ProcessPlace, torchrun_place

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 from nnscaler.runtime import launch
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.training.saving.checkpoint import RunRecord, begin, publish, run_objects

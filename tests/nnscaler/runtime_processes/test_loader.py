@@ -218,8 +218,7 @@ class Stage0:
 def test_a_rank_imports_no_compiler_of_torch() -> None:
     """Every local job waits for these imports."""
     heavy = ["torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.export._trace"]
-    program = (
-        f"import sys, verify.programs.execution.rank_program; print([name for name in {heavy} if name in sys.modules])"
-    )
+    program = "import sys, verify.programs.execution.record_rank_steps; "
+    program += f"print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

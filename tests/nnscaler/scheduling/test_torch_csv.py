@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from nnscaler.errors import NnscalerError
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, check_acyclic
-from nnscaler.scheduling.given import read_orders
+from nnscaler.scheduling.given_orders import read_orders
 from nnscaler.scheduling.registry import SCHEDULES
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.torch_csv import read_csv, write_csv

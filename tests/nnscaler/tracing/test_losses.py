@@ -16,7 +16,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
 from nnscaler.tracing.export.loss_module import loss_of
-from nnscaler.tracing.passes.dataflow import remove_dead_code
+from nnscaler.tracing.passes.needs_grad_and_liveness import remove_dead_code
 
 
 @dataclass

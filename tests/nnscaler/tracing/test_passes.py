@@ -9,9 +9,9 @@ import pytest
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
-from nnscaler.tracing.passes.dataflow import mark_needs_grad, remove_dead_code
 from nnscaler.tracing.passes.decompositions import lower_attention_dropout
 from nnscaler.tracing.passes.lower_cross_entropy import lower_cross_entropy
+from nnscaler.tracing.passes.needs_grad_and_liveness import mark_needs_grad, remove_dead_code
 from nnscaler.tracing.passes.normal_forms import drop_identities, spell_shapes, tile_slices
 from tests.graph_invariants import check_graph
 from tests.graph_text import parse_graph

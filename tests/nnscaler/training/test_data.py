@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.training.batch import DataPart
+from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.training.data import Loader, SampleOrder, loader, rows_of
 from nnscaler.training.packing import PackedRows, pack
 

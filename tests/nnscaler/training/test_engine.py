@@ -19,7 +19,7 @@ import verify
 from nnscaler.codegen.program import Program
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.training.batch import DataPart
+from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_runner import EngineSettings

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.training import assemble
+from nnscaler.training import build_from_settings
 from nnscaler.training.trainer import Trainer
 
 Row = dict[str, Any]
@@ -184,6 +184,6 @@ def test_a_schedule_may_follow_the_validation_loss() -> None:
 
 
 def test_a_group_without_parameters_is_told_before_the_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "parallelize", lambda *_, **__: pytest.fail("it is compiled"))
+    monkeypatch.setattr(build_from_settings, "parallelize", lambda *_, **__: pytest.fail("it is compiled"))
     with pytest.raises(NnscalerError, match=r"'down\.bais' matches no parameter"):
         trained(Model(), rows(), optimizer={"name": "SGD", "lr": 0.5, "groups": {"down.bais": {"lr": 0.1}}})

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import Signature, signatures
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.tracing import trace
 
 

@@ -15,7 +15,7 @@ import nnscaler
 from nnscaler.compile import for_batch
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
-from nnscaler.transform.carried_plan import carry, counterparts
+from nnscaler.transform.carry_plan_between_traces import carry, counterparts
 from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep, Step
 from tests.nnscaler.training.test_engine import on_ranks
 

@@ -11,8 +11,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Chunk, PartitionedGraph, RunInvariant, Split
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.carried_plan import carry
-from nnscaler.transform.chunk import regions_of
+from nnscaler.transform.carry_plan_between_traces import carry
+from nnscaler.transform.chunked_regions import regions_of
 from nnscaler.transform.plan import ChunkStep, Plan, RecomputeStep, SplitStep
 from tests.nnscaler.transform.conftest import Model
 from tests.sampling import every
@@ -144,7 +144,7 @@ def test_a_plan_is_carried_to_other_sizes(transformer: Model) -> None:
 def test_states_of_a_region(transformer: Model) -> None:
     """What the docs say of the border, in the layouts of the program."""
     from nnscaler.communication.communicated_graph import Convert, Join
-    from nnscaler.communication.materialise import materialise
+    from nnscaler.communication.insert_conversions import materialise
 
     known = dict(transformer.signatures)
     made = materialise(apply_plan(transformer.graph, known, Plan((), (MLP,))), known)

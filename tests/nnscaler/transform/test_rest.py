@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Rest
-from nnscaler.ir.signature import signatures
 from nnscaler.layout import INVARIANT, Layout, Sharded
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan

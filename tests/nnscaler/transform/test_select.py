@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.tracing import trace
-from nnscaler.transform.select import select
+from nnscaler.transform.select_operations import select
 
 
 class Tied(nn.Module):

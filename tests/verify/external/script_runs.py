@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from nnscaler.errors import NnscalerError
-from verify.external.ranks.processes.gloo import free_port
+from verify.external.ranks.processes.run_over_gloo import free_port
 from verify.external.transformers.find_config import library
 from verify.external.transformers.repro_script import MOVED, WRONG
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from verify.external.observe import modules_of
+from verify.external.observe_rank_run import modules_of
 
 
 @dataclass

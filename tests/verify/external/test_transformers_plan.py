@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verify.external.transformers.build_program import build
-from verify.external.transformers.config_variants import flag_variants
+from verify.external.transformers.config_flag_variants import flag_variants
 from verify.external.transformers.lint_plan import (
     PlanLint,
     WrongParameter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verify.external.transformers.find_config import configuration, fields_of
-from verify.external.transformers.shrink import Sizes, sections_of, shrink
+from verify.external.transformers.shrink_config import Sizes, sections_of, shrink
 
 
 def test_sizes_are_small_and_divide() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.verify.external import programs
 from tests.verify.external.programs import program
 from verify.external.comparison.compare import LATE
-from verify.external.comparison.replicas import NAME as COPIES
+from verify.external.comparison.replicas_under_dropout import NAME as COPIES
 from verify.external.differential_run import CLIPPED, ExternalSettings
 from verify.external.program import ExternalProgram
 from verify.external.request import ExternalRequest

@@ -12,7 +12,7 @@ from nnscaler.cli.commands.verify_plan import plan_request
 from nnscaler.cli.main import build_parser
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import plan_source
-from nnscaler.planning.auto import AutoPlan
+from nnscaler.planning.auto_plan_request import AutoPlan
 from tests.verify.gate.results import report
 from verify.gate.items import OpItem, OpSource, check_names, select
 from verify.gate.settings import EXAMPLE, GateSettings, read_settings

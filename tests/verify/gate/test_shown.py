@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from tests.verify.gate.results import LATER, TODAY, entry, finding, result
-from verify.gate.formats import cell, render, summary
 from verify.gate.outcome import GateOutcome, judge
+from verify.gate.render_outcome import cell, render, summary
 from verify.report_formats import FORMATS
 from verify.results.verdict import Verdict
 

@@ -15,8 +15,8 @@ from op_registry.spec import OperatorSpec, SourceLocation
 
 from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, PartitionedGraph
-from nnscaler.ir.signature import Signature
 from nnscaler.transform.apply import apply_plan
 from tests.traced_examples import traced
 from verify.programs.lemmas import LemmaResult, prove_obligations

@@ -9,8 +9,8 @@ import torch
 
 from op_registry.call import TensorArgument
 
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
-from nnscaler.ir.signature import Signature
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
 from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import LARGEST, represent

@@ -13,7 +13,7 @@ from nnscaler.ir.layout_conversion import ROWS
 from nnscaler.layout import Partial, Replicated, Sharded
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.comm import AxisGroup
-from nnscaler.runtime.cut import piece_of
+from nnscaler.runtime.cut_tensors import piece_of
 from verify.programs.lemmas import check_rows
 from verify.programs.lemmas.conversion_lemmas import APPEND, appends, conversions
 from verify.results.verdict import Verdict

@@ -15,7 +15,7 @@ from nnscaler.compile import PlanSource
 from nnscaler.transform.plan import AssignStep, Plan, SplitStep
 from tests.broken import models
 from tests.broken.planting import Edit, plant
-from verify.programs.execution.rank_program import Task
+from verify.programs.execution.record_rank_steps import Task
 from verify.programs.localise import localise_all
 from verify.programs.opened_program import open_program
 from verify.programs.prepare_verification import Prepared, prepare

@@ -14,12 +14,12 @@ from nnscaler.runtime.program.load_python import load_user_module
 from tests.verify.low_precision.conftest import Case, make_case
 from verify import verify_plan
 from verify.programs.low_precision import run as level
-from verify.programs.low_precision.measure import FIRST_DRAWS, Measured
-from verify.programs.low_precision.measures import Statistics
+from verify.programs.low_precision.error_statistics import Statistics
+from verify.programs.low_precision.judge_against_noise import FIRST_DRAWS, Measured
 from verify.programs.low_precision.noise import NearTies, Noise, NoisyModel, Target, draw_noise
 from verify.results.tolerance import Key
 from verify.results.verdict import Verdict, merge
-from verify.self_test.programs.corpus import BATCH, shorten
+from verify.self_test.programs.right_programs import BATCH, shorten
 
 ONE = 1.0
 NEXT = 1 + torch.finfo(torch.bfloat16).eps  # the least number above 1

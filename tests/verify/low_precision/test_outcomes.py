@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from tests.sampling import every
 from tests.verify.low_precision.conftest import Case, make_case
-from verify.programs.checks.context import CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.low_precision import run as level
-from verify.programs.low_precision.measure import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO
+from verify.programs.low_precision.judge_against_noise import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO
 from verify.programs.low_precision.noise import Noise, choose_loss_scale, draw, parts_of, subject_of, targets_of
 from verify.results.catalogue import CODES
 from verify.results.finding import Finding
@@ -134,7 +134,7 @@ def test_near_the_threshold_more_draws_then_inconclusive(case: Case, monkeypatch
 
     def near(*args: object) -> object:
         found = real(*args)  # type: ignore[arg-type]
-        from verify.programs.low_precision.measure import _error
+        from verify.programs.low_precision.judge_against_noise import _error
 
         return tuple(replace(m, error=_error(shifted, calibration.targets[key])) if m.key == key else m for m in found)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from op_registry.spec import OperatorSpec, SourceLocation
 
 from tests.verify.size_branches import WrongBackwardIfWide, centred_by_step, centred_from, centred_where_long
-from verify.evidence.options import OpOptions
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.verify_spec import verify_spec
 from verify.results.report import Report
 from verify.results.verdict import Verdict

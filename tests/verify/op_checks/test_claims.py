@@ -20,12 +20,12 @@ from op_registry.spec import OperatorSpec, Refusal, Shards
 
 from nnscaler.ir.placement import RunPartial, Split
 from tests.sampling import every
-from verify.evidence.cases import Inputs, SplitCase
-from verify.evidence.inputs.values import varied
-from verify.evidence.options import Kind, OpOptions, Safeguards
-from verify.evidence.oracle.claims import SAID, claims_of, exercised_by
+from verify.evidence.inputs.draw_values import varied
+from verify.evidence.oracle.annotation_claims import SAID, claims_of, exercised_by
+from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.oracle.enumerate_cases import enumerate_cases
-from verify.evidence.oracle.runner import OperatorRunner
+from verify.evidence.split_case import Inputs, SplitCase
+from verify.evidence.verify_op_options import Kind, OpOptions, Safeguards
 from verify.operators.verify_spec import verify_spec
 from verify.results.report import Report
 from verify.results.verdict import Verdict

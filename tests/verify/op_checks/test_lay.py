@@ -12,8 +12,8 @@ from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.runtime import shards
 from tests.layouts import positions
-from verify.evidence.cases import uneven_sizes
 from verify.evidence.inputs.operand_shards import gather, lay_of, local_shape, spread
+from verify.evidence.split_case import uneven_sizes
 
 SHAPE = (12, 36, 4)
 STATES: tuple[State, ...] = (

@@ -23,7 +23,7 @@ from op_registry.spec import OperatorSpec, SourceLocation
 from nnscaler.ir.placement import Split
 from tests.verify import stateful_operators
 from tests.verify.lemmas.planted import called, floats, proved, stated
-from verify.evidence.options import OpOptions
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.verify_spec import verify_spec
 from verify.programs.lemmas import check_claims
@@ -153,7 +153,7 @@ SCRIPT = """
 from pathlib import Path
 import torch
 from op_registry.spec import OperatorSpec, SourceLocation
-from verify.evidence.options import OpOptions
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.verify_spec import verify_spec
 
 runs = Path("runs")

@@ -17,7 +17,7 @@ from tests.verify.op_proofs.test_registry import TESTED
 from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
 from verify.self_test.rules.calls import DrawnCall, DrawnCalls, drawn_calls
 from verify.self_test.rules.handwritten_calls import direct_calls
-from verify.self_test.rules.planted import PLANTED
+from verify.self_test.rules.planted_mistakes import PLANTED
 from verify.self_test.rules.rule_fuzz import QUICK, by_overload
 from verify.self_test.rules.run import ENOUGH, fuzz_in_children, fuzz_rules, missed_plants
 

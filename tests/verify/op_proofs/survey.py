@@ -11,7 +11,7 @@ from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.dimension_types.prove import Proof, prove
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, outputs_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call

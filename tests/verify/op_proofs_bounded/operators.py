@@ -12,7 +12,7 @@ from op_registry.registry import default_registry
 from op_registry.samples import Sample, samples_of
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.inputs.concrete_call import (
     ConcreteCall,
     function_of,

@@ -27,7 +27,7 @@ from tests.verify.op_proofs_bounded.operators import (
     spec_of,
 )
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.evidence.smt import claims, shard_equations
+from verify.evidence.smt import choice_equations, shard_equations
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.element_arithmetic import Numbers
 from verify.evidence.smt.prove import BoundedProof
@@ -292,7 +292,7 @@ def test_no_proof_is_vacuous(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         return equations(algebra, whole, [*ranks[1:], last], state)
 
     equations = shard_equations.equations
-    monkeypatch.setattr(claims, "equations", wrong)
+    monkeypatch.setattr(choice_equations, "equations", wrong)
     proofs = {key: proof for key, proof in proofs_of(name).items() if isinstance(key[1], str)}
     assert proofs
     assert not [key for key, proof in proofs.items() if proof.proved]

@@ -17,12 +17,12 @@ from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
 from verify.evidence.inputs.find_operator import record_of
-from verify.evidence.options import OpOptions, Safeguards
+from verify.evidence.verify_op_options import OpOptions, Safeguards
 from verify.operators.run import cache as cache_module
 from verify.operators.run.cache import CACHED, Cache, key_of
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.many import PoolSettings, run_many
+from verify.operators.run.verify_many import PoolSettings, run_many
 from verify.processes.pool import Note
 from verify.results.finding import Finding
 from verify.results.report import Check, Report

@@ -10,14 +10,14 @@ from torch import Tensor
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Split
 from verify.evidence.inputs.find_operator import record_of
-from verify.evidence.options import OpOptions
+from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.oracle.enumerate_cases import bases
-from verify.evidence.oracle.runner import OperatorRunner
-from verify.operators.run import deep
-from verify.operators.run.deep import NAME, DrawTally, draw_cases, require_hypothesis, verify_deep
+from verify.evidence.verify_op_options import OpOptions
+from verify.operators.run import fuzz_with_hypothesis
+from verify.operators.run.fuzz_with_hypothesis import NAME, DrawTally, draw_cases, require_hypothesis, verify_deep
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.run_job import Reproduce
+from verify.operators.run.verify_many import PoolSettings, run_many
 from verify.results.verdict import Verdict
 
 OPTIONS = OpOptions(prove=False, cases=6, timeout=120.0)
@@ -70,7 +70,7 @@ def test_the_seed_decides() -> None:
 
 
 def test_it_is_a_check_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep, "EXAMPLES", 20)
+    monkeypatch.setattr(fuzz_with_hypothesis, "EXAMPLES", 20)
     jobs = [job_of(product, "m k+, k+ n -> m n"), job_of(product, "m k^, k^ n -> n m")]
     right, wrong = sorted(
         run_many(jobs, OPTIONS, PoolSettings(workers=1, verify=verify_deep)), key=lambda result: result.index
@@ -83,7 +83,7 @@ def test_it_is_a_check_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_finding_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(odd, "a b -> a b")
     failed = next(result for seed in range(3) if (result := drawn(job, seed, 500).failed) is not None)
-    monkeypatch.setattr(deep, "draw_cases", lambda *_: DrawTally(1, 1, 0, failed))
+    monkeypatch.setattr(fuzz_with_hypothesis, "draw_cases", lambda *_: DrawTally(1, 1, 0, failed))
     report = verify_deep(job, OPTIONS, Reproduce(job, 0), lambda text: None)
     assert report.verdict is Verdict.REFUTED
     assert "nnscaler reproduce nns1:" in (report.findings[-1].reproduce or "")
@@ -91,7 +91,7 @@ def test_its_finding_replays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
     require_hypothesis()
-    monkeypatch.setattr(deep, "find_spec", lambda name: None)
+    monkeypatch.setattr(fuzz_with_hypothesis, "find_spec", lambda name: None)
     with pytest.raises(NnscalerError) as caught:
         require_hypothesis()
     assert caught.value.help == "pip install hypothesis"

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
-from verify.evidence.options import OpOptions
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.emitted_test import LARGEST, NotWritable, tensor_text
-from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.replay import emit_tests
 from verify.operators.run.targets import find_jobs
+from verify.operators.run.verify_many import PoolSettings, run_many
 
 OPTIONS = OpOptions(prove=False, timeout=60.0)
 # name, annotation, body of the wrong operator, body of the right one

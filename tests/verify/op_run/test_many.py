@@ -10,12 +10,12 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.find_operator import record_of
-from verify.evidence.options import OpOptions
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.cache import CACHED
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.many import InternalError, PoolSettings, run_many, run_one, summary, worst
 from verify.operators.run.run_job import Reproduce
 from verify.operators.run.targets import find_jobs
+from verify.operators.run.verify_many import InternalError, PoolSettings, run_many, run_one, summary, worst
 from verify.processes.pool import Note
 from verify.results.finding import Finding
 from verify.results.report import Check, Report

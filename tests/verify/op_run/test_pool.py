@@ -15,7 +15,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from tests.sampling import every
-from verify.operators.run.many import verify_op
+from verify.operators.run.verify_many import verify_op
 from verify.processes import pool
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from verify.evidence.cases import Inputs, SplitCase
-from verify.evidence.options import KINDS, OpOptions
-from verify.operators.run.many import PoolSettings, run_many
+from verify.evidence.split_case import Inputs, SplitCase
+from verify.evidence.verify_op_options import KINDS, OpOptions
 from verify.operators.run.replay import find_job, replay, token_of
 from verify.operators.run.reproduce_token import Token, decode, encode
 from verify.operators.run.targets import find_jobs
+from verify.operators.run.verify_many import PoolSettings, run_many
 from verify.results.report import environment
 from verify.results.verdict import Verdict
 

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from nnscaler.ir.placement import Split
 from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded
-from verify.evidence.cases import Inputs
-from verify.evidence.options import OpOptions, Safeguards
-from verify.evidence.oracle.runner import OperatorRunner
-from verify.self_test.operators.annotation_run import (
+from verify.evidence.oracle.case_runner import OperatorRunner
+from verify.evidence.split_case import Inputs
+from verify.evidence.verify_op_options import OpOptions, Safeguards
+from verify.self_test.operators.calls_to_mutate import SampledCall, composed_subjects
+from verify.self_test.operators.judge_annotation_mutants import (
     AnnotationTable,
     Answer,
     Claim,
@@ -22,7 +23,6 @@ from verify.self_test.operators.annotation_run import (
     run_annotations,
     truly_holds,
 )
-from verify.self_test.operators.corpus import SampledCall, composed_subjects
 from verify.self_test.operators.mutants.mutant import spec_of
 from verify.self_test.operators.second_opinion import holds
 
@@ -125,14 +125,14 @@ def test_what_an_annotation_freezes_without_need_is_listed() -> None:
 
 
 def test_a_miss_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.self_test.operators.annotation_run.ask", lambda *_: Answer("passes"))
+    monkeypatch.setattr("verify.self_test.operators.judge_annotation_mutants.ask", lambda *_: Answer("passes"))
     table = _table(_matmul())
     assert table.missed
     assert not table.good
 
 
 def test_an_oracle_that_refutes_what_is_true_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.self_test.operators.annotation_run.ask", lambda *_: Answer("values", 2))
+    monkeypatch.setattr("verify.self_test.operators.judge_annotation_mutants.ask", lambda *_: Answer("values", 2))
     table = _table(_subject("a b^ -> a", lambda x: x.sum(1), a=6, b=12))
     assert table.disputed
     assert not table.good

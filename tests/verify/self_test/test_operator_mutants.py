@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.sampling import every
-from verify.evidence.options import Safeguards
+from verify.evidence.verify_op_options import Safeguards
 from verify.results.catalogue import CODES
 from verify.results.verdict import Verdict
-from verify.self_test.operators import operator_run
+from verify.self_test.operators import judge_operator_mutants
 from verify.self_test.operators.ablation import EARNERS, WITNESSES, ablations, run_ablation
-from verify.self_test.operators.mutants.hosts import HOSTS, raw
+from verify.self_test.operators.judge_operator_mutants import Judgement, judge, operator_mutants, run_operators
 from verify.self_test.operators.mutants.mutant import Family, OperatorMutant
-from verify.self_test.operators.operator_run import Judgement, judge, operator_mutants, run_operators
+from verify.self_test.operators.mutants.right_backwards import HOSTS, raw
 
 MUTANTS = {m.name: m for m in operator_mutants()}
 _SILENT = lambda _: None  # noqa: E731 - the shortest way to say it
@@ -51,7 +51,7 @@ def test_a_mutant_differs_from_its_twin_in_what_it_does_only() -> None:
 @pytest.mark.parametrize("host", HOSTS, ids=lambda h: h.name)
 def test_the_hosts_backwards_are_right(host: object) -> None:
     """Against torch's own derivative of the forward."""
-    from verify.self_test.operators.mutants.hosts import Host
+    from verify.self_test.operators.mutants.right_backwards import Host
 
     assert isinstance(host, Host)
     sizes = {"silu": [(5, 4)], "sigmoid": [(5, 4)], "tanh": [(5, 4)], "softmax": [(5, 4)], "matmul": [(5, 4), (4, 3)]}
@@ -100,8 +100,10 @@ def test_a_survivor_is_counted() -> None:
 @pytest.mark.apart
 def test_a_wrong_call_that_ends_its_process_is_refuted_and_the_table_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     dying = MUTANTS["index/hook dropped: aten.ctc_loss.Tensor"]
-    verify_spec = operator_run.verify_spec
-    monkeypatch.setattr(operator_run, "verify_spec", lambda s, o: os.abort() if s is dying.wrong else verify_spec(s, o))
+    verify_spec = judge_operator_mutants.verify_spec
+    monkeypatch.setattr(
+        judge_operator_mutants, "verify_spec", lambda s, o: os.abort() if s is dying.wrong else verify_spec(s, o)
+    )
     table = run_operators([dying, _one(wrong=True)], _SILENT)
     assert [m.judgement.codes for m in table.mutants] == [("operator_died",), ("annotation_wrong",)]
     assert table.killed == table.twins == 2 and not table.mutants[0].named
@@ -114,8 +116,8 @@ def test_a_process_that_is_ended_from_outside_refutes_nothing(
     end: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying = MUTANTS["index/hook dropped: aten.ctc_loss.Tensor"]
-    monkeypatch.setattr(operator_run, "verify_spec", lambda s, o: end())
-    found = operator_run.judge_wrong(dying)
+    monkeypatch.setattr(judge_operator_mutants, "verify_spec", lambda s, o: end())
+    found = judge_operator_mutants.judge_wrong(dying)
     assert not found.refuted and found.codes == ("operator_died",)
 
 

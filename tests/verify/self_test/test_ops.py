@@ -9,8 +9,8 @@ from nnscaler.cli.main import main
 from verify.results.verdict import Verdict
 from verify.self_test.operators import run_self_test
 from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, AblationRow, AblationTable
-from verify.self_test.operators.annotation_run import AnnotationTable
-from verify.self_test.operators.operator_run import Judged, Judgement, OperatorTable
+from verify.self_test.operators.judge_annotation_mutants import AnnotationTable
+from verify.self_test.operators.judge_operator_mutants import Judged, Judgement, OperatorTable
 from verify.self_test.operators.run_self_test import OpsSelfTest, self_test_lines
 
 KILL = Judged("reduction/mean", "reduction", Judgement(Verdict.REFUTED, ("annotation_wrong",)), frozenset())

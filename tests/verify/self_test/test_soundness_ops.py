@@ -14,9 +14,9 @@ from op_registry.registry import default_registry
 
 from nnscaler.cli.main import main
 from nnscaler.errors import AnnotationError
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.dimension_types.prove import Proof, Proofs, targets
-from verify.evidence.options import OpOptions
+from verify.evidence.verify_op_options import OpOptions
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
 from verify.self_test.operators import annotation_fuzz

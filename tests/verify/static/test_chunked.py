@@ -11,7 +11,7 @@ import pytest
 
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.parse_axes import parse_axes
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.plan import ChunkStep

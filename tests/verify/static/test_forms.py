@@ -19,8 +19,8 @@ from verify.programs.proof import Proof, ProofOptions, prove_program
 from verify.programs.typing import check_program
 from verify.programs.typing.lines.canonical_calls import _BINARY, _SYMMETRIC, python_operator
 from verify.programs.typing.roles.rank_program_syntax import Variable
-from verify.self_test.programs.corpus import BASES, build
 from verify.self_test.programs.mutants.editable_program import RightProgram
+from verify.self_test.programs.right_programs import BASES, build
 from verify.self_test.programs.soundness.harmless_edits import FORMS, Rewriting
 
 Get = Callable[[str], RightProgram]
@@ -72,7 +72,7 @@ def test_another_form_of_every_program_is_proved(name: str, subject: Get) -> Non
 @pytest.mark.parametrize("first", every(6, range(6)))
 def test_forms_are_harmless_when_they_run(first: int, subject: Get, tmp_path: Path) -> None:
     """All of them, or each sixth, are what they are said to be: the ranks compute what they computed, bit for bit."""
-    from verify.self_test.programs.judge import Execution
+    from verify.self_test.programs.judge_mutant import Execution
 
     base = build(BASES["sharded stages"], tmp_path)
     execution = Execution(base, tmp_path)

@@ -22,8 +22,8 @@ from op_registry.spec import Refusal
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
 from nnscaler.ir.legal_layout import explain_illegal, shape_of_rank
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.ir.signature import Signature, signatures
 from nnscaler.layout import INVARIANT, Partial, Sharded, State
 from tests.layouts import gradient_of, positions
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole

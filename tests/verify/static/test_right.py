@@ -10,7 +10,7 @@ import pytest
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import Layout, State, parse_state
 from tests.random_plans import MESHES, PIPELINES, UNLIKE, random_plan
 from tests.sampling import every

@@ -15,7 +15,7 @@ import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.derive import output_states, resolve
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import Sharded, State
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, ReplicateStep, SplitStep

@@ -15,7 +15,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.legal_layout import explain_illegal
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.layout import INVARIANT, PARTIAL, Layout, Sharded, State
 from nnscaler.runtime.shards import shard
 from nnscaler.tracing import trace

@@ -21,12 +21,12 @@ from op_registry.rank_expression import Expression
 from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import explain_illegal_choice, shards_of
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
-from nnscaler.ir.signature import Signature
-from verify.evidence.cases import uneven_sizes
-from verify.evidence.dimension_types.shard_argument_hooks import NoProof, content, followed_in, leaves, resolved
+from verify.evidence.dimension_types.generalise_localize_hooks import NoProof, content, followed_in, leaves, resolved
 from verify.evidence.dimension_types.symbolic_call import resized
 from verify.evidence.smt.smaller_calls import same_kind
+from verify.evidence.split_case import uneven_sizes
 
 PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
 OUTERS = (2, 3, 4)

@@ -13,7 +13,7 @@ from typing import Any
 from op_registry.call import instances_in
 
 from verify.evidence.dimension_types.rules import conclude
-from verify.evidence.dimension_types.rules.call import Operand, RuleCall, unknown
+from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall, unknown
 from verify.evidence.dimension_types.states import (
     SAME,
     Constant,

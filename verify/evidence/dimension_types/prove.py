@@ -21,14 +21,14 @@ from op_registry.call import Call
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive import input_states, output_states
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded, gradient_state
 from nnscaler.layout import State as Layout
 from verify.evidence.dimension_types.check_localize_hooks import asked_otherwise
-from verify.evidence.dimension_types.guards import equals, granted
+from verify.evidence.dimension_types.check_size_guards import equals, granted
+from verify.evidence.dimension_types.generalise_localize_hooks import NoProof, whole_call
 from verify.evidence.dimension_types.interpret import interpret
-from verify.evidence.dimension_types.shard_argument_hooks import NoProof, whole_call
 from verify.evidence.dimension_types.states import (
     PARTIAL_MAX,
     PARTIAL_SUM,

@@ -23,9 +23,9 @@ from op_registry.annotation.sizes import BoundAnnotation
 from op_registry.bind_annotation import size_arguments
 from op_registry.call import Call, TensorArgument
 
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.runtime.start_autograd import start_autograd
-from verify.evidence.dimension_types.shard_argument_hooks import resolved
+from verify.evidence.dimension_types.generalise_localize_hooks import resolved
 from verify.evidence.dimension_types.states import Size, size_of
 from verify.evidence.inputs.concrete_call import with_tensors
 

@@ -24,8 +24,8 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call
-from verify.evidence.inputs.values import fill, fill_whole_numbers
-from verify.evidence.options import Kind
+from verify.evidence.inputs.draw_values import fill, fill_whole_numbers
+from verify.evidence.verify_op_options import Kind
 
 Style = Literal["distinct", "smooth", "equal"]
 SPLIT_SIZE = 12

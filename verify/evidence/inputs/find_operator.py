@@ -20,7 +20,7 @@ from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
 from op_registry.torch_schema import SchemaError, infer_schema
 
 from nnscaler.errors import NnscalerError
-from verify.evidence.inputs.user_code import import_module, load_file
+from verify.evidence.inputs.import_user_code import import_module, load_file
 
 _HOW_TO_ANNOTATE = 'give one: annotation="m k+, k+ n -> m n" (--annotation), or register: @nnscaler.register_op("...")'
 _HOW_TO_NAME = "`nnscaler list ops` shows them; file.py::function and package.module:function also name one"

@@ -1,7 +1,7 @@
 """The layout of one operand on a mesh of one or two axes: cut a tensor into the ranks' pieces, and join them.
 
-The layouts of `nnscaler.layout`, cut by what cuts them in generated programs (`nnscaler.runtime.cut`). Two cuts of
-one dim are made from the outermost inwards, with `outer` in local units.
+The layouts of `nnscaler.layout`, cut by what cuts them in generated programs (`nnscaler.runtime.cut_tensors`). Two cuts
+of one dim are made from the outermost inwards, with `outer` in local units.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from nnscaler.layout import Partial, Prefix, Sharded, State
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.cut import join_pieces, nested, pieces_of
-from verify.evidence.inputs.values import random_terms
+from nnscaler.runtime.cut_tensors import join_pieces, nested, pieces_of
+from verify.evidence.inputs.draw_values import random_terms
 
 Held = Sharded | Prefix | Literal["copy", "sum", "max"]
 

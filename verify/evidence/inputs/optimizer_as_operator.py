@@ -20,7 +20,7 @@ from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.training.functional_optimizer import AGES, SIZES, Update, drawn, make_update, optimizer_name
-from nnscaler.training.optimizers import UpdateSplit, split_of
+from nnscaler.training.splittable_optimizers import UpdateSplit, split_of
 
 
 def is_optimizer(value: Any) -> bool:

@@ -17,14 +17,14 @@ from op_registry.annotation.well_formed import parse_checked
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.ir.signature import Signature
-from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.inputs.draw_calls import OTHER_DIMS, SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes, dims_of
-from verify.evidence.options import DRAWS, Kind, OpOptions
-from verify.evidence.oracle.claims import Claimed, Target, form_of
-from verify.evidence.oracle.first_inputs import Unusable, first_inputs, first_line
-from verify.evidence.oracle.runner import OperatorRunner, Prepared, WholeRaised
+from verify.evidence.oracle.annotation_claims import Claimed, Target, form_of
+from verify.evidence.oracle.case_runner import OperatorRunner, Prepared, WholeRaised
+from verify.evidence.oracle.find_runnable_inputs import Unusable, first_inputs, first_line
+from verify.evidence.split_case import Inputs, SplitCase
+from verify.evidence.verify_op_options import DRAWS, Kind, OpOptions
 
 FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given")
 PAIRS = 15  # of two targets; the seed says which ones, where there are more

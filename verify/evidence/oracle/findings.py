@@ -8,10 +8,10 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from verify.evidence.oracle.check import one_way
-from verify.evidence.oracle.claims import Claimed
+from verify.evidence.oracle.annotation_claims import Claimed
+from verify.evidence.oracle.case_runner import CaseResult
+from verify.evidence.oracle.check_by_cases import one_way
 from verify.evidence.oracle.enumerate_cases import Unusable
-from verify.evidence.oracle.runner import CaseResult
 from verify.results.finding import Finding
 
 SHOWN = 4  # claims and reasons in a finding

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Split
-from verify.evidence.cases import SplitCase
-from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaised
+from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, WholeRaised
+from verify.evidence.split_case import SplitCase
 
 STEPS = 200
 

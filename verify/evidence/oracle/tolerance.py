@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from verify.evidence.oracle.whole import WholeRun
+from verify.evidence.oracle.run_whole_operator import WholeRun
 from verify.results.tolerance import FAMILY_SHARE, is_finite, largest
 
 UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verify.evidence.smt.element_arithmetic import Numbers, Unsupported, kind_of_dtype, literal
-from verify.evidence.smt.semantics import index, loss, make, normalise, pointwise, reduce, window
+from verify.evidence.smt.semantics import factories_and_copies, indexing, loss, normalise, pointwise, reduce, window
 from verify.evidence.smt.semantics.element_arrays import Array, Given, Rule
 from verify.evidence.smt.storage_trace import StoragePlace, StorageStep, StorageTrace
 
@@ -28,8 +28,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **pointwise.RULES,
         **reduce.RULES,
-        **make.RULES,
-        **index.RULES,
+        **factories_and_copies.RULES,
+        **indexing.RULES,
         **window.RULES,
         **normalise.RULES,
         **loss.RULES,

@@ -21,11 +21,11 @@ from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec, Refusal
 
 from nnscaler.ir.derive import explain_illegal_choice
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.evidence.smt.check import BoundedResult, check
-from verify.evidence.smt.claims import TracedCall, trace_whole
+from verify.evidence.smt.check_choice import BoundedResult, check
+from verify.evidence.smt.choice_equations import TracedCall, trace_whole
 from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.element_arithmetic import NoCall, Unsupported
 from verify.evidence.smt.smaller_calls import same_kind, variants

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nnscaler.layout import Partial, Sharded, State
-from nnscaler.runtime.cut import pieces_of
+from nnscaler.runtime.cut_tensors import pieces_of
 from verify.evidence.smt.element_arithmetic import Element, Kind, Numbers
 from verify.evidence.smt.semantics.element_arrays import Array, array
 

@@ -15,7 +15,7 @@ from op_registry.bind_annotation import size_arguments
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 
 OTHERS = (2, 3, 4, 5, 7)  # sizes of identifiers that are not split
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
+from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
-from verify.external.comparison.scalars import compare_losses, compare_norms
-from verify.external.observe import ObservedStep, RankRecord
+from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.table import cause_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verify.external.comparison.micro_batch_reference import MicroMeans
 from verify.external.comparison.noise import Noise
-from verify.external.observe import RankRecord
+from verify.external.observe_rank_run import RankRecord
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference
 from verify.programs.causes.wrong_tensor import Cause, WrongTensor

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verify.external.observe import modules_of, parallelised, rows_of, run_step
+from verify.external.observe_rank_run import modules_of, parallelised, rows_of, run_step
 from verify.external.parameter_mapping import clean_name, local_value
 from verify.external.program import ExternalProgram
 from verify.external.reference import (

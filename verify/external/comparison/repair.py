@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from verify.external.comparison.comparison_records import ComparisonResult, Difference
-from verify.external.observe import run_step, tensors_of_program
+from verify.external.observe_rank_run import run_step, tensors_of_program
 from verify.external.parameter_mapping import Lookup, local_value, match
 from verify.external.program import Batch, ExternalProgram
 

@@ -15,10 +15,12 @@ against torch by a fuzz. L0 itself does not apply: its lines are operators befor
 below it.
 
     facts       what is known of a rank's tensor: coefficient x term, one state per axis (`facts.py`)
-    terms       logical tensors, each different one once, whatever the order of sums (`terms.py`, `normal.py`)
-    rules       from the states of operands to those of results, axis by axis (`call_layouts.py`, `rules.py`)
-    conversions all_reduce, all_gather, reduce_scatter, all_to_all, slices (`facts.py`, `follow.py`)
-    ends        loss, gradients and buffers: the right term, once, in the layout of their placements (`ends.py`)
+    terms       logical tensors, each different one once, whatever the order of sums (`terms.py`, `call_normal_form.py`)
+    rules       from the states of operands to those of results, axis by axis (`call_layouts.py`,
+                `extra_transfer_rules.py`)
+    conversions all_reduce, all_gather, reduce_scatter, all_to_all, slices (`facts.py`, `follow_rank_graph.py`)
+    ends        loss, gradients and buffers: the right term, once, in the layout of their placements
+                (`premises_and_goals.py`)
 
 A worked example
 ----------------

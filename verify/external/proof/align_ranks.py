@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verify.external.proof.graph import CallOutput, RankGraph, RecordedCall
+from verify.external.proof.rank_graph import CallOutput, RankGraph, RecordedCall
 
 
 @dataclass(frozen=True, slots=True)

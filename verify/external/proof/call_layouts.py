@@ -29,7 +29,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 
 from nnscaler.layout import Axis
-from verify.evidence.dimension_types.rules.call import Operand, RuleCall
+from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
 from verify.evidence.dimension_types.states import (
     Constant,
     PartialSum,
@@ -38,8 +38,8 @@ from verify.evidence.dimension_types.states import (
     Unknown,
     Zero,
 )
-from verify.external.proof.graph import CallOutput
-from verify.external.proof.rules import transfer
+from verify.external.proof.extra_transfer_rules import transfer
+from verify.external.proof.rank_graph import CallOutput
 
 K = sympy.Symbol("k", positive=True, integer=True)
 States = tuple[State, ...]  # one per axis of the mesh

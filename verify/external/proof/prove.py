@@ -22,11 +22,18 @@ from nnscaler.layout import Axis
 from verify.external.program import ExternalProgram
 from verify.external.proof.align_ranks import Aligned, align
 from verify.external.proof.call_layouts import Lifting
-from verify.external.proof.ends import EndClaim, EndDifference, beginning, compare, layout_of, loss_of_parts
 from verify.external.proof.facts import Fact, NoFact
-from verify.external.proof.follow import Followed, Follower, Lost
-from verify.external.proof.graph import CallOutput, HeldInGraph, RankGraph
-from verify.external.proof.reference import ProofReference, read_reference
+from verify.external.proof.follow_rank_graph import Followed, Follower, Lost
+from verify.external.proof.premises_and_goals import (
+    EndClaim,
+    EndDifference,
+    beginning,
+    compare,
+    layout_of,
+    loss_of_parts,
+)
+from verify.external.proof.rank_graph import CallOutput, HeldInGraph, RankGraph
+from verify.external.proof.reference_as_terms import ProofReference, read_reference
 from verify.external.proof.terms import WholeTerm
 from verify.external.proof.trace import NotTraced, trace_rank, trace_whole, without_collection
 from verify.results.finding import Finding

@@ -13,11 +13,11 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from verify.evidence.dimension_types.rules.call import Operand, RuleCall
+from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, Same, Unknown
-from verify.external.proof.graph import CallOutput, Form
-from verify.external.proof.normal import OperatorForm
-from verify.external.proof.rules import transfer
+from verify.external.proof.call_normal_form import OperatorForm
+from verify.external.proof.extra_transfer_rules import transfer
+from verify.external.proof.rank_graph import CallOutput, Form
 
 UNIT = Fraction(1)
 _DIVISORS: Mapping[str, str] = MappingProxyType(

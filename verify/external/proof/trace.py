@@ -34,8 +34,8 @@ from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of
 from verify.external.parameter_mapping import clean_name
 from verify.external.program import ExternalProgram
-from verify.external.proof.graph import HeldInGraph, RankGraph, pruned
-from verify.external.proof.record import GraphRecorder
+from verify.external.proof.graph_recorder import GraphRecorder
+from verify.external.proof.rank_graph import HeldInGraph, RankGraph, pruned
 from verify.external.ranks.torch_private_trace import fake_world, group_ranks, meshes_for_real
 from verify.external.reference import row_count
 from verify.external.torchrun.cuda_on_cpu import replaced

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from verify.external.ranks.call_sites import place_in_stack
-from verify.external.ranks.processes.gloo import run_over_gloo
+from verify.external.ranks.processes.run_over_gloo import run_over_gloo
 from verify.external.ranks.run_result import FAILURES, RankCall, RankRun, RanksFailed
 from verify.external.ranks.threads.simulator import run_simulated
 from verify.external.ranks.torch_private import preload

@@ -17,7 +17,8 @@ from nnscaler.tracing.float64_run import convert_floats
 from verify.external.differential_run import ExternalCase
 from verify.external.parameter_mapping import StateMap, as_real, state_of
 from verify.external.ranks.run import RanksFailed
-from verify.external.saving.checkpoint import (
+from verify.external.saving.checkpoint_forms import forms_of, without_progress_bars
+from verify.external.saving.save_then_load import (
     CheckpointForm,
     HeldValues,
     LoadedTensor,
@@ -27,7 +28,6 @@ from verify.external.saving.checkpoint import (
     other_mesh,
     save_after_steps,
 )
-from verify.external.saving.forms import forms_of, without_progress_bars
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import FLOAT64_BOUND

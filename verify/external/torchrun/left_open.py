@@ -12,7 +12,7 @@ from verify.external.reference import PlainReference
 from verify.external.torchrun.feed import MIXED, Material, Way
 from verify.external.torchrun.match_one_rank import reference_of
 from verify.external.torchrun.reference_processes import Failed, NotMatched
-from verify.external.torchrun.runs import ScriptRunner
+from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.external.torchrun.script_state import is_outside
 from verify.results.finding import Finding
 from verify.results.report import Check

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verify.external.observe import ObservedStep, RankRecord
+from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import Addresses, Lookup, RankPiece, StateMap
 from verify.external.program import ExternalProgram
 from verify.external.reference import PlainReference, ReferenceStep

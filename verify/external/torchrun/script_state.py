@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from verify.external.observe import local_gradient, unread_by
+from verify.external.observe_rank_run import local_gradient, unread_by
 from verify.external.parameter_mapping import (
     Addresses,
     Kind,

@@ -14,13 +14,13 @@ from op_registry.spec import SourceLocation
 
 from verify.external.ranks.fsdp_in_float64 import register_policies
 from verify.external.ranks.run_result import RanksFailed
+from verify.external.torchrun.compare_with_one_rank import SAID, Judged, counts_for_each_rank, judge, replicas
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
-from verify.external.torchrun.judge import SAID, Judged, counts_for_each_rank, judge, replicas
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
-from verify.external.torchrun.runs import ScriptRunner
-from verify.external.torchrun.script import check_words
+from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.external.torchrun.run_watched_script import check_words
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
-from verify.external.observe import changed, local_gradient
+from verify.external.observe_rank_run import changed, local_gradient
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied

@@ -21,7 +21,7 @@ from verify.external.program import Batch, ExternalProgram, PretrainedFunctions,
 from verify.external.request import LIBRARY
 from verify.external.transformers.find_config import configuration, library, with_settings
 from verify.external.transformers.parallel_degrees import PlanChanges, PlanSizes, check_plans, check_sizes, other_sizes
-from verify.external.transformers.shrink import Sizes, shrink
+from verify.external.transformers.shrink_config import Sizes, shrink
 
 ROWS, LENGTH = 4, 16  # of a batch: sequences, and tokens of each
 NOISE = 0.05  # standard deviation of what is added to every parameter: no unit norms, no zero biases

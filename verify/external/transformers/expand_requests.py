@@ -13,7 +13,7 @@ from nnscaler.errors import NnscalerError
 from verify.external.program import ExternalProgram
 from verify.external.request import LIBRARY, SIZES, ExternalRequest, read_setting
 from verify.external.transformers.build_program import BuiltModel, build, distributed_options, transformers_program
-from verify.external.transformers.config_variants import flag_variants
+from verify.external.transformers.config_flag_variants import flag_variants
 from verify.external.transformers.find_config import targets
 from verify.external.transformers.parallel_degrees import PlanChanges, PlanSizes
 from verify.external.transformers.repro_script import minimal_script

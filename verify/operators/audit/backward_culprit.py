@@ -18,7 +18,7 @@ from torch import Tensor
 from op_registry.spec import OperatorSpec
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call, outputs_of, with_tensors
-from verify.evidence.oracle.whole import gradients_of
+from verify.evidence.oracle.run_whole_operator import gradients_of
 from verify.operators.audit.central_differences import (
     Point,
     direction_of,
@@ -28,7 +28,7 @@ from verify.operators.audit.central_differences import (
     survey,
     with_gradients,
 )
-from verify.operators.audit.handwritten import Handwritten
+from verify.operators.audit.handwritten_backward import Handwritten
 from verify.operators.audit.watched_run import has_setup_context, tensor_names
 from verify.results.tolerance import difference, largest
 

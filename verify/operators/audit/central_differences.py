@@ -22,7 +22,7 @@ from op_registry.call import Call
 
 from nnscaler.runtime.training.autocast import AskedDtypes
 from verify.evidence.inputs.concrete_call import outputs_of, with_tensors
-from verify.evidence.oracle.whole import gradients_of
+from verify.evidence.oracle.run_whole_operator import gradients_of
 from verify.results.tolerance import is_finite
 
 STEPS = (1e-6, 1e-5, 1e-4)  # relative to the input's typical value; the first nearly always decides

@@ -36,7 +36,7 @@ from verify.operators.audit.central_differences import (
     survey,
     with_gradients,
 )
-from verify.operators.audit.handwritten import Deviation, Handwritten, deviation, handwritten, plain
+from verify.operators.audit.handwritten_backward import Deviation, Handwritten, deviation, handwritten, plain
 from verify.operators.audit.watched_run import Probed, one_line, shapes_of, tensor_names
 from verify.results.finding import Finding
 from verify.results.report import Check

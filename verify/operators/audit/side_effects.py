@@ -28,10 +28,10 @@ from op_registry.spec import OperatorSpec
 
 from verify.evidence.inputs import random_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
-from verify.operators.audit.handwritten import plain
-from verify.operators.audit.history import depends_on_history
-from verify.operators.audit.memory_layout import depends_on_layout
-from verify.operators.audit.surroundings import as_second_rank, asks_distributed, in_other_modes
+from verify.operators.audit.earlier_call_dependence import depends_on_history
+from verify.operators.audit.handwritten_backward import plain
+from verify.operators.audit.memory_layout_dependence import depends_on_layout
+from verify.operators.audit.rank_and_mode_dependence import as_second_rank, asks_distributed, in_other_modes
 from verify.operators.audit.watched_run import (
     BackwardRaised,
     Change,

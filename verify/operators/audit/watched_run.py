@@ -16,8 +16,8 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.runtime.training.autocast import AskedDtypes
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
-from verify.evidence.oracle.runner import NARROW
-from verify.evidence.oracle.whole import as_leaves, draw_cotangent, gradients_of
+from verify.evidence.oracle.case_runner import NARROW
+from verify.evidence.oracle.run_whole_operator import as_leaves, draw_cotangent, gradients_of
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import difference, family_scale

@@ -15,7 +15,7 @@ from op_registry.registry import Registry, default_registry
 from op_registry.spec import AnnotationFunction, OperatorSpec
 
 from nnscaler.ir.graph import Graph, Operation, as_call
-from nnscaler.ir.signature import Signature, signatures
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.planning.plan_from_axes import tensor_parallel
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import SplitStep

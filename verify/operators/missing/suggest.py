@@ -21,9 +21,9 @@ from op_registry.torch_schema import SchemaError, infer_schema
 from nnscaler.errors import AnnotationError, NnscalerError
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.missing.calls import Form, Missing, shown
+from verify.operators.suggest.ask_oracle import report_on, with_annotation
+from verify.operators.suggest.call_template import make_question
 from verify.operators.suggest.infer import Suggestion, infer_annotation
-from verify.operators.suggest.repeatable_call import make_question
-from verify.operators.suggest.tested import report_on, with_annotation
 from verify.results.verdict import Verdict, merge
 
 Gradient = Literal["derivative", "custom"]

@@ -18,10 +18,10 @@ from typing import Any
 
 from op_registry.spec import OperatorSpec
 
-from nnscaler.files import replace_text
+from nnscaler.atomic_writes import replace_text
 from nnscaler.pyproject_settings import cache_folder
-from nnscaler.records import decode, encode
-from verify.evidence.options import OpOptions
+from nnscaler.records_as_json import decode, encode
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.fingerprint import fingerprint
 from verify.operators.run.job import Job
 from verify.results.report import Report, environment

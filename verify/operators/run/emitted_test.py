@@ -24,15 +24,15 @@ from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
 from nnscaler.layout import Sharded
-from nnscaler.runtime.cut import piece_of
+from nnscaler.runtime.cut_tensors import piece_of
 from nnscaler.training.functional_optimizer import Update
-from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.operand_shards import Lay, spread
-from verify.evidence.options import OpOptions
+from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
+from verify.evidence.oracle.compare_partition import AXES, Partition
 from verify.evidence.oracle.enumerate_cases import bases
-from verify.evidence.oracle.partition import AXES, Partition
-from verify.evidence.oracle.runner import OperatorRunner, Prepared
-from verify.evidence.oracle.whole import as_leaves
+from verify.evidence.oracle.run_whole_operator import as_leaves
+from verify.evidence.split_case import SplitCase
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.audit.derivative import ABOUT
 from verify.operators.run.reproduce_token import Token
 from verify.results.finding import Finding

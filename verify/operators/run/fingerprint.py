@@ -28,7 +28,7 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 from op_registry.code_numbers import names_in
 from op_registry.spec import OperatorSpec
 
-from nnscaler.user_files import is_installed, is_users
+from nnscaler.is_user_file import is_installed, is_users
 
 LIMIT = 5000  # objects of one operator
 TENSOR_BYTES = 1 << 26

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nnscaler.atomic_writes import write_text
 from nnscaler.errors import NnscalerError
-from nnscaler.files import write_text
 from verify.evidence.inputs.find_operator import matching
-from verify.evidence.inputs.user_code import import_module
-from verify.evidence.options import OpOptions
-from verify.evidence.oracle.runner import CaseResult, OperatorRunner, WholeRaised
+from verify.evidence.inputs.import_user_code import import_module
+from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner, WholeRaised
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.emitted_test import EmittedFinding, NotWritable, write_tests
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.many import PoolSettings, run_many
 from verify.operators.run.reproduce_token import PREFIX, Token, decode, encode
 from verify.operators.run.run_job import Reproduce, verify_job
+from verify.operators.run.verify_many import PoolSettings, run_many
 from verify.operators.verify_spec import refutation
 from verify.processes.pool import Done, Note, Raised, run_forked, run_here, why_not_fork
 from verify.results.finding import Finding

@@ -12,8 +12,8 @@ from shlex import quote
 from typing import Any, get_args
 
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from verify.evidence.cases import Inputs, SplitCase
-from verify.evidence.options import Kind
+from verify.evidence.split_case import Inputs, SplitCase
+from verify.evidence.verify_op_options import Kind
 from verify.results.packed_json import WordKind
 
 PREFIX = "nns1:"

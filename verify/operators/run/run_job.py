@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nnscaler.errors import NnscalerError
+from nnscaler.is_user_file import is_users
 from nnscaler.model_file import shown_path
-from nnscaler.user_files import is_users
-from verify.evidence.cases import SplitCase
 from verify.evidence.inputs.optimizer_as_operator import remarks
-from verify.evidence.options import OpOptions
+from verify.evidence.split_case import SplitCase
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.job import Job
 from verify.operators.run.reproduce_token import Token, encode
 from verify.operators.suggest.infer import suggest_annotation

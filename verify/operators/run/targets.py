@@ -19,7 +19,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.pyproject_settings import find_pyproject
 from verify.evidence.inputs.find_operator import matching, near_misses, registered_at, registered_in
-from verify.evidence.inputs.user_code import import_module
+from verify.evidence.inputs.import_user_code import import_module
 from verify.operators.run.job import Job, make_job
 
 # `[tool.nnscaler.verify-op]` of the nearest pyproject.toml: what `nnscaler verify-op` verifies when nothing is

@@ -29,9 +29,9 @@ from op_registry.call import TensorArgument, instances_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.layout import Partial, Replicated, Sharded, State
-from verify.operators.suggest.repeatable_call import Outputs, Question
-from verify.operators.suggest.size_groups import Group as Sizes
-from verify.operators.suggest.truth_table import Fact
+from verify.operators.suggest.call_template import Outputs, Question
+from verify.operators.suggest.coupled_sizes import Group as Sizes
+from verify.operators.suggest.layout_truth_table import Fact
 
 Place = tuple[int, int]  # (operand, dim); outputs come after inputs
 Key = tuple[str, object]  # of an identifier, before it has a name: ("fact", (number, which)), ("frozen", what)

@@ -23,13 +23,13 @@ from nnscaler.errors import AnnotationError, NnscalerError
 from nnscaler.layout import Sharded
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.draw_calls import sample_calls
-from verify.evidence.options import OpOptions
 from verify.evidence.oracle.size_checked_kernels import checked_kernels
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.suggest.annotation_synthesis import Evidence, compose, consistent
-from verify.operators.suggest.repeatable_call import Number, Question, make_question
-from verify.operators.suggest.size_groups import Element, Group, find_groups, growth, size_of
-from verify.operators.suggest.tested import report_on, with_annotation
-from verify.operators.suggest.truth_table import Fact, truth_table
+from verify.operators.suggest.ask_oracle import report_on, with_annotation
+from verify.operators.suggest.call_template import Number, Question, make_question
+from verify.operators.suggest.coupled_sizes import Element, Group, find_groups, growth, size_of
+from verify.operators.suggest.layout_truth_table import Fact, truth_table
 from verify.results.report import Report
 from verify.results.tolerance import is_finite
 

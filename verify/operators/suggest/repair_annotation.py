@@ -26,8 +26,8 @@ from op_registry.annotation.well_formed import map_identifiers, tied_identifiers
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
-from verify.evidence.options import OpOptions
-from verify.operators.suggest.tested import claims_hold, report_on, with_annotation
+from verify.evidence.verify_op_options import OpOptions
+from verify.operators.suggest.ask_oracle import claims_hold, report_on, with_annotation
 
 SUM, MAX, SPATIAL, FROZEN = Identifier("", "+"), Identifier("", "+", "max"), Identifier(""), Identifier("", "^")
 MOST_FACTORS = 3  # of a group whose order is tried

@@ -22,11 +22,11 @@ from nnscaler.ir.placement import Split
 from verify.evidence.inputs.concrete_call import outputs_of
 from verify.evidence.inputs.find_operator import find_operator
 from verify.evidence.inputs.operand_shards import spread
-from verify.evidence.options import OpOptions
+from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
+from verify.evidence.oracle.compare_partition import ShardRaised, make_partition, run_shards
 from verify.evidence.oracle.enumerate_cases import Enumerator, Unusable, bases
-from verify.evidence.oracle.partition import ShardRaised, make_partition, run_shards
-from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
-from verify.evidence.oracle.whole import as_leaves
+from verify.evidence.oracle.run_whole_operator import as_leaves
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.suggest.repair_annotation import frozen, repair
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment

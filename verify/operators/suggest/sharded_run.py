@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from nnscaler.layout import PARTIAL, REPLICATED, Partial, Sharded, State
-from nnscaler.runtime.cut import join_pieces, pieces_of
-from verify.evidence.inputs.values import random_terms, refill
-from verify.evidence.options import Kind
-from verify.operators.suggest.repeatable_call import Number, Outputs, Question
+from nnscaler.runtime.cut_tensors import join_pieces, pieces_of
+from verify.evidence.inputs.draw_values import random_terms, refill
+from verify.evidence.verify_op_options import Kind
+from verify.operators.suggest.call_template import Number, Outputs, Question
 from verify.results.tolerance import is_finite, largest
 
 States = tuple[State | None, ...]

@@ -8,26 +8,27 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from verify.programs.checks import compare_gradients, compare_outputs, losses, norm, replicas
-from verify.programs.checks.context import CheckOutcome, Comparison
+from verify.programs.checks import compare_gradients_and_state, compare_outputs, gradient_norm, losses, replicas
+from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison
 
 
 def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> list[CheckOutcome]:
     """Run every check, and record its time."""
     checks: tuple[Callable[[], CheckOutcome], ...] = (
-        lambda: compare_gradients.check_coverage(comparison, initial_buffers),
+        lambda: compare_gradients_and_state.check_coverage(comparison, initial_buffers),
         lambda: losses.check(comparison),
         lambda: compare_outputs.check(comparison),
-        lambda: compare_gradients.check_gradients(comparison),
-        lambda: norm.check(comparison),
-        lambda: compare_gradients.check_parameters(comparison),
-        lambda: compare_gradients.check_buffers(comparison),
+        lambda: compare_gradients_and_state.check_gradients(comparison),
+        lambda: gradient_norm.check(comparison),
+        lambda: compare_gradients_and_state.check_parameters(comparison),
+        lambda: compare_gradients_and_state.check_buffers(comparison),
         lambda: replicas.check(comparison),
     )
     outcomes = timed(checks)
     wrong = {o.check.name for o in outcomes if not o.check.verdict.passes}
     # a wrong norm follows from wrong gradients: the finding would repeat theirs
-    return [replace(o, findings=()) if o.check.name == norm.NAME and "gradients" in wrong else o for o in outcomes]
+    follows = "gradients" in wrong
+    return [replace(o, findings=()) if follows and o.check.name == gradient_norm.NAME else o for o in outcomes]
 
 
 def timed(checks: Sequence[Callable[[], CheckOutcome]]) -> list[CheckOutcome]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from verify.programs.checks.compare_gradients import Reference, compare
-from verify.programs.checks.context import CheckOutcome, Comparison, Tally
+from verify.programs.checks.compare_gradients_and_state import Reference, compare
+from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import by_rank, put_together
 from verify.results.finding import Finding
 from verify.results.tolerance import difference, family_scale

@@ -11,7 +11,7 @@ from torch import Tensor
 from nnscaler.layout import IN_STEP, Replicated, States
 from nnscaler.runtime.role import Buffer, Parameter, Stage
 from nnscaler.runtime.shards import UnequalCopies, assemble, ravel, same_bits, unravel
-from verify.programs.execution.rank_program import Entry, RankResult
+from verify.programs.execution.record_rank_steps import Entry, RankResult
 
 
 @dataclass(frozen=True)

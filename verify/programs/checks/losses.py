@@ -9,7 +9,7 @@ from torch import Tensor
 from nnscaler.runtime.shards import unravel
 from verify.programs.causes.table import cause_of
 from verify.programs.causes.wrong_tensor import WrongTensor, exact
-from verify.programs.checks.context import CheckOutcome, Comparison, Tally
+from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
 from verify.results.tolerance import difference, family_scale, is_finite
 from verify.results.verdict import Verdict

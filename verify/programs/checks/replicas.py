@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verify.programs.checks.context import CheckOutcome, Comparison, Tally
+from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together, tied_copies_differ
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict

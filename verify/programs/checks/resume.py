@@ -8,15 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+from nnscaler.atomic_writes import save_tensors
 from nnscaler.compile import WantedPlan, compile_traced
-from nnscaler.files import save_tensors
 from nnscaler.runtime.shards import same_bits
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
-from verify.programs.checks.context import CheckOutcome, Comparison, Tally, merge_outcomes
+from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally, merge_outcomes
 from verify.programs.checks.logical_tensors import Holding, holdings_of
-from verify.programs.execution.backends import Failure, finding_of, run_simulator
-from verify.programs.execution.rank_program import RankResult, Task
+from verify.programs.execution.record_rank_steps import RankResult, Task
+from verify.programs.execution.run_on_backend import Failure, finding_of, run_simulator
 from verify.programs.opened_program import open_program
 from verify.programs.prepare_verification import Prepared
 from verify.programs.request import PlanRequest

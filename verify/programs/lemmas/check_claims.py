@@ -18,16 +18,16 @@ from op_registry.errors import AnnotationError
 from op_registry.spec import Refusal
 
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from verify.evidence.cases import Inputs, SplitCase
 from verify.evidence.dimension_types.check_localize_hooks import composes, left_alone
 from verify.evidence.dimension_types.prove import NO_GRADIENT
-from verify.evidence.options import DRAWS, Kind
-from verify.evidence.oracle.cases_beyond_values import ValueSearch, has_own_values
-from verify.evidence.oracle.check import TargetOutcome, as_check, one_way, run_cases
+from verify.evidence.oracle.case_runner import CaseResult, WholeRaised
+from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check, one_way, run_cases
 from verify.evidence.oracle.enumerate_cases import USERS_LOW, Base, Target
 from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
-from verify.evidence.oracle.runner import CaseResult, WholeRaised
-from verify.evidence.provers import prove_base
+from verify.evidence.oracle.search_decision_boundaries import ValueSearch, has_own_values
+from verify.evidence.prove_tested_claims import prove_base
+from verify.evidence.split_case import Inputs, SplitCase
+from verify.evidence.verify_op_options import DRAWS, Kind
 from verify.programs.lemmas.make_call_tensors import Unrepresented
 from verify.programs.lemmas.small_call import FREE, Representative, represent
 from verify.programs.lemmas.statement import Claim, Passes, Splits, Together

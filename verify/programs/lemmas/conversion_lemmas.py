@@ -44,9 +44,9 @@ from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
-from nnscaler.runtime.cut import pieces_of
+from nnscaler.runtime.cut_tensors import pieces_of
 from verify.evidence.inputs.operand_shards import gather, lay_of
-from verify.programs.checks.context import SHOWN, CheckOutcome
+from verify.programs.checks.input_and_outcome import SHOWN, CheckOutcome
 from verify.programs.typing.lines.chunked_region import JOIN
 from verify.results.finding import Finding
 from verify.results.report import Check

@@ -19,10 +19,10 @@ from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import Signature
-from nnscaler.tracing.rewrite import torch_operator
+from nnscaler.ir.operation_annotations import Signature
+from nnscaler.tracing.graph_builder import torch_operator
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
-from verify.evidence.inputs.values import fill, fill_whole_numbers
+from verify.evidence.inputs.draw_values import fill, fill_whole_numbers
 
 # Tensors for a small call: numbers, labels, positions and masks that its operator takes.
 

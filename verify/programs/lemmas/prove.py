@@ -17,7 +17,7 @@ from op_registry.call import DType, TensorArgument
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
-from verify.evidence.dimension_types.guards import granted
+from verify.evidence.dimension_types.check_size_guards import granted
 from verify.evidence.dimension_types.interpret import interpret
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, State, Unknown, Zero
 from verify.evidence.dimension_types.symbolic_call import make_symbolic, quiet
@@ -27,7 +27,7 @@ from verify.operators.audit.side_effects import ASKS_RANKS, audit
 from verify.programs.lemmas import check_claims
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
 from verify.programs.lemmas.make_call_tensors import Unrepresented
-from verify.programs.lemmas.program_sizes import lemmas_at_sizes
+from verify.programs.lemmas.operators_at_program_sizes import lemmas_at_sizes
 from verify.programs.lemmas.result import Lemma, LemmaResult, Memo
 from verify.programs.lemmas.small_call import Representative, represent
 from verify.programs.lemmas.statement import Claim, RunsWhole, claims_of, strided

@@ -18,7 +18,7 @@ from op_registry.errors import AnnotationError
 
 from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.smt.smaller_calls import same_kind
 from verify.programs.lemmas.size_conditions import Followed, place_of

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, fields
 from op_registry.spec import OperatorSpec, SourceLocation
 
 from nnscaler.errors import NnscalerError
-from verify.evidence.options import OpOptions
+from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.cache import Cache, key_of, open_cache
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job
-from verify.programs.checks.context import SHOWN, CheckOutcome
+from verify.programs.checks.input_and_outcome import SHOWN, CheckOutcome
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence
 from verify.programs.lemmas.statement import Claim
 from verify.results.finding import Finding

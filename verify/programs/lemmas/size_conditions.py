@@ -13,8 +13,8 @@ from op_registry.annotation.sizes import BoundAnnotation, BoundDim
 from op_registry.annotation.syntax_tree import UNSPLIT
 
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
-from nnscaler.ir.signature import Signature
 from verify.evidence.smt.decide_equality import answer_of
 from verify.programs.lemmas.unify_sizes import (
     Conflict,

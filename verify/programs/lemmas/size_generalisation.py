@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.signature import Signature, signatures
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.layout import MICRO
 from verify.programs.lemmas.resized_run import rerun
 from verify.programs.lemmas.size_conditions import (

@@ -24,14 +24,14 @@ from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import Signature
-from verify.evidence.cases import Inputs
+from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.dimension_types.symbolic_call import resized
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import builtin_call, sample_calls
-from verify.evidence.options import OpOptions
-from verify.evidence.oracle.runner import OperatorRunner, WholeRaised
+from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.smt.smaller_calls import same_kind, variants
+from verify.evidence.split_case import Inputs
+from verify.evidence.verify_op_options import OpOptions
 from verify.programs.lemmas.make_call_tensors import (
     Unrepresented,
     only_whole,

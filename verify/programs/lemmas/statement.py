@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TypeGuard
 
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.ir.signature import Signature
 from verify.programs.typing import Obligation
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nnscaler.layout import Partial, State
 from nnscaler.runtime.shards import Coordinates, ravel, shard
-from verify.evidence.inputs.values import random_terms
+from verify.evidence.inputs.draw_values import random_terms
 
 
 class Dealer:

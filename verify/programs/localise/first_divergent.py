@@ -18,7 +18,6 @@ from torch import Tensor
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
-from verify.programs.execution.backends import run_simulator
 from verify.programs.execution.compare_variables import (
     Observed,
     Pieces,
@@ -28,7 +27,8 @@ from verify.programs.execution.compare_variables import (
     facts_of,
     variables_of,
 )
-from verify.programs.execution.rank_program import Task
+from verify.programs.execution.record_rank_steps import Task
+from verify.programs.execution.run_on_backend import run_simulator
 from verify.programs.localise.culprit_record import advice_on
 from verify.programs.localise.reference_values import Logical, interpret
 from verify.programs.opened_program import OpenedProgram

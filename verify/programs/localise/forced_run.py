@@ -21,7 +21,7 @@ from nnscaler.runtime.shards import same_bits, shard
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from verify.programs.execution.compare_variables import variables_of
-from verify.programs.execution.rank_program import Task
+from verify.programs.execution.record_rank_steps import Task
 from verify.programs.localise.deal_shards import Dealer
 from verify.programs.localise.instrument_statements import Foreign, Instrumented, Statement, instrument
 from verify.programs.localise.reference_values import Logical, interpret, next_state

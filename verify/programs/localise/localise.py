@@ -15,7 +15,7 @@ from nnscaler.ir.graph import Graph
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.causes.table import cause_of
 from verify.programs.execution.compare_variables import facts_of
-from verify.programs.execution.rank_program import Task
+from verify.programs.execution.record_rank_steps import Task
 from verify.programs.localise.candidate_repairs import Replay, Rewrite, rewrites
 from verify.programs.localise.culprit_record import (
     SHOWN,
@@ -31,8 +31,14 @@ from verify.programs.localise.first_divergent import first_difference
 from verify.programs.localise.forced_run import TaughtRun, prepare_run
 from verify.programs.localise.instrument_statements import Statement, shown
 from verify.programs.localise.judge import CLOSE, Wrong, judge, operation_of
-from verify.programs.localise.parameters import Finals, changed, frozen, wrongly_accumulated, wrongly_summed
-from verify.programs.localise.stage_boundaries import wrong_ends
+from verify.programs.localise.parameter_gradient_faults import (
+    Finals,
+    changed,
+    frozen,
+    wrongly_accumulated,
+    wrongly_summed,
+)
+from verify.programs.localise.stage_boundary_faults import wrong_ends
 from verify.programs.localise.stored_state_faults import wrongly_held
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.programs.opened_program import OpenedProgram

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from verify.programs.low_precision.measure import NoiseRow
+from verify.programs.low_precision.judge_against_noise import NoiseRow
 from verify.programs.low_precision.run import low_precision_outcomes
 
 __all__ = ["NoiseRow", "low_precision_outcomes"]

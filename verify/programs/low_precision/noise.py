@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
-from verify.programs.low_precision.measures import Statistics, floors, size, statistics
+from verify.programs.low_precision.error_statistics import Statistics, floors, size, statistics
 from verify.programs.low_precision.reassociation_mode import Reassociated, RulesMode
 from verify.programs.reference.eager import Trajectory, run_reference
 from verify.results.tolerance import Key, family_scale, is_finite

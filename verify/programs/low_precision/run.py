@@ -12,8 +12,9 @@ import torch
 from nnscaler.compile import Progress
 from nnscaler.errors import SourceLocation
 from verify.programs.checks import replicas
-from verify.programs.checks.context import CheckOutcome, Comparison, Tally
-from verify.programs.low_precision.measure import (
+from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
+from verify.programs.low_precision.error_statistics import NAMES
+from verify.programs.low_precision.judge_against_noise import (
     FIRST_DRAWS,
     KINDS,
     MOST_DRAWS,
@@ -24,7 +25,6 @@ from verify.programs.low_precision.measure import (
     judged,
     measured,
 )
-from verify.programs.low_precision.measures import NAMES
 from verify.programs.low_precision.noise import (
     Noise,
     NoisyModel,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from verify.programs.causes.table import cause_of, misplaced
 from verify.programs.causes.wrong_tensor import STAGES, Place, WrongTensor
-from verify.programs.checks.norm import cause_of_norm, own_norms
-from verify.programs.training import causes_of_losses, causes_of_staleness, mistake_effects
+from verify.programs.checks.gradient_norm import cause_of_norm, own_norms
+from verify.programs.training import causes_in_parameter_versions, causes_of_losses, mistake_effects
 from verify.programs.training.training_run_pair import Alternatives, Candidate, ComparedValue, Trained
 
 CLOSE = 1e-8  # an alternative that is this near is the one
@@ -112,6 +112,6 @@ _ALTERNATIVES: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = 
     "evaluation": causes_of_losses.of_evaluation,
 }
 _IN_STREAMS: Mapping[str, Callable[[Trained, ComparedValue], Alternatives]] = {
-    "loss": causes_of_staleness.of_loss,
-    "gradient": causes_of_staleness.of_gradient,
+    "loss": causes_in_parameter_versions.of_loss,
+    "gradient": causes_in_parameter_versions.of_gradient,
 }

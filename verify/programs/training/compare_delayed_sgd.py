@@ -14,9 +14,9 @@ from pathlib import Path
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.role import Stage
-from verify.programs.checks.context import CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.delayed_sgd import semantics, staleness_of
-from verify.programs.execution.backends import Failure
+from verify.programs.execution.run_on_backend import Failure
 from verify.programs.opened_program import OpenedProgram
 from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import ReferenceSettings, Trajectory

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from op_registry.spec import SourceLocation
 
-from verify.programs.checks.context import CheckOutcome, Tally
+from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.join_shards import JoinedTensor, UnequalElements, put_together, unequal
-from verify.programs.training.ranks import StepRecord
+from verify.programs.training.rank_loop import StepRecord
 from verify.programs.training.training_run_pair import ComparedValue, Trained
 from verify.results.finding import Finding
 from verify.results.tolerance import Key, Tolerance, difference, exact_tolerance, family_scale, is_finite

@@ -18,7 +18,7 @@ from verify.programs.delayed_sgd import version_at
 from verify.programs.prepare_verification import Prepared
 from verify.programs.reference.eager import backward_results, forward_results, moved_model, record_draws, running_in
 from verify.programs.reference.program_draws import Draw, ProgramDraws
-from verify.programs.training.ranks import StepRecord, rates_of, states_of
+from verify.programs.training.rank_loop import StepRecord, rates_of, states_of
 from verify.programs.training.training_recipe import Batch, Course, make_optimizer, make_scheduler
 
 Draws = tuple[Draw | None, ...]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.shards import logical_coordinates
-from verify.programs.training.ranks import Layout, RankTraining
+from verify.programs.training.rank_loop import Layout, RankTraining
 
 Region = tuple[Any, ...]  # where a piece lies in the logical tensor: slices where it is a block, else indices
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verify.programs.causes.table import NARROW
 from verify.programs.training.eager import updated
-from verify.programs.training.ranks import StepRecord
+from verify.programs.training.rank_loop import StepRecord
 from verify.programs.training.training_recipe import Batch, Course, options_of, rate_at
 from verify.programs.training.training_run_pair import Alternatives, ComparedValue, Trained
 

@@ -17,7 +17,7 @@ from nnscaler.runtime.shards import same_bits
 from nnscaler.runtime.training.saving.checkpoint import highest
 from nnscaler.training.engine import Engine
 from nnscaler.training.saving.checkpoints import Checkpoints
-from verify.programs.checks.context import CheckOutcome, Tally
+from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

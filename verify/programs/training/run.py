@@ -17,17 +17,17 @@ from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from nnscaler.transform.plan import Plan
-from verify.programs.checks.context import CheckOutcome
-from verify.programs.execution.backends import Failure, devices_of, finding_of, run_job, simulate
-from verify.programs.pre_run_check import vouch
+from verify.programs.check_text_before_run import vouch
+from verify.programs.checks.input_and_outcome import CheckOutcome
+from verify.programs.execution.run_on_backend import Failure, devices_of, finding_of, run_job, simulate
 from verify.programs.prepare_verification import Prepared, matched_draws
 from verify.programs.reference.eager import choose_learning_rate, logical_state, not_finite, scale_of
 from verify.programs.request import PlanRequest
 from verify.programs.source_map import SourceMap
+from verify.programs.training.check_optimizer_dtypes import check_dtypes, is_mixed
 from verify.programs.training.comparison import compare
-from verify.programs.training.dtypes import check_dtypes, is_mixed
 from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
-from verify.programs.training.ranks import RankTraining, TrainTask, train_rank
+from verify.programs.training.rank_loop import RankTraining, TrainTask, train_rank
 from verify.programs.training.resume import check_resumed
 from verify.programs.training.training_recipe import (
     Batch,
@@ -261,7 +261,7 @@ def run_ranks(
     # the processes do not have the model: what they compile later is compiled here
     plain = replace(task, sizes=compiled_sizes(task.program, task.course)).plain()
     job = JobSpecification(
-        "verify.programs.training.ranks:train_rank",
+        "verify.programs.training.rank_loop:train_rank",
         ranks,
         {"task": plain},
         backend=backend,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verify.programs.training.eager import EagerModel, EagerRun
 from verify.programs.training.join_shards import JoinedTensor
-from verify.programs.training.ranks import RankTraining
+from verify.programs.training.rank_loop import RankTraining
 from verify.programs.training.training_recipe import Course
 from verify.results.tolerance import Key
 

@@ -85,22 +85,22 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice
-from nnscaler.ir.signature import Signature, signatures
 from nnscaler.layout import IN_STEP
 from nnscaler.manifest import MANIFEST, Manifest
-from verify.programs.checks.context import CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.typing.declared_outputs import check_results
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.uniform_value_dims import uniform_dims
 from verify.programs.typing.lines.walk import Noted, Reading
-from verify.programs.typing.messages import arrivals, check_gradients, check_sends
 from verify.programs.typing.roles.check_manifest import check_manifest
 from verify.programs.typing.roles.parse_rank_program import read_role
 from verify.programs.typing.roles.rank_program_syntax import RoleText, StageText, Unreadable
 from verify.programs.typing.schedule import check_schedule
 from verify.programs.typing.stage import read_stage
-from verify.programs.typing.stored import check_ends, check_stored, stored_tensors
+from verify.programs.typing.stage_messages import arrivals, check_gradients, check_sends
+from verify.programs.typing.stored_tensors_and_loss import check_ends, check_stored, stored_tensors
 from verify.programs.typing.typed_value import Finder, Held, Mistake
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nnscaler.ir.graph import Graph
-from verify.programs.typing.explain_mismatch import disagreement
+from verify.programs.typing.explain_layout_mismatch import disagreement
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.roles.rank_program_syntax import ResultText
 from verify.programs.typing.typed_value import Mistake, normal

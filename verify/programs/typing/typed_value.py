@@ -11,7 +11,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
 from nnscaler.layout import INVARIANT, MICRO, SLICE, Layout, Replicated, State
-from verify.programs.checks.context import SHOWN
+from verify.programs.checks.input_and_outcome import SHOWN
 from verify.programs.source_map import SourceMap
 from verify.programs.typing.roles.rank_program_syntax import StageText
 from verify.results.finding import Finding

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nnscaler.manifest import CommunicationProfile, CommunicationTotal, StageMemory
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 from verify.report_formats.html.page_elements import count, escape, folded, panel, percent, size, table, value_html
 from verify.report_formats.html.timeline import hue
 

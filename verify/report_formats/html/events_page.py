@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nnscaler.planning.cluster.description import show_seconds
 from nnscaler.timeline_events import StepEvents, call_sums
-from verify.report_formats.html.call_lane import pictured
+from verify.report_formats.html.communication_lane import pictured
 from verify.report_formats.html.page_elements import escape, page, panel, size, table
 from verify.report_formats.html.timeline import timeline_panel
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from op_registry.spec import SourceLocation
 
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 from verify.report_formats.finding_text import caret_line
 from verify.report_formats.html.page_elements import (
     badge,
@@ -23,7 +23,7 @@ from verify.report_formats.html.page_elements import (
     table,
     value_html,
 )
-from verify.report_formats.problems import findings_of
+from verify.report_formats.machine_format_findings import findings_of
 from verify.results.catalogue import CODES, UNDECIDED
 from verify.results.finding import Finding
 from verify.results.report import Check, Report

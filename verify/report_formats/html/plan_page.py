@@ -10,8 +10,8 @@ from nnscaler.performance.predict import Replay
 from nnscaler.performance.predicted_events import step_events
 from nnscaler.planning.cluster.description import show_bytes, show_seconds
 from nnscaler.planning.planner.find_plan import Found
-from verify.report_formats.html.call_lane import Pictured, pictured
 from verify.report_formats.html.comm_memory_bars import communication_panel, memory_panel
+from verify.report_formats.html.communication_lane import Pictured, pictured
 from verify.report_formats.html.page_elements import escape, facts, page, panel, table
 from verify.report_formats.html.timeline import timeline_panel
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from nnscaler.manifest import Bar, TimelineRows
-from verify.report_formats.html.call_lane import CallMark, call_lane, call_legend
+from verify.report_formats.html.communication_lane import CallMark, call_lane, call_legend
 from verify.report_formats.html.page_elements import escape, panel, percent
 
 HUES = (212, 28, 145, 340, 265, 180, 50, 0)

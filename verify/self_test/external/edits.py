@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from verify.external.observe import modules_of
+from verify.external.observe_rank_run import modules_of
 from verify.external.program import ExternalProgram, Step
 from verify.self_test.external.tensor_parallel import TensorParallel
 

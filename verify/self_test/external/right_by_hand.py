@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from verify.external.program import ExternalProgram
-from verify.self_test.external import by_hand as hand
+from verify.self_test.external import context_and_expert_parallel as ds
 from verify.self_test.external import data_parallel as dp
-from verify.self_test.external import divided_sequences as ds
+from verify.self_test.external import megatron_style_layers as hand
 from verify.self_test.external.models import Gpt, Mlp, Moe, Sizes, Twice, adamw, supervised
 from verify.self_test.external.right_tensor_parallel import SMALL, program
 

@@ -22,7 +22,7 @@ from verify.self_test.external import pipelines as pp
 from verify.self_test.external import tensor_parallel as tp
 from verify.self_test.external.models import Gpt, Llama, Mlp, Sizes, summed_cross_entropy
 from verify.self_test.external.right_tensor_parallel import SMALL, program
-from verify.self_test.external.sharded_data import FullyShard
+from verify.self_test.external.sharded_data_parallel import FullyShard
 
 DEEP = Sizes(layers=4)
 MULTIPLE: dict[str, tuple[Any, Any]] = {

@@ -24,7 +24,7 @@ from verify.self_test.external.models import (
     supervised,
 )
 from verify.self_test.external.right_tensor_parallel import SMALL, program
-from verify.self_test.external.sharded_data import checkpoint_layers
+from verify.self_test.external.sharded_data_parallel import checkpoint_layers
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.001}
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from verify.external.program import ExternalProgram
-from verify.self_test.external import sharded_data as sd
+from verify.self_test.external import sharded_data_parallel as sd
 from verify.self_test.external import tensor_parallel as tp
 from verify.self_test.external.models import (
     ConvNet,

@@ -24,7 +24,7 @@ from verify.self_test.external.models import (
     supervised,
     vectors,
 )
-from verify.self_test.external.sharded_data import SummedStep
+from verify.self_test.external.sharded_data_parallel import SummedStep
 
 SMALL = Sizes()
 ODD = Sizes(words=23, hidden=35)

@@ -28,11 +28,11 @@ from verify.self_test.external import (
 from verify.self_test.external.edits import ExternalMutant
 from verify.self_test.external.mutants import (
     data_parallelism,
+    fully_shard,
     hand_written_parallelism,
-    meetings,
-    plans,
-    sharded,
-    stages,
+    mismatched_communication,
+    pipeline_parallelism,
+    tensor_parallel_plans,
 )
 from verify.self_test.run_rows import Progress, closing_line, family_lines, run_groups
 
@@ -42,12 +42,12 @@ assert len(PROGRAMS) == sum(len(table.PROGRAMS) for table in _TABLES), "two prog
 
 
 ROWS: tuple[ExternalMutant, ...] = (
-    *plans.ROWS,
-    *sharded.ROWS,
+    *tensor_parallel_plans.ROWS,
+    *fully_shard.ROWS,
     *data_parallelism.ROWS,
-    *stages.ROWS,
+    *pipeline_parallelism.ROWS,
     *hand_written_parallelism.ROWS,
-    *meetings.ROWS,
+    *mismatched_communication.ROWS,
     *known_bugs.ROWS,
 )
 REQUIRED = 0.97  # of the mutants that are not equivalent

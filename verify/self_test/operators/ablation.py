@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from verify.evidence.options import KINDS, OpOptions, Safeguards
-from verify.evidence.oracle.runner import OperatorRunner
-from verify.self_test.operators.annotation_run import AskedClaim, ask
-from verify.self_test.operators.corpus import SampledCall
+from verify.evidence.oracle.case_runner import OperatorRunner
+from verify.evidence.verify_op_options import KINDS, OpOptions, Safeguards
+from verify.self_test.operators.calls_to_mutate import SampledCall
+from verify.self_test.operators.judge_annotation_mutants import AskedClaim, ask
+from verify.self_test.operators.judge_operator_mutants import Judged, killed_by
 from verify.self_test.operators.mutants.mutant import OperatorMutant
-from verify.self_test.operators.operator_run import Judged, killed_by
 from verify.self_test.run_rows import Progress
 
 EARNERS = ("random cotangents", "parts 3 and 4", "finite differences", "outputs compared", "gradients compared")

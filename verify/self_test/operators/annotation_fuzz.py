@@ -22,18 +22,18 @@ from op_registry.samples import Sample, samples_of
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive import explain_illegal_choice
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.ir.signature import Signature
-from verify.evidence.cases import Inputs
 from verify.evidence.dimension_types.prove import prove
-from verify.evidence.options import OpOptions, Safeguards
+from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
 from verify.evidence.oracle.enumerate_cases import leaders_of
-from verify.evidence.oracle.runner import OperatorRunner, Prepared
+from verify.evidence.split_case import Inputs
+from verify.evidence.verify_op_options import OpOptions, Safeguards
 from verify.operators.verify_spec import verify_spec
 from verify.results.report import Report
 from verify.results.styled_line import StyledLine, plain
 from verify.self_test.operators.annotation_mutants import edited
-from verify.self_test.operators.annotation_run import claims_of
+from verify.self_test.operators.judge_annotation_mutants import claims_of
 from verify.self_test.operators.second_opinion import holds
 from verify.self_test.run_rows import Progress, closing_line
 

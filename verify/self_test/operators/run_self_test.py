@@ -11,13 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from verify.evidence.options import OpOptions
+from verify.evidence.verify_op_options import OpOptions
 from verify.results.styled_line import StyledLine, plain
 from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, WITNESSES, AblationTable, run_ablation
-from verify.self_test.operators.annotation_run import STAGES, SURVIVORS, AnnotationTable, AskedClaim, run_annotations
-from verify.self_test.operators.corpus import builtin_subjects, composed_subjects
+from verify.self_test.operators.calls_to_mutate import builtin_subjects, composed_subjects
+from verify.self_test.operators.judge_annotation_mutants import (
+    STAGES,
+    SURVIVORS,
+    AnnotationTable,
+    AskedClaim,
+    run_annotations,
+)
+from verify.self_test.operators.judge_operator_mutants import REQUIRED, OperatorTable, operator_mutants, run_operators
 from verify.self_test.operators.mutants.mutant import OperatorMutant
-from verify.self_test.operators.operator_run import REQUIRED, OperatorTable, operator_mutants, run_operators
 from verify.self_test.rules.run import RulesReport, fuzz_rules
 from verify.self_test.run_rows import Progress, closing_line
 

@@ -1,7 +1,7 @@
 """Decide whether a choice is right, another way than the oracle under test does.
 
 Every rank runs by itself with its own backward pass, inputs and cotangents are real numbers, and partial sums random.
-Shards are cut as everywhere (`nnscaler.runtime.cut`), for that is what the claim is about.
+Shards are cut as everywhere (`nnscaler.runtime.cut_tensors`), for that is what the claim is about.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
 from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import Partial, Sharded, State, gradient_state
-from nnscaler.runtime.cut import piece_of
+from nnscaler.runtime.cut_tensors import piece_of
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
-from verify.evidence.inputs.values import random_terms
-from verify.evidence.oracle.partition import make_partition
-from verify.evidence.oracle.whole import WholeRun
+from verify.evidence.inputs.draw_values import random_terms
+from verify.evidence.oracle.compare_partition import make_partition
+from verify.evidence.oracle.run_whole_operator import WholeRun
 
 AXIS = "shards"
 BOUND = 1e-9  # relative to the largest value: rounding in float64 is far below, a wrong claim far above

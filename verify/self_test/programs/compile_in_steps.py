@@ -10,15 +10,15 @@ from op_registry.registry import default_registry
 from nnscaler.codegen.generate import generate
 from nnscaler.codegen.operator_names import Origin, operator_origins
 from nnscaler.communication.communicated_graph import CommunicatedGraph
-from nnscaler.communication.materialise import materialise
+from nnscaler.communication.insert_conversions import materialise
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.placement import Choice, PartitionedGraph
-from nnscaler.ir.signature import Signature, signatures
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
-from verify.self_test.programs.corpus import Base
+from verify.self_test.programs.right_programs import Base
 
 Sources = dict[str, str]
 Text = Callable[[], Sources | None]  # the role programs of a mutant; None where the compiler refuses it

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from verify.self_test.programs.corpus import Base
 from verify.self_test.programs.mutants import runtime_faults
 from verify.self_test.programs.mutants.mutant import Edit, Mutant, apply_edits
 from verify.self_test.programs.mutants.runtime_faults import Fault
+from verify.self_test.programs.right_programs import Base
 
 
 @dataclass(frozen=True, slots=True)

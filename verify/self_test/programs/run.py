@@ -20,16 +20,16 @@ import torch
 
 from verify.processes.pool import Died
 from verify.processes.subprocess_isolation import run_apart
-from verify.programs.checks.context import CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.opened_program import open_program
+from verify.programs.rerun_with_other_scale_or_labels import Beside
 from verify.programs.run import run_and_compare
-from verify.programs.step_variants import Beside
-from verify.self_test.programs.corpus import BASES, NAMES, SMALL, TIMEOUT, TINY, Spec, build, specs
-from verify.self_test.programs.judge import Answer, Executed, Execution, answer_of, read_folder, read_statically
+from verify.self_test.programs.decide_mutant_equivalence import RUNS, OracleAnswer, compare_programs
+from verify.self_test.programs.judge_mutant import Answer, Executed, Execution, answer_of, read_folder, read_statically
 from verify.self_test.programs.known_bugs import ROWS, PlantedBug
 from verify.self_test.programs.mutants.catalogue import mutants_of, provable_mutants
 from verify.self_test.programs.mutants.mutant import Mutant
-from verify.self_test.programs.third_oracle import RUNS, OracleAnswer, compare_programs
+from verify.self_test.programs.right_programs import BASES, NAMES, SMALL, TIMEOUT, TINY, Spec, build, specs
 from verify.self_test.run_rows import Progress, run_rows, run_rows_apart
 
 LEVELS = ("L0", "L2")

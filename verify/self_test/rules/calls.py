@@ -24,9 +24,9 @@ from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
 from op_registry.samples.sample import Sample
 
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from verify.evidence.dimension_types.interpret import rule_call
-from verify.evidence.dimension_types.rules.call import Operand
+from verify.evidence.dimension_types.rules.call_with_states import Operand
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,

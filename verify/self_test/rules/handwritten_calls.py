@@ -13,8 +13,8 @@ from torch import Tensor
 from op_registry.samples.sample import B, F, I, P, S, Sample, U, replace_tensors
 from op_registry.samples.sample import Tensor as SampleTensor
 
-from nnscaler.tracing.rewrite import torch_operator
-from verify.evidence.dimension_types.rules.call import Operand
+from nnscaler.tracing.graph_builder import torch_operator
+from verify.evidence.dimension_types.rules.call_with_states import Operand
 from verify.evidence.dimension_types.states import SAME, Size, size_of, substituted
 from verify.evidence.dimension_types.symbolic_call import World
 from verify.evidence.operator_trace import arguments_of, flat

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from verify.evidence.dimension_types.rules import conclude
-from verify.evidence.dimension_types.rules.call import Operand, RuleCall
+from verify.evidence.dimension_types.rules.call_with_states import Operand, RuleCall
 from verify.evidence.dimension_types.states import PartialMax, PartialSum, Same, Shard, State, Symbols, Unknown, checked
 from verify.evidence.dimension_types.trace import written
 from verify.evidence.operator_trace import arguments_of, flat
 from verify.self_test.rules.calls import DrawnCall, Values, draw_split, draw_states, operands_of
-from verify.self_test.rules.values import (
+from verify.self_test.rules.tensors_in_states import (
     KINDS,
     Kind,
     Ranks,

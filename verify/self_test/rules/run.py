@@ -10,7 +10,7 @@ from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
 from verify.processes.pool import Died, Note, TimedOut
 from verify.self_test.rules.calls import DrawnCall, drawn_calls
 from verify.self_test.rules.handwritten_calls import direct_calls
-from verify.self_test.rules.planted import PLANTED, Planted
+from verify.self_test.rules.planted_mistakes import PLANTED, Planted
 from verify.self_test.rules.rule_fuzz import (
     THOROUGH,
     Conclude,

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.training import executor
-from nnscaler.runtime.training.at_rest import AtRest, Division
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.gradients.accumulate import Gradients
+from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.buckets import DivisionBucket
+from nnscaler.runtime.training.parameters_at_rest import AtRest, Division
 from verify.self_test.programs.mutants.runtime_faults import Summed, summing
 
 Fault = Callable[[], AbstractContextManager[None]]

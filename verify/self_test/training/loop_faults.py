@@ -14,8 +14,8 @@ from nnscaler.runtime.training.saving.dcp import Folder, TensorShard
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_runner import Running
-from verify.programs.training import ranks
-from verify.programs.training.ranks import Loop
+from verify.programs.training import rank_loop
+from verify.programs.training.rank_loop import Loop
 from verify.programs.training.training_recipe import KNOWN, Batch, Course
 from verify.self_test.training.faults import Change, Fault, changed
 
@@ -141,7 +141,7 @@ def counts_batches(_name: str, key: str, tensor: Tensor, self: Loop) -> Tensor:
 
 def optimizer(change: Callable[..., Any]) -> Fault:
     """The optimizer of a loop: `change(right, engine, course)`."""
-    return changed(ranks, "make_optimizer", lambda right: lambda engine, course, _: change(right, engine, course))
+    return changed(rank_loop, "make_optimizer", lambda right: lambda engine, course, _: change(right, engine, course))
 
 
 def with_l2(right: Change, engine: Engine, course: Course) -> torch.optim.Optimizer:

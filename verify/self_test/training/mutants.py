@@ -10,8 +10,8 @@ from torch import Tensor
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.training.engine import Engine
 from nnscaler.training.saving import checkpoints
-from verify.programs.training import ranks
-from verify.programs.training.ranks import Loop
+from verify.programs.training import rank_loop
+from verify.programs.training.rank_loop import Loop
 from verify.self_test.training import faults
 from verify.self_test.training import loop_faults as loops
 from verify.self_test.training import overlap_faults as overlap
@@ -121,7 +121,7 @@ ZERO = (
     _row("ZeRO", "zero1", "neighbour's state", "has the piece of rank", loops.loop(
         "update", loops.at(2, loops.state(loops.exchanged_state)))),
     _row("ZeRO", "zero1", "states kept whole on every rank", "its shard is",
-         faults.changed(ranks, "states_of", _whole_states)),
+         faults.changed(rank_loop, "states_of", _whole_states)),
 )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nnscaler import buckets
+from nnscaler import communication_buckets
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.communication.parameter_reads import ParameterReads
-from nnscaler.runtime.training.gradients.accumulate import Gradients
+from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
+from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.buckets import Bucket, Departures, SumBucket
 from verify.self_test.training.faults import Change, Fault, changed
 
@@ -29,7 +29,7 @@ def together(*faults: Fault) -> Fault:
     return fault
 
 
-small_buckets = changed(buckets, "LEAST_BYTES", lambda _: 256)
+small_buckets = changed(communication_buckets, "LEAST_BYTES", lambda _: 256)
 
 
 def _of_bucket(name: str, change: Change) -> Fault:

@@ -14,8 +14,8 @@ import torch
 from verify.results.styled_line import StyledLine, plain
 from verify.results.verdict import Verdict
 from verify.self_test.run_rows import Progress, closing_line, family_lines, run_groups
-from verify.self_test.training.bases import BASES, PRECISIONS, Bench, bench
 from verify.self_test.training.mutants import ROWS, TrainingMutant
+from verify.self_test.training.right_runs import BASES, PRECISIONS, Bench, bench
 
 REQUIRED = 0.97  # of the mutants
 

@@ -21,12 +21,12 @@ from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.bounds.pipeline import Layered
 from nnscaler.planning.planner.equal_layer_chain import Chain
-from nnscaler.planning.planner.evaluate import send_seconds, weights_of
+from nnscaler.planning.planner.evaluate_configuration import send_seconds, weights_of
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.planner.prune_dominated import Numbers
 from nnscaler.planning.sharding.build_problem import pose
-from nnscaler.planning.sharding.tables import when_backward_ends
-from nnscaler.planning.sharding.zero_placement import Rates
+from nnscaler.planning.sharding.cost_tables import when_backward_ends
+from nnscaler.planning.sharding.zero_stages import Rates
 from nnscaler.planning.solver.fold_equal_layers import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.equal_layer_chain import Chain, ChainSegment, Priced, price
 from nnscaler.planning.planner.prune_dominated import WHOLE_PASS, Numbers, of_conversions, seconds_of
-from nnscaler.planning.sharding.tables import Column, Columns
+from nnscaler.planning.sharding.cost_tables import Column, Columns
 from nnscaler.scheduling.schedule import Ramp
 from nnscaler.transform.plan import DP
 

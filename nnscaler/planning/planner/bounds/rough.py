@@ -31,7 +31,7 @@ from nnscaler.planning.planner.bounds.pipeline import HIGH, LOW, added_of, addin
 from nnscaler.planning.planner.equal_layer_chain import Chain
 from nnscaler.planning.planner.prune_dominated import Numbers
 from nnscaler.planning.planner.stage_partition_dp import best_cut
-from nnscaler.planning.sharding.zero_placement import Rates
+from nnscaler.planning.sharding.zero_stages import Rates
 
 ROUGH, ROUGH_LIVES = 6, 5  # prices, and numbers of live micro-batches
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import SUMMED, Communicator, Pending
-from nnscaler.runtime.training.at_rest import Division, unflattened
+from nnscaler.runtime.training.parameters_at_rest import Division, unflattened
 
 _NAMED = 3  # parameters of a bucket that an error names
 Group = tuple[int, ...]

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Parameter as Leaf
 
-from nnscaler.buckets import in_buckets
+from nnscaler.communication_buckets import in_buckets
 from nnscaler.runtime.role import Parameter, Stage, is_trained
 from nnscaler.runtime.shards import unravel
-from nnscaler.runtime.training.at_rest import AtRest, Division
 from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.training.parameters_at_rest import AtRest, Division
 
 T = TypeVar("T")
 HALF = (torch.float16, torch.bfloat16)

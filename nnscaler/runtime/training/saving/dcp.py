@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.training.saving.boxes import Box
+from nnscaler.runtime.training.saving.shards_as_boxes import Box
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex

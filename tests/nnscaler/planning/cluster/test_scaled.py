@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnscaler.planning.cluster.found import cpu_cluster, described_gpu, found_cluster, ready_device
+from nnscaler.planning.cluster.detect_this_machine import cpu_cluster, described_gpu, found_cluster, ready_device
 from nnscaler.planning.cluster.read import READY, load_cluster
 
 

@@ -10,7 +10,7 @@ import pytest
 from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 
-from nnscaler.ir.signature import Signature, signature_of
+from nnscaler.ir.operation_annotations import Signature, signature_of
 from nnscaler.planning.cluster.description import Cluster, Device, Level
 
 

@@ -7,7 +7,7 @@ from math import isclose, prod
 
 import pytest
 
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import EFFICIENCY, AnalyticCost
 from nnscaler.planning.cost.work import Work, shard_sizes, shard_work

@@ -13,7 +13,7 @@ from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cluster.read import READY, load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.collectives import spanned
-from nnscaler.planning.cost.model import KINDS, AxisPlace
+from nnscaler.planning.cost.model_protocol import KINDS, AxisPlace
 
 GB = 1e9
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isclose
 
 from nnscaler.planning.cost.collectives import fit_curve, fit_curves, from_others
-from nnscaler.planning.cost.table import CollectiveEntry
+from nnscaler.planning.cost.measured_profile import CollectiveEntry
 
 
 def entries(*pairs: tuple[int, float]) -> list[CollectiveEntry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnscaler.planning.sharding.memory import ParameterMemory, parameter_memory
+from nnscaler.planning.sharding.parameter_and_activation_memory import ParameterMemory, parameter_memory
 
 
 def test_adam() -> None:

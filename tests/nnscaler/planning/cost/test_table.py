@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import Signature
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import Cluster, Level
 from nnscaler.planning.cost.analytic import EFFICIENCY, AnalyticCost
 from nnscaler.planning.cost.build_profile import collective_calls, crowded
@@ -24,9 +24,16 @@ from nnscaler.planning.cost.calibrate import (
 )
 from nnscaler.planning.cost.calls_to_measure import key_of
 from nnscaler.planning.cost.collectives import seconds
-from nnscaler.planning.cost.model import AxisPlace, Overheads
-from nnscaler.planning.cost.table import Calibrations, CollectiveEntry, CostEntry, NotMeasured, Profile, load_profile
-from nnscaler.planning.cost.table_cost import TableCost
+from nnscaler.planning.cost.measured_profile import (
+    Calibrations,
+    CollectiveEntry,
+    CostEntry,
+    NotMeasured,
+    Profile,
+    load_profile,
+)
+from nnscaler.planning.cost.model_protocol import AxisPlace, Overheads
+from nnscaler.planning.cost.profile_cost import TableCost
 from nnscaler.planning.cost.work import Work
 
 Make = Callable[..., Signature]

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.planner.planner_graph import PlanningCache

@@ -8,12 +8,12 @@ from nnscaler.ir.graph import element_bytes
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints import sizes
-from nnscaler.planning.planner.evaluate import evaluate, item_numbers
+from nnscaler.planning.planner.build_certified_plan import plan_of
+from nnscaler.planning.planner.evaluate_configuration import evaluate, item_numbers
 from nnscaler.planning.planner.find_plan import find_plan
-from nnscaler.planning.planner.result import plan_of
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.partition_stages import SLACK
-from nnscaler.transform.select import layers_of
+from nnscaler.transform.select_operations import layers_of
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 from tests.nnscaler.planning.planner.test_programs import programmed
 

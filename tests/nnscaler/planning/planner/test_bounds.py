@@ -11,10 +11,10 @@ from nnscaler.planning.constraints import replicate
 from nnscaler.planning.planner import planner_graph
 from nnscaler.planning.planner.bounds.configuration import bound_within
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
-from nnscaler.planning.planner.evaluate import evaluate
+from nnscaler.planning.planner.evaluate_configuration import evaluate
 from nnscaler.planning.sharding.build_problem import Weights, pose
 from nnscaler.planning.solver.solve import solve
-from nnscaler.transform.select import layers_of
+from nnscaler.transform.select_operations import layers_of
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 from tests.sampling import only
 

@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from nnscaler.communication.materialise import materialise
+from nnscaler.communication.insert_conversions import materialise
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.planning.cluster.description import quantity
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration, configurations, uneven_ramps
@@ -18,14 +18,14 @@ from nnscaler.planning.constraints import sizes
 from nnscaler.planning.planner import equal_layer_chain
 from nnscaler.planning.planner.bounds.configuration import bound_within, coarse_bound, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import evaluate_chain, search
+from nnscaler.planning.planner.build_certified_plan import partition_of, plan_of
 from nnscaler.planning.planner.equal_layer_chain import price
 from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.planning.planner.planner_graph import PlanningCache
 from nnscaler.planning.planner.prune_dominated import WHOLE_PASS, of_conversions, seconds_of
-from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.stage_partition_dp import Together, best_cut
-from nnscaler.planning.sharding.memory import MemoryBudget
-from nnscaler.planning.solver import eliminate as elimination
+from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget
+from nnscaler.planning.solver import variable_elimination as elimination
 from nnscaler.scheduling.registry import DEFAULT
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import deep, subject_of

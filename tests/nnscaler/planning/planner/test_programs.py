@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from nnscaler.communication.materialise import materialise
+from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.stage_memory import stage_memory
 from nnscaler.manifest import StageMemory
 from nnscaler.performance.predict import Prediction, predict
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.model import Overheads
-from nnscaler.planning.planner.evaluate import Evaluated, evaluate
-from nnscaler.planning.planner.result import plan_of
-from nnscaler.planning.sharding.zero_placement import ZERO_1, ZERO_2, ZERO_3
+from nnscaler.planning.cost.model_protocol import Overheads
+from nnscaler.planning.planner.build_certified_plan import plan_of
+from nnscaler.planning.planner.evaluate_configuration import Evaluated, evaluate
+from nnscaler.planning.sharding.zero_stages import ZERO_1, ZERO_2, ZERO_3
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import subject_of

@@ -10,19 +10,19 @@ import pytest
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Operation
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.ir.placement import Choice
-from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.description import quantity
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration, configurations, divisors
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
-from nnscaler.planning.planner.choice_alternatives import alternatives
-from nnscaler.planning.planner.evaluate import evaluate
+from nnscaler.planning.planner.build_certified_plan import choices_of
+from nnscaler.planning.planner.evaluate_configuration import evaluate
 from nnscaler.planning.planner.find_plan import Found, find_plan
-from nnscaler.planning.planner.result import choices_of
-from nnscaler.planning.sharding.memory import MemoryBudget, parameter_memory
-from nnscaler.planning.solver import eliminate as elimination
+from nnscaler.planning.planner.price_other_choices import alternatives
+from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget, parameter_memory
+from nnscaler.planning.solver import variable_elimination as elimination
 from nnscaler.transform.plan import Plan, SplitStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 

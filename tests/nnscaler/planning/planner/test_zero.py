@@ -10,7 +10,7 @@ import pytest
 
 from nnscaler.communication.stage_memory import stage_memory
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.signature import signatures
+from nnscaler.ir.operation_annotations import signatures
 from nnscaler.performance.predict import programmed
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.configurations import Configuration, configurations
@@ -19,11 +19,11 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.planner.bounds.configuration import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import CLOSE, evaluate_chain, search
-from nnscaler.planning.planner.evaluate import evaluate
+from nnscaler.planning.planner.evaluate_configuration import evaluate
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.planner_graph import PlanningCache
-from nnscaler.planning.sharding.memory import MemoryBudget, parameter_memory
-from nnscaler.planning.sharding.zero_placement import PLACEMENTS, WHOLE, ZERO_1, ZERO_2, ZERO_3, AtRest
+from nnscaler.planning.sharding.parameter_and_activation_memory import MemoryBudget, parameter_memory
+from nnscaler.planning.sharding.zero_stages import PLACEMENTS, WHOLE, ZERO_1, ZERO_2, ZERO_3, AtRest
 from nnscaler.transform.plan import Plan, RestStep
 from tests.nnscaler.planning.plan_as_constraints import constraints_of
 from tests.nnscaler.planning.planner.planned import deep, graph_of, subject_of

@@ -13,8 +13,8 @@ from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Sharded
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.model import AxisPlace
-from nnscaler.planning.sharding.conversions import Conversions, hops_between
+from nnscaler.planning.cost.model_protocol import AxisPlace
+from nnscaler.planning.sharding.conversion_costs import Conversions, hops_between
 from nnscaler.planning.sharding.problem_config import Setting
 
 STATES = (INVARIANT, REPLICATED, PARTIAL, Sharded(0), Sharded(1), Sharded(1, 2))

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from nnscaler.planning.solver.eliminate import Factor, exact_solution, find_order, run_elimination, substitute
 from nnscaler.planning.solver.problem import ChoiceProblem, Solution
+from nnscaler.planning.solver.variable_elimination import (
+    Factor,
+    exact_solution,
+    find_order,
+    run_elimination,
+    substitute,
+)
 
 
 def eliminate(problem: ChoiceProblem) -> Solution:

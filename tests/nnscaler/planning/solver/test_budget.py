@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nnscaler.planning.planner.bounds.configuration import bound_by_prices
-from nnscaler.planning.solver import eliminate as elimination
+from nnscaler.planning.solver import variable_elimination as elimination
 from nnscaler.planning.solver.highs import relax
 from nnscaler.planning.solver.local_search import best_crossing, flatten
 from nnscaler.planning.solver.pareto_frontier import Point, bound_at, hull, line_at

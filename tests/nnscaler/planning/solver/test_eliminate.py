@@ -7,10 +7,10 @@ from math import inf
 import numpy as np
 import pytest
 
-from nnscaler.planning.solver.eliminate import find_order
+from nnscaler.planning.solver.equal_layer_runs import find_runs
 from nnscaler.planning.solver.fold_equal_layers import find_structure, min_marginal, solve_folded
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Infeasible, Node, TooWide, evaluate
-from nnscaler.planning.solver.runs import find_runs
+from nnscaler.planning.solver.variable_elimination import find_order
 from tests.nnscaler.planning.solver.flat import eliminate
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem
 from tests.sampling import every

@@ -10,9 +10,9 @@ import pytest
 
 from nnscaler.planning.solver import highs
 from nnscaler.planning.solver import solve as front
+from nnscaler.planning.solver.drop_dominated_strategies import reduce_problem
 from nnscaler.planning.solver.highs import optimise, relax
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Infeasible, Node, evaluate, memory_of
-from nnscaler.planning.solver.reduce import reduce_problem
 from nnscaler.planning.solver.solve import solve
 from tests.nnscaler.planning.solver.flat import eliminate
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem

@@ -131,7 +131,7 @@ def test_ranks_that_wait_for_ever(function: Function) -> None:
 
 @pytest.mark.parametrize("function", [one_call_more, wrong_peer, key_never_set])
 def test_processes_that_wait_for_ever(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.external.ranks.processes.gloo_watch._STALL", 1.0)
+    monkeypatch.setattr("verify.external.ranks.processes.rank_watchdog._STALL", 1.0)
     check_deadlock(function, failure(function, "gloo"))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
-from nnscaler.runtime.freed_memory import kept_memory
+from nnscaler.runtime.keep_freed_memory import kept_memory
 from verify.external.ranks.call_sites import is_program, place_in_stack, place_of_call, place_of_error
 from verify.external.ranks.collective_mismatch import disagreement_of
 from verify.external.ranks.collective_semantics import CollectiveShare, answer

@@ -20,7 +20,7 @@ def line_of(text: str) -> int:
 
 
 def test_a_rank_that_leaves_a_collective_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.external.ranks.processes.gloo_watch._STALL", 1.0)
+    monkeypatch.setattr("verify.external.ranks.processes.rank_watchdog._STALL", 1.0)
     report = verified("breaks.py missing", 2)
     (finding,) = report.findings
     assert (report.verdict, finding.code) == (Verdict.REFUTED, "deadlock"), told(report)

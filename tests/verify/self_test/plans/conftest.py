@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from verify.self_test.programs.judge import Execution
+from verify.self_test.programs.judge_mutant import Execution
 from verify.self_test.programs.run import TableBench
 
 

@@ -18,9 +18,9 @@ from nnscaler.runtime.training import executor
 from nnscaler.runtime.training.gradients import clipping
 from verify.programs.typing import check_program
 from verify.results.finding import Finding
-from verify.self_test.programs.corpus import BASES, build
-from verify.self_test.programs.judge import Execution
+from verify.self_test.programs.judge_mutant import Execution
 from verify.self_test.programs.mutants.runtime_faults import dummy_reduced, early_reducer, replaced
+from verify.self_test.programs.right_programs import BASES, build
 
 Get = Callable[[str], Execution]
 Patch = Callable[[], AbstractContextManager[None]]

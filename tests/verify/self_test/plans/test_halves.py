@@ -18,13 +18,13 @@ from nnscaler.runtime.program.load_python import load_role
 from nnscaler.transform.plan import RecomputeStep
 from tests.halves import Place, adjacent, drawn, late, rewritten, some, zero_bubble
 from tests.sampling import every
-from verify.self_test.programs import models, tiny_models
-from verify.self_test.programs.corpus import TINY, SmallModel, Spec, build
-from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs import known_bug_models, tiny_models
+from verify.self_test.programs.judge_mutant import Execution, read_statically
 from verify.self_test.programs.mutants.editable_program import take_apart
 from verify.self_test.programs.mutants.mutant import apply_edits
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.mutants.schedule import OPERATORS
+from verify.self_test.programs.right_programs import TINY, SmallModel, Spec, build
 
 
 class Deep(tiny_models.Tied):
@@ -38,7 +38,7 @@ class Deep(tiny_models.Tied):
 KINDS = [operator.kind for operator in OPERATORS]
 ORDERS = OPERATORS[: KINDS.index("messages to the wrong rank")]  # the others leave the order as it is
 HALVES = ORDERS[KINDS.index("second half dropped") :]
-TEXT = SmallModel(models.Transformer, models.text)
+TEXT = SmallModel(known_bug_models.Transformer, known_bug_models.text)
 TIED = SmallModel(tiny_models.Tied, tiny_models.text)
 AGAIN = RecomputeStep(("blocks.1.*", "blocks.1"))
 SPECS = {

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.decide_mutant_equivalence import compare_programs
+from verify.self_test.programs.judge_mutant import Execution, read_statically
 from verify.self_test.programs.mutants.catalogue import text_mutants
 from verify.self_test.programs.run import JudgedMutant
-from verify.self_test.programs.third_oracle import compare_programs
 
 Get = Callable[[str], Execution]
 

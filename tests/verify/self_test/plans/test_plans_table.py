@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.cli.main import main
-from verify.self_test.programs.corpus import MODELS, PLANS, Spec, specs
-from verify.self_test.programs.judge import Answer, Executed
+from verify.self_test.programs.decide_mutant_equivalence import OracleAnswer
+from verify.self_test.programs.judge_mutant import Answer, Executed
 from verify.self_test.programs.mutants.mutant import Edit, Mutant
+from verify.self_test.programs.right_programs import MODELS, PLANS, Spec, specs
 from verify.self_test.programs.run import JudgedMutant, Original
 from verify.self_test.programs.tally import PROVABLE, PlansSelfTest, plans_lines
-from verify.self_test.programs.third_oracle import OracleAnswer
 
 NO, YES = Answer(False), Answer(True, ("loss_differs",), "it differs")
 EDIT = Edit("role_0.py", 7, "    x = comm.all_reduce(y, self.tp)  # sum", "    x = y")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.sampling import every
-from verify.self_test.programs.corpus import TINY, build
-from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.judge_mutant import Execution, read_statically
 from verify.self_test.programs.mutants.catalogue import TEXT_OPERATORS
 from verify.self_test.programs.mutants.mutant import apply_edits
+from verify.self_test.programs.right_programs import TINY, build
 
 KINDS = (
     "a backward dropped on one stage",

@@ -13,12 +13,12 @@ import torch
 
 from nnscaler.runtime.training.async_pipeline import StreamExecutor, Versions
 from tests.sampling import every
-from verify.self_test.programs.corpus import TINY, build
-from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.judge_mutant import Execution, read_statically
 from verify.self_test.programs.mutants import pipedream_updates, runtime_faults, schedule
 from verify.self_test.programs.mutants.mutant import apply_edits
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.mutants.runtime_faults import replaced
+from verify.self_test.programs.right_programs import TINY, build
 
 # of the programs in which the kinds have a place: a step with pipelines and tensor parallelism, recycling, a stream;
 # stages that devices share, slices, and orders that were searched

@@ -13,8 +13,8 @@ from nnscaler.cli.main import main
 from nnscaler.ir import derive
 from tests.sampling import every
 from verify.processes.pool import Died
-from verify.self_test.programs.corpus import TINY, build
-from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.judge_mutant import Execution, read_statically
+from verify.self_test.programs.right_programs import TINY, build
 from verify.self_test.programs.soundness.declaration_edits import DECLARED
 from verify.self_test.programs.soundness.fuzz import (
     ASKED,

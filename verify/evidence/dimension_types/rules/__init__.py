@@ -28,18 +28,18 @@ import torch
 
 from verify.evidence.dimension_types.rules import (
     attention,
+    cat_and_split,
     factories,
-    index,
+    indexing,
     losses,
     normalisation,
-    pieces,
     pointwise,
     products,
     reductions,
     views,
     windows,
 )
-from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, unknown
+from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
 from verify.evidence.dimension_types.states import SAME, ZERO, Constant, Same, State, Unknown, Zero, checked
 
 __all__ = ["RULES", "SIZES", "Rule", "RuleCall", "conclude", "rule_of"]
@@ -47,10 +47,10 @@ __all__ = ["RULES", "SIZES", "Rule", "RuleCall", "conclude", "rule_of"]
 _FAMILIES = (
     attention,
     factories,
-    index,
+    indexing,
     losses,
     normalisation,
-    pieces,
+    cat_and_split,
     pointwise,
     products,
     reductions,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, unknown
-from verify.evidence.dimension_types.rules.einsum_like import Labelled, Labels, labelled
+from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
+from verify.evidence.dimension_types.rules.einsum_labels import Labelled, Labels, labelled
 from verify.evidence.dimension_types.rules.windows import Straddles, grouped, regrouped
 from verify.evidence.dimension_types.states import (
     PARTIAL_SUM,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from verify.evidence.dimension_types.rules.call import Rule, RuleCall, everywhere
+from verify.evidence.dimension_types.rules.call_with_states import Rule, RuleCall, everywhere
 from verify.evidence.dimension_types.states import CONSTANT, SAME, ZERO, State
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall
-from verify.evidence.dimension_types.rules.einsum_like import Labelled, labelled
+from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall
+from verify.evidence.dimension_types.rules.einsum_labels import Labelled, labelled
 from verify.evidence.dimension_types.rules.pointwise import pointwise
 from verify.evidence.dimension_types.states import State, Unknown, checked
 

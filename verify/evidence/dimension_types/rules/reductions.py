@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from verify.evidence.dimension_types.rules.call import Rule, RuleCall, everywhere
-from verify.evidence.dimension_types.rules.einsum_like import Labelled, labelled, letters
+from verify.evidence.dimension_types.rules.call_with_states import Rule, RuleCall, everywhere
+from verify.evidence.dimension_types.rules.einsum_labels import Labelled, labelled, letters
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, everywhere, unknown
+from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, everywhere, unknown
 from verify.evidence.dimension_types.states import (
     SAME,
     Constant,

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, unknown
-from verify.evidence.dimension_types.rules.einsum_like import Labelled, Labels, labelled, letters
+from verify.evidence.dimension_types.rules.call_with_states import Operand, Rule, RuleCall, unknown
+from verify.evidence.dimension_types.rules.einsum_labels import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.rules.products import plus
 from verify.evidence.dimension_types.states import Shard, Size, State, Unknown, Zero, checked, quotient
 from verify.evidence.dimension_types.undecomposed_operators import INTERPOLATED, NEAREST

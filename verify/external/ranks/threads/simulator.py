@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from nnscaler.runtime.communication.simulator import await_exit
-from nnscaler.runtime.freed_memory import kept_memory
 from nnscaler.runtime.jobs.load_adjusted_clock import LEAST, FairClock
+from nnscaler.runtime.keep_freed_memory import kept_memory
 from verify.external.ranks.call_sites import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state
 from verify.external.ranks.run_result import RankRun, RanksFailed

@@ -23,7 +23,7 @@ from nnscaler.layout import (
     local_outer,
     with_state,
 )
-from verify.programs.typing.explain_mismatch import disagreement
+from verify.programs.typing.explain_layout_mismatch import disagreement
 from verify.programs.typing.roles.rank_program_syntax import RegionPieces
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 

@@ -26,7 +26,7 @@ from nnscaler.layout import (
     intervals_nest,
     local_outer,
 )
-from verify.programs.typing.explain_mismatch import converted, disagreement
+from verify.programs.typing.explain_layout_mismatch import converted, disagreement
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.rank_program_syntax import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal

@@ -22,10 +22,10 @@ from nnscaler.codegen.operator_names import returns_sequence
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import Axis, Invariant, Layout, Partial, Replicated, Sharded, State
-from verify.programs.typing.explain_mismatch import disagreement, reads_other, region_differs, rounding
+from verify.programs.typing.explain_layout_mismatch import disagreement, reads_other, region_differs, rounding
 from verify.programs.typing.lines.canonical_calls import NoCall, arguments_of, forms, operator_of
 from verify.programs.typing.lines.choices import (
     as_told,

@@ -22,8 +22,8 @@ from op_registry.spec import Refusal
 from nnscaler.ir.derive import is_legal, output_states, shards_of
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.legal_layout import shape_of_rank
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import INVARIANT, Invariant, Layout, Replicated, Sharded, State
 
 Dims = frozenset[int]

@@ -15,7 +15,10 @@ from nnscaler.layout import Layout
 from verify.programs.typing.lines.canonical_calls import NoCall, canonical
 from verify.programs.typing.lines.chunked_region import JOIN, entered, left, number_of_pieces
 from verify.programs.typing.lines.conversions import convert
-from verify.programs.typing.lines.idle import (
+from verify.programs.typing.lines.match_call import draws_numbers, with_axes
+from verify.programs.typing.lines.operations import Typed, Typer
+from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, equal_layouts
+from verify.programs.typing.lines.without_effect import (
     Locals,
     MovedTensor,
     as_before,
@@ -24,9 +27,6 @@ from verify.programs.typing.lines.idle import (
     local_tensors,
     moves,
 )
-from verify.programs.typing.lines.match_call import draws_numbers, with_axes
-from verify.programs.typing.lines.operations import Typed, Typer
-from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, equal_layouts
 from verify.programs.typing.roles.rank_program_syntax import (
     ALIAS,
     ITEM,

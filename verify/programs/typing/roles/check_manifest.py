@@ -18,12 +18,12 @@ from torch import Tensor
 from nnscaler.codegen.generate import listed
 from nnscaler.ir.graph import LOSS, Graph, LogicalTensor
 from nnscaler.manifest import MANIFEST, Manifest, ResultRecord, Returns, StoredTensor
-from nnscaler.records import encode
+from nnscaler.records_as_json import encode
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.shards import same_bits
-from verify.programs.checks.context import CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.typing.roles.rank_program_syntax import RoleText
-from verify.programs.typing.stored import stored_tensors
+from verify.programs.typing.stored_tensors_and_loss import stored_tensors
 from verify.programs.typing.typed_value import Finder, Mistake
 from verify.results.report import Check
 from verify.results.verdict import Verdict

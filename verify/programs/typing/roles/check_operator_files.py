@@ -15,7 +15,7 @@ from nnscaler.manifest import MANIFEST, Manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.imported_files import imported_files
 from nnscaler.runtime.program.user_operators import check_imports, digest_of, locate
-from verify.programs.checks.context import CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome
 from verify.programs.typing.roles.parse_rank_program import user_operators
 from verify.programs.typing.roles.rank_program_syntax import Unreadable
 from verify.programs.typing.typed_value import Finder, Mistake

@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from verify.self_test.operators.functions import EPS, rms_norm, softmax
-from verify.self_test.operators.mutants.hosts import (
+from verify.self_test.operators.mutants.mutant import (
+    DERIVATIVE,
+    EITHER,
+    SHARDS,
+    STRIDES,
+    Family,
+    Function,
+    OperatorMutant,
+)
+from verify.self_test.operators.mutants.right_backwards import (
     HOSTS,
     Backward,
     Gradients,
@@ -25,15 +33,7 @@ from verify.self_test.operators.mutants.hosts import (
     swapped,
     with_backward,
 )
-from verify.self_test.operators.mutants.mutant import (
-    DERIVATIVE,
-    EITHER,
-    SHARDS,
-    STRIDES,
-    Family,
-    Function,
-    OperatorMutant,
-)
+from verify.self_test.operators.right_operators import EPS, rms_norm, softmax
 
 Change = Callable[[Backward], Backward]
 _FAMILY = Family("backward")

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from verify.self_test.operators.functions import (
+from verify.self_test.operators.mutants.mutant import EITHER, FIT, SHARDS, Family, OperatorMutant
+from verify.self_test.operators.right_operators import (
     attend,
     channel_shuffle,
     glu,
@@ -16,7 +17,6 @@ from verify.self_test.operators.functions import (
     packed_attention,
     pixel_shuffle,
 )
-from verify.self_test.operators.mutants.mutant import EITHER, FIT, SHARDS, Family, OperatorMutant
 
 _FAMILY = Family("layout")
 _ANY = EITHER | FIT

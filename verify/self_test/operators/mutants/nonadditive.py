@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from verify.self_test.operators.functions import attend, largest, linear_attention, residual, squared_error
 from verify.self_test.operators.mutants.mutant import SHARDS, Family, Function, OperatorMutant
+from verify.self_test.operators.right_operators import attend, largest, linear_attention, residual, squared_error
 
 _FAMILY = Family("reduction")
 IGNORED = -100

@@ -6,29 +6,29 @@ import random
 from collections.abc import Iterator, Sequence
 
 from verify.self_test.programs.compile_in_steps import Text, generation_of
-from verify.self_test.programs.corpus import Base
 from verify.self_test.programs.mutants import (
     arguments,
     communication,
-    declared,
-    layout,
+    cuts_copies_constants,
+    declarations,
+    operations_and_gradients,
     pipedream_updates,
     schedule,
-    values,
 )
 from verify.self_test.programs.mutants.editable_program import RightProgram
 from verify.self_test.programs.mutants.graph import generated_mutants
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
+from verify.self_test.programs.right_programs import Base
 
 TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *communication.OPERATORS,
-    *values.OPERATORS,
+    *operations_and_gradients.OPERATORS,
     *arguments.OPERATORS,
-    *declared.OPERATORS,
+    *declarations.OPERATORS,
     *schedule.OPERATORS,
     *pipedream_updates.OPERATORS,
-    *layout.OPERATORS,
+    *cuts_copies_constants.OPERATORS,
 )
 
 
@@ -45,14 +45,14 @@ def mutants_of(base: Base, seed: int, each: int) -> Iterator[Mutant]:
 
 def provable_mutants(base: Base, seed: int, each: int) -> Iterator[Mutant]:
     """Those of the families that reading alone has to refute: cuts, copies, constants, and tensors of the folder."""
-    yield from text_mutants(base.subject, seed, each, layout.OPERATORS)
+    yield from text_mutants(base.subject, seed, each, cuts_copies_constants.OPERATORS)
     subject = base.subject
     by_kind: dict[str, list[StateEdit]] = {}
-    for edit in layout.state_edits(subject):
+    for edit in cuts_copies_constants.state_edits(subject):
         by_kind.setdefault(edit.kind, []).append(edit)
     for kind, edits in by_kind.items():
         for edit in _chance(subject, kind, seed).sample(edits, min(each, len(edits))):
-            yield Mutant(subject.model, subject.plan, layout.STATE, kind, (), {}, state=edit)
+            yield Mutant(subject.model, subject.plan, cuts_copies_constants.STATE, kind, (), {}, state=edit)
 
 
 def text_mutants(

@@ -30,8 +30,8 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.layout_conversion import ROWS, ConversionStep
+from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import RunPartial, Split
-from nnscaler.ir.signature import Signature
 from nnscaler.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded, State
 from verify.self_test.operators.annotation_mutants import annotation_mutants
 from verify.self_test.programs.compile_in_steps import Generation, Sources, Text

@@ -14,7 +14,7 @@ from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.gradients import gradient_plan
-from nnscaler.runtime.training.gradients.accumulate import Gradients
+from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
 from nnscaler.runtime.training.gradients.buckets import SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import Holding, WantedGradient
 from nnscaler.runtime.training.saving import checkpoint

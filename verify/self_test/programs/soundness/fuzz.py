@@ -19,7 +19,7 @@ from random import Random
 from verify.programs.proof import prove_program
 from verify.programs.typing import check_program
 from verify.results.catalogue import UNMATCHED
-from verify.self_test.programs.judge import Answer, Execution
+from verify.self_test.programs.judge_mutant import Answer, Execution
 from verify.self_test.programs.mutants.catalogue import TEXT_OPERATORS
 from verify.self_test.programs.mutants.mutant import Edits
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator

@@ -15,8 +15,8 @@ import torch
 
 from verify.processes.pool import Died, Note, TimedOut
 from verify.results.styled_line import StyledLine, plain
-from verify.self_test.programs.corpus import TINY, build
-from verify.self_test.programs.judge import Execution
+from verify.self_test.programs.judge_mutant import Execution
+from verify.self_test.programs.right_programs import TINY, build
 from verify.self_test.programs.soundness.fuzz import (
     EACH,
     ENDS,
@@ -42,7 +42,7 @@ The edits are those of the role files here against the compiler's. The text is p
 """
 _MODEL = '''"""The model of a program whose proof is wrong."""
 
-from verify.self_test.programs.corpus import TINY, make_model
+from verify.self_test.programs.right_programs import TINY, make_model
 
 
 def build_model():

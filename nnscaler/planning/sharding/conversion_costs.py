@@ -1,0 +1,198 @@
+"""The cost of conversions between layouts, in seconds, as tables over all pairs of layouts.
+
+Where two layouts differ on one axis only, the way is a row of the conversion table, or two through `Invariant`. Where
+they differ on two searched axes, the axes are converted one after the other, in the cheaper legal order. Any other pair
+takes the way that `find_path` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import inf, prod
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnscaler.ir.graph import LogicalTensor, element_bytes
+from nnscaler.ir.layout_conversion import ROWS, ConversionStep, find_path, move_cost
+from nnscaler.ir.legal_layout import explain_illegal
+from nnscaler.ir.ring_rotation_calls import Circulates, Direction, rotations
+from nnscaler.layout import INVARIANT, Layout, Sharded, State, full_along, local_shape
+from nnscaler.planning.cost.model_protocol import Collective, CostModel, Shape
+from nnscaler.planning.sharding.problem_config import Setting
+
+Table = NDArray[np.float64]
+Hops = tuple[tuple[str | None, str | None], ...]  # (forward, backward) collective of each row on the way
+
+
+class Conversions:
+    """Tables of conversions for one setting; equal ones are one array."""
+
+    def __init__(self, setting: Setting, cost: CostModel) -> None:
+        self._setting, self._cost = setting, cost
+        self._tables: dict[object, Table] = {}
+        self._seconds: dict[tuple[str, int, str], float] = {}
+
+    def table(self, tensor: LogicalTensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
+        """Return the seconds, forward and backward, of each conversion: [sources, targets]; inf where there is no
+        way."""
+        key = (tensor.shape, tensor.dtype, tensor.needs_grad, tuple(sources), tuple(targets))
+        if key not in self._tables:
+            self._tables[key] = self._make(tensor, tuple(sources), tuple(targets))
+        return self._tables[key]
+
+    def seconds(self, tensor: LogicalTensor, source: Layout, target: Layout) -> float:
+        """Return the seconds of one conversion, by the way that programs take."""
+        searched = len(self._setting.sizes) - 1  # micro-batches communicate nothing
+        source, target = source[:searched], target[:searched]
+        if source == target:
+            return 0.0
+        return self._by_path(tensor, source, target, tensor.shape)
+
+    def rotated(
+        self, around: Circulates, operands: Sequence[LogicalTensor], shapes: Sequence[Shape], way: Direction
+    ) -> float:
+        """Return the seconds in which operands go around an axis inside of an operation, hidden behind nothing.
+
+        `shapes`: of the shards.
+        """
+        setting, total = self._setting, 0.0
+        for turn in rotations(around, operands, setting.sizes, way):
+            place = setting.places[setting.axes[turn.axis][0]]
+            size = prod(shapes[turn.slot]) * element_bytes(turn.dtype)
+            total += turn.times * self._cost.collective("send", size, place)
+        return total
+
+    def _make(self, tensor: LogicalTensor, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Table:
+        free = len(self._setting.searched)
+        last = len(self._setting.sizes) - 1
+        table = np.full((len(sources), len(targets)), np.inf)
+        rests = sorted({(s[free:last], t[free:last]) for s in sources for t in targets}, key=str)
+        for made, wanted in rests:
+            rows = [i for i, s in enumerate(sources) if s[free:last] == made]
+            columns = [j for j, t in enumerate(targets) if t[free:last] == wanted]
+            froms = [sources[i] for i in rows]
+            tos = [targets[j] for j in columns]
+            if made == wanted and 1 <= free <= 2:
+                block = self._along_searched(tensor, froms, tos)
+            else:
+                block = np.array([[self.seconds(tensor, a, b) for b in tos] for a in froms])
+            table[np.ix_(rows, columns)] = block
+        return table
+
+    def _along_searched(self, tensor: LogicalTensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
+        free = len(self._setting.searched)
+        rest = sources[0][free:]
+        shape = local_shape((*(INVARIANT,) * free, *rest), self._setting.sizes, tensor.shape)
+        if free == 1:
+            return self._on_axis(tensor, 0, [s[0] for s in sources], [t[0] for t in targets], prod(shape))
+        return self._on_two(tensor, sources, targets, shape)
+
+    def _on_axis(
+        self, tensor: LogicalTensor, axis: int, befores: Sequence[State], afters: Sequence[State], elements: float
+    ) -> Table:
+        """Return the seconds of conversions along one axis: [befores, afters].
+
+        `elements`: of the tensor whole along it.
+        """
+        parts = self._setting.sizes[axis]
+        found: dict[tuple[State, State], float] = {}
+        for pair in ((a, b) for a in befores for b in afters):
+            if pair not in found:
+                hops = hops_between(*pair, parts, tensor.shape, tensor.needs_grad)
+                found[pair] = inf if hops is None else self._of_hops(tensor, axis, hops, elements)
+        return np.array([[found[a, b] for b in afters] for a in befores])
+
+    def _on_two(
+        self, tensor: LogicalTensor, sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...]
+    ) -> Table:
+        """Return the seconds in the cheaper order of two axes: [sources, targets].
+
+        The second converts what the first has made.
+        """
+        sizes = self._setting.sizes
+        sharded = [np.array([isinstance(s[a], Sharded) for s in sources]) for a in (0, 1)]
+        made = [np.array([isinstance(t[a], Sharded) for t in targets]) for a in (0, 1)]
+        whole, by = prod(shape), [prod(shape) / sizes[a] for a in (0, 1)]
+        steps: list[list[Table]] = []  # [axis][whether the other axis shards the tensor]
+        for axis in (0, 1):
+            befores, afters = [s[axis] for s in sources], [t[axis] for t in targets]
+            steps.append([self._on_axis(tensor, axis, befores, afters, e) for e in (whole, by[1 - axis])])
+        best = np.full((len(sources), len(targets)), np.inf)
+        for first in (0, 1):
+            second = 1 - first
+            one = np.where(sharded[second][:, None], steps[first][1], steps[first][0])
+            two = np.where(made[first][None, :], steps[second][1], steps[second][0])
+            between = _legal_between(sources, targets, first, tensor, self._setting)
+            best = np.minimum(best, np.where(between, one + two, np.inf))
+        return best
+
+    def _of_hops(self, tensor: LogicalTensor, axis: int, hops: Hops, elements: float) -> float:
+        total = 0.0
+        for forward, backward in hops:
+            total += self._of_collective(forward, axis, elements, tensor.dtype)
+            if tensor.needs_grad:
+                total += self._of_collective(backward, axis, elements, tensor.dtype)
+        return total
+
+    def _of_collective(self, kind: str | None, axis: int, elements: float, dtype: str) -> float:
+        if kind is None:
+            return 0.0
+        size = round(elements * element_bytes(dtype))
+        key = (kind, size, self._setting.axes[axis][0])
+        if key not in self._seconds:
+            self._seconds[key] = self._cost.collective(cast(Collective, kind), size, self._setting.places[key[2]])
+        return self._seconds[key]
+
+    def _by_path(self, tensor: LogicalTensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> float:
+        sizes = self._setting.sizes[: len(source)]
+        found = find_path(source, target, sizes, shape, tensor.needs_grad)
+        if found is None:
+            return inf
+        total = 0.0
+        for move in found[1]:
+            elements = prod(full_along(move.source, sizes, shape, move.axis)) / self._setting.micro_batches
+            total += self._of_hops(tensor, move.axis, ((move.row.forward, move.row.backward),), elements)
+        return total
+
+
+def _legal_between(
+    sources: Sequence[Layout], targets: Sequence[Layout], first: int, tensor: LogicalTensor, setting: Setting
+) -> NDArray[np.bool_]:
+    """Return whether the layout after the first axis is converted is a legal one: [sources, targets]."""
+    known: dict[Layout, bool] = {}
+    result = np.ones((len(sources), len(targets)), dtype=bool)
+    for i, source in enumerate(sources):
+        for j, target in enumerate(targets):
+            between = (target[0], source[1]) if first == 0 else (source[0], target[1])
+            if between not in known:
+                every = (*between, *source[2:])
+                known[between] = explain_illegal(every, setting.sizes, tensor.shape) is None
+            result[i, j] = known[between]
+    return result
+
+
+@lru_cache(maxsize=65536)
+def hops_between(before: State, after: State, parts: int, shape: tuple[int, ...], needs_grad: bool) -> Hops | None:
+    """Return the rows from one state to another on one axis: one, or two through `Invariant`; None where there are
+    none."""
+    if before == after:
+        return ()
+
+    def row(a: State, b: State) -> tuple[str | None, str | None] | None:
+        if (type(a), type(b)) not in ROWS:
+            return None
+        move = ConversionStep(0, (a,), (b,))
+        return (
+            None
+            if move_cost(move, (parts,), shape, needs_grad, False) == inf
+            else (move.row.forward, move.row.backward)
+        )
+
+    direct = row(before, after)
+    if direct is not None:
+        return (direct,)
+    one, two = row(before, INVARIANT), row(INVARIANT, after)
+    return None if one is None or two is None else (one, two)

@@ -1,0 +1,324 @@
+"""The gradients of one step on one rank: added up over micro-batches, and summed over ranks while backward goes on.
+
+A bucket leaves with the last backward that adds to it. Buckets of one group leave in the order of the plan, whichever
+is complete first, and no group waits for another: so the ranks of a group meet in the same order, whatever other groups
+they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter as Leaf
+from torch.utils.hooks import RemovableHandle
+
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
+from nnscaler.runtime.role import Stage
+from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBucket, SumBucket
+from nnscaler.runtime.training.gradients.gradient_plan import (
+    HALF,
+    Slot,
+    WantedGradient,
+    divisions_of_leaves,
+    sums_of,
+    wanted,
+    widened,
+)
+from nnscaler.runtime.training.parameters_at_rest import AtRest
+
+
+class Gradients:
+    """From the gradients of leaves to those of tensors at rest.
+
+    What `.grad` had before the step is held apart, so that only this step's gradients are summed over ranks. A used
+    parameter that got no gradient here contributes zeros; an unused one keeps `.grad` as it was.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        resting: Sequence[AtRest],
+        communicator: Communicator,
+        precision: str | None = None,
+        reads: ParameterReads | None = None,
+        passes: Mapping[int, int] = {},
+    ) -> None:
+        """`reads`: adds to gradients at the end of a backward. `passes`: by stage, how many backwards, or halves of
+        them, a step has; a stage that is not there has several."""
+        self._communicator, self._reads = communicator, reads
+        self._rest = {getattr(s, name): s.at_rest[name] for s in stages.values() for name in s.parameters}
+        self._wanted = wanted(stages, resting, precision)
+        # what is neither summed over ranks nor added up elsewhere than in `.grad` is left to autograd
+        self._plain = [leaf for leaf, one in self._wanted.items() if _is_plain(one, passes)]
+        self._moved = {leaf: one for leaf, one in self._wanted.items() if not _is_plain(one, passes)}
+        self._unused = {leaf: rest for leaf, rest in self._rest.items() if leaf not in self._wanted}
+        every = list(self._moved.values())
+        self._sum_buckets = [(_sum_bucket(slots), slots) for slots in sums_of(every)]
+        self._divisions = divisions_of_leaves([one for one in every if not one.at_once], 0)
+        self._at_once = {index: [o for o in every if o.at_once and index in o.stages] for index in stages}
+        self._of_stage = {index: [o for o in every if index in o.stages] for index in stages}
+        self._before: dict[Leaf, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._place: dict[Leaf, tuple[SumBucket, int]] = {}  # where gradients may lie from the first micro-batch on
+        for bucket, slots in self._sum_buckets:
+            for position, slot in enumerate(slots):
+                if not slot[0].late and len(slot) == 1:
+                    self._place[slot[0].leaf] = (bucket, position)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._departures = Departures(self._communicator)
+        self._running: tuple[int, bool, bool] | None = None  # a backward: of which stage, and what it completes
+        self._ended: set[int] = set()  # stages whose last backward has run
+        self._added: set[Leaf] = set()  # leaves whose gradient lies in its place
+        self._apart: dict[Leaf, Tensor] = {}  # gradients of half precision that have no place yet, added up
+        self._divided: dict[Leaf, Tensor] = {}  # parts of gradients
+        self._complete: set[Leaf] = set()
+        for bucket, _ in self._sum_buckets:
+            bucket.begin()
+        self._division_buckets = [(_division_bucket(o, 0, named=True), o) for o in self._divisions]
+        self._passing: list[tuple[DivisionBucket, list[WantedGradient]]] = []  # of the backward that runs
+        self._departures.expect([bucket for bucket, _ in (*self._division_buckets, *self._sum_buckets)])
+        self._where: dict[Leaf, tuple[DivisionBucket, int]] = {}
+        for division, ones in self._division_buckets:
+            self._where.update((one.leaf, (division, position)) for position, one in enumerate(ones))
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a step: gradients that backward makes from now on are those of this step."""
+        self._clear()
+        self._before = {leaf: rest.grad for leaf, rest in self._rest.items() if rest.grad is not None}
+        for leaf, rest in self._rest.items():
+            leaf.grad = rest.grad = None
+        self._release()
+        self._handles = [leaf.register_post_accumulate_grad_hook(self._made) for leaf in self._moved]
+
+    def enter(self, stage: int, *, divides: bool, last: bool) -> None:
+        """A backward of this stage begins. `divides`: those gradients that are divided at once are complete with it;
+        `last`: all of the stage are."""
+        self._running = (stage, divides, last)
+        if divides and self._at_once[stage]:
+            self._passing = [
+                (_division_bucket(ones, 0, named=False), ones) for ones in divisions_of_leaves(self._at_once[stage], 0)
+            ]
+            self._departures.expect([bucket for bucket, _ in self._passing], first=True)
+            for bucket, ones in self._passing:
+                self._where.update((one.leaf, (bucket, position)) for position, one in enumerate(ones))
+
+    def widen(self) -> None:
+        """After any backward, add its gradients up where those of other micro-batches are."""
+        for leaf in self._moved:
+            if leaf.grad is not None:
+                self._add(leaf)
+
+    def collect(self, stage: int) -> None:
+        """After a backward that completes the gradients of this stage, B or W, add them up, and divide those of ZeRO-2.
+
+        Every rank of the stage calls it after the same backward.
+        """
+        self.widen()
+        _, divides, last = self._running or (stage, False, False)
+        self._running = None
+        if divides and self._at_once[stage]:
+            self._divide_at_once(stage)
+        if last:
+            self._ended.add(stage)
+            for one in self._of_stage[stage]:
+                if one.stages <= self._ended:
+                    self._completed(one)
+
+    def finish(self, loss_scale: float = 1.0) -> None:
+        """Wait for the sums over ranks, take the scale of the loss out, and leave the result, plus what was there
+        before the step, in `.grad` of the tensors at rest."""
+        self.widen()
+        self._release()
+        if len(self._complete) < len(self._moved):
+            for one in self._moved.values():
+                self._completed(one)
+        values = self._divide_rest()
+        self._sum_late(values)
+        for bucket, slots in self._sum_buckets:
+            bucket.wait()
+            for position, slot in enumerate(slots):
+                place = bucket.place(position)
+                values[slot[0].leaf] = place.detach()
+                for one in slot[1:]:
+                    values[one.leaf] = place.clone()
+        for leaf, one in self._moved.items():
+            gradient = values.pop(leaf)
+            if gradient.dtype in HALF:
+                gradient = gradient.float()
+            if loss_scale != 1.0:
+                gradient = gradient.div_(loss_scale)
+            if leaf in self._before:
+                gradient = gradient.add_(self._before[leaf].to(gradient.dtype))
+            if leaf is not one.rest:
+                leaf.grad = None
+            one.rest.grad = gradient.to(one.rest.dtype)
+        for leaf in self._plain:
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if loss_scale != 1.0 or leaf in self._before:  # rounded once, as what is added up in float32
+                gradient = gradient.to(widened(leaf.dtype)).div_(loss_scale)
+            if leaf in self._before:
+                gradient = gradient.add_(self._before[leaf])
+            leaf.grad = gradient.to(leaf.dtype)
+        for leaf, rest in self._unused.items():
+            rest.grad = self._before.get(leaf)
+        self._before = {}
+        self._clear()
+
+    # -- a gradient -----------------------------------------------------------------------------------------------
+
+    def _made(self, leaf: Tensor) -> None:
+        """Autograd has added to the gradient of a leaf: all that this backward has for it."""
+        assert isinstance(leaf, Leaf)
+        if self._reads is not None and self._reads.awaits(leaf):
+            return
+        self._add(leaf)
+        if self._running is None or (leaf.grad is None and leaf not in self._added and leaf not in self._apart):
+            return
+        (stage, divides, last), one = self._running, self._moved[leaf]
+        if stage not in one.stages:
+            return
+        if one.at_once:
+            if divides and one.travels:  # one that is only cut waits for the end of the backward
+                self._take(one)
+        elif last and one.stages <= {*self._ended, stage}:
+            self._completed(one)
+
+    def _add(self, leaf: Leaf) -> None:
+        """Bring what lies in `.grad` of a leaf to where it is added up."""
+        gradient, at = leaf.grad, self._place.get(leaf)
+        if gradient is None:
+            return
+        wide = widened(leaf.dtype)
+        if at is None or self._moved[leaf].dtype != wide:
+            if leaf.dtype in HALF:
+                self._apart[leaf] = self._apart[leaf].add_(gradient) if leaf in self._apart else gradient.to(wide)
+                leaf.grad = None
+            return
+        place = at[0].place(at[1])
+        if leaf in self._added and leaf.dtype in HALF:
+            place.add_(gradient)
+        elif leaf not in self._added or gradient.data_ptr() != place.data_ptr():  # `.grad` says what it is
+            place.copy_(gradient)
+            self._added.add(leaf)
+        leaf.grad = place.detach() if leaf.dtype == wide else None  # what a step leaves that fails is not written over
+
+    def _local(self, one: WantedGradient) -> Tensor:
+        """Return this rank's gradient of a leaf without a place, in the dtype in which it is summed."""
+        found = self._apart.pop(one.leaf, None) if one.leaf.dtype in HALF else one.leaf.grad
+        one.leaf.grad = None
+        if found is None:
+            found = torch.zeros_like(one.leaf, dtype=widened(one.leaf.dtype))
+        return found.to(one.dtype)
+
+    def _completed(self, one: WantedGradient) -> None:
+        """Let a gradient travel, to which nothing is added any more."""
+        leaf = one.leaf
+        if leaf in self._complete:
+            return
+        self._complete.add(leaf)
+        if one.travels and not one.at_once:
+            self._take(one)
+        elif leaf in self._place:
+            bucket, position = self._place[leaf]
+            if leaf not in self._added or (leaf.grad is None and leaf.dtype not in HALF):
+                bucket.place(position).copy_(self._local(one))
+            leaf.grad = None
+            self._departures.filled(bucket)
+
+    # -- division -------------------------------------------------------------------------------------------------
+
+    def _take(self, one: WantedGradient) -> None:
+        """Put the gradient of a leaf into the bucket in which it is divided."""
+        bucket, position = self._where.pop(one.leaf)
+        bucket.take(position, self._local(one))
+        self._departures.filled(bucket)
+
+    def _divide_at_once(self, stage: int) -> None:
+        for one in self._at_once[stage]:
+            if one.travels and one.leaf in self._where:
+                self._take(one)
+        buckets, self._passing = self._passing, []
+        for leaf, part in self._divide(self._at_once[stage], buckets).items():
+            wide = part.to(widened(part.dtype))
+            self._divided[leaf] = self._divided[leaf].add_(wide) if leaf in self._divided else wide
+
+    def _divide_rest(self) -> dict[Leaf, Tensor]:
+        """Return the parts of gradients that are divided, and those that nothing is done with."""
+        apart = [one for one in self._moved.values() if one.leaf not in self._place]
+        values = {one.leaf: self._divided[one.leaf] for one in apart if one.leaf in self._divided}
+        values.update(self._divide([one for one in apart if one.leaf not in values], self._division_buckets))
+        return values
+
+    def _divide(
+        self, ones: Sequence[WantedGradient], buckets: Iterable[tuple[DivisionBucket, list[WantedGradient]]]
+    ) -> dict[Leaf, Tensor]:
+        """Return this rank's parts of gradients. `buckets`: those of the first axis, which have left."""
+        values = {one.leaf: self._local(one) for one in ones if not one.travels}
+        for bucket, taken in buckets:
+            bucket.wait()
+            values.update(zip((one.leaf for one in taken), bucket.parts(), strict=True))
+        for depth in range(max((len(one.divisions) for one in ones), default=0)):
+            for one in ones:
+                if len(one.divisions) > depth and not one.divisions[depth].sums:
+                    division = one.divisions[depth]
+                    values[one.leaf] = division.part(values[one.leaf], division.index).clone()
+            if depth:
+                self._divide_further(ones, values, depth)
+        return values
+
+    def _divide_further(self, ones: Sequence[WantedGradient], values: dict[Leaf, Tensor], depth: int) -> None:
+        taken = [(_division_bucket(o, depth, named=not o[0].at_once), o) for o in divisions_of_leaves(ones, depth)]
+        self._departures.expect([bucket for bucket, _ in taken], first=True)
+        for bucket, members in taken:
+            for position, one in enumerate(members):
+                bucket.take(position, values[one.leaf])
+                self._departures.filled(bucket)
+        for bucket, members in taken:
+            bucket.wait()
+            values.update(zip((one.leaf for one in members), bucket.parts(), strict=True))
+
+    def _sum_late(self, values: Mapping[Leaf, Tensor]) -> None:
+        """Begin the sums of what other stages, or divisions, had to be waited for."""
+        for bucket, slots in self._sum_buckets:
+            for position, slot in enumerate(slots):
+                if slot[0].leaf not in self._place:
+                    place = bucket.place(position)
+                    place.copy_(values[slot[0].leaf])
+                    for one in slot[1:]:
+                        place.add_(values[one.leaf])
+                    self._departures.filled(bucket)
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _is_plain(one: WantedGradient, passes: Mapping[int, int]) -> bool:
+    """Say if a gradient may stay where autograd leaves it. One of half precision may if a single backward makes it:
+    there is nothing to add up in float32."""
+    if one.leaf.dtype in HALF:
+        right = one.dtype == widened(one.leaf.dtype) and sum(passes.get(stage, 2) for stage in one.stages) == 1
+    else:
+        right = one.dtype == one.leaf.dtype
+    still = right and one.leaf is one.rest
+    return still and len(one.held.group) == 1 and not one.travels and not one.at_once
+
+
+def _sum_bucket(slots: Sequence[Slot]) -> SumBucket:
+    first = slots[0][0]
+    names = tuple(slot[0].held.fqn for slot in slots)
+    shapes = [tuple(slot[0].rest.shape) for slot in slots]
+    return SumBucket(first.held.group, names, shapes, first.sum_dtype, first.leaf.device)
+
+
+def _division_bucket(ones: Sequence[WantedGradient], depth: int, *, named: bool) -> DivisionBucket:
+    names = tuple(one.held.fqn for one in ones) if named else ()
+    return DivisionBucket(names, [one.divisions[depth] for one in ones], ones[0].dtype, ones[0].leaf.device)

@@ -1,0 +1,69 @@
+"""Import users' files and modules. Errors of their code are reported as theirs, at their own line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+
+from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.is_user_file import is_users
+
+_GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'
+
+
+def load_file(file: str | Path) -> ModuleType:
+    """Load the module of a file. Raises NnscalerError `no_such_file` or `import_failed`."""
+    path = Path(file)
+    if not path.is_file():
+        raise NnscalerError("no_such_file", f"there is no file {str(file)!r}", help=_near_file(path))
+    from nnscaler.runtime.program.load_python import load_user_module
+
+    return _guarded(lambda: load_user_module(path), str(file), path.resolve().parent)
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module by its name; the current folder is searched last. Raises NnscalerError `import_failed`."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last: a file of the current folder never shadows what others import
+    return _guarded(lambda: importlib.import_module(name), f"the module {name!r}", None)
+
+
+def _guarded(load: Callable[[], ModuleType], what: str, folder: Path | None) -> ModuleType:
+    try:
+        return load()
+    except NnscalerError:
+        raise
+    except SystemExit as stop:
+        message = f"{what} calls sys.exit({stop.code!r}) when imported"
+        raise NnscalerError("import_failed", message, help=_GUARD_MAIN) from None
+    except ModuleNotFoundError as error:
+        help = "it is searched as Python would, and in the current folder" if folder is None else None
+        raise NnscalerError("import_failed", f"cannot import {what}: {error}", _place(error), help) from error
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        message = f"cannot import {what}: {type(error).__name__}{': ' if text else ''}{text}"
+        raise NnscalerError("import_failed", message, _place(error)) from error
+
+
+def _place(error: BaseException) -> SourceLocation | None:
+    """Return the last line of the traceback that is in a user's file."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
+    best = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.lineno is not None and is_users(frame.filename):
+            best = SourceLocation(frame.filename, frame.lineno, frame.line or "")
+    return best
+
+
+def _near_file(path: Path) -> str | None:
+    folder = path.parent if path.parent.is_dir() else Path()
+    close = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=3)
+    return f"did you mean {', '.join(str(folder / name) for name in close)}?" if close else None

@@ -1,0 +1,85 @@
+"""Cases of a user's operator beyond the sizes that its proof covers.
+
+Small sizes say nothing of an operator that does something else from some size on. Where that is, its proof says in the
+conditions that it takes for granted, or else the numbers in its code hint at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice, product
+from math import prod
+from typing import Any
+
+from op_registry.code_numbers import numbers_in
+from op_registry.spec import OperatorSpec
+
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.training.functional_optimizer import Update
+from verify.evidence.oracle.annotation_claims import Target
+from verify.evidence.oracle.enumerate_cases import Base
+from verify.evidence.split_case import SplitCase
+from verify.results.verdict import Condition, Strength, Verdict
+
+_LARGEST_BOUND = 1024
+_POWER = 64
+_LARGEST_TENSOR = 1 << 21  # elements, where several sizes change
+_NUMBERS = 8  # of a function that are tried
+
+
+def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Strength) -> Iterator[SplitCase]:
+    """Yield cases of a user's operator at sizes that its proof does not cover: of each condition on sizes, and of each
+    number in its own code, one where the whole lies beyond it, one where its halves do too, and one where all sizes do.
+    None for what is proved for all sizes."""
+    bound = base.signature.bound
+    if spec.target is None or proved.verdict is Verdict.PROVED_ALL_SIZES or bound is None:
+        return
+    choice: Choice = Split(target) if isinstance(target, str) else RunPartial(target)
+    together = bound.tied.get(target, (target,)) if isinstance(target, str) else ()
+    changes = [change for c in proved.conditions for change in _sizes_beyond(c, bound.sizes, together)]
+    numbers = _whole_numbers(spec.target)
+    for name, number in product(bound.sizes, numbers):
+        even = number + 2 - number % 2
+        changes += [{name: even}, {name: 2 * even}] if name in together else [{name: even}]
+    changes += [{name: _POWER} for name in bound.sizes]  # kernels have a way of their own where sizes are such
+    for number in numbers if len(bound.sizes) > 1 else ():  # all at once: the smaller of two sizes lies beyond it then
+        even = number + 2 - number % 2
+        changes += [{name: even + 2 * place for place, name in enumerate(bound.sizes)}]
+    known = dict(base.inputs.sizes)
+    for change in {tuple(change.items()): change for change in changes}.values():
+        wanted = {**bound.sizes, **change}
+        even_too = {name: 2 * wanted[name] for name in together if wanted[name] % 2}
+        small = prod({**wanted, **even_too}.values()) <= _LARGEST_TENSOR
+        if all(size <= _LARGEST_BOUND for size in change.values()) and (small or len(change) == 1):
+            yield SplitCase(replace(base.inputs, sizes=tuple({**known, **change, **even_too}.items())), (choice,), (2,))
+
+
+def _sizes_beyond(
+    condition: Condition, sizes: Mapping[str, int], together: Collection[str]
+) -> Iterator[Mapping[str, int]]:
+    """Yield the nearest other size of each identifier at which a condition fails; of those that are split, also one at
+    which it fails of the halves."""
+    if condition.relation is None:
+        return
+    own = {int(atom) for atom in condition.relation.atoms() if getattr(atom, "is_Integer", False)}
+    near = {n + d for n in {*own, *(sizes[n] for n in condition.names if n in sizes)} for d in (-2, -1, 0, 1, 2)}
+    powers = (2**n for n in range(1, 11))  # of a product of sizes, one alone may be far beyond
+    tried = sorted(n for n in {*near, *(2 * n for n in near), *powers} if 1 <= n <= _LARGEST_BOUND)
+    for name in sorted(condition.names & sizes.keys()):
+        step = 2 if name in together else 1
+        beyond = [n for n in tried if n % step == 0 and not condition.holds({**sizes, name: n})]
+        nearest = sorted(beyond, key=lambda n: abs(n - sizes[name]))
+        yield from ({name: n} for n in nearest[:1])
+        if name in together:
+            halves = (n for n in nearest if not condition.holds({**sizes, name: n // 2}))
+            yield from ({name: n} for n in islice(halves, 1))
+
+
+def _whole_numbers(target: Any) -> list[int]:
+    """Return the whole numbers above 1 that stand in the code of an operator or of an optimizer, some at most."""
+    if isinstance(target, Update):  # a hyper-parameter may be 128.0
+        found = sorted({int(n) for n in target.numbers if n == n // 1})
+    else:
+        found = [n for n in numbers_in(target) if isinstance(n, int)]
+    return [n for n in found if 1 < n <= _LARGEST_BOUND][:_NUMBERS]

@@ -1,0 +1,110 @@
+"""The first inputs, drawn from the annotation, on which an operator runs.
+
+Sizes of a kind that it accepts; and, where floating numbers do not do, integers below the size of one of the other
+operands' identifiers (ids of a table's rows) or booleans in place of one operand or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, islice, product
+
+from op_registry.annotation.syntax_tree import Annotation, Operand
+from op_registry.annotation.well_formed import parse_checked
+
+from verify.evidence.inputs.draw_calls import Style, choose_sizes, identifiers_of
+from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
+from verify.evidence.split_case import Inputs
+
+TRIES = 120
+
+
+class Unusable(Exception):
+    """The whole operator cannot be tested on these inputs; `code` is a finding code of the catalogue.
+
+    `refuted`: it runs on other shapes, so that what it raises on the annotation's shapes is a counter-example.
+    """
+
+    def __init__(self, code: str, message: str, refuted: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.refuted = refuted
+
+
+def first_inputs(runner: OperatorRunner) -> tuple[Style, Inputs]:
+    """Return the style of sizes and the inputs. Raises Unusable where the operator runs on none."""
+    annotation = parse_checked(str(runner.spec.annotation))
+    wanted: tuple[Style, ...] = ("distinct", "smooth") if runner.options.safeguards.distinct_sizes else ("equal",)
+    message = ""
+    for style in wanted:
+        inputs = _inputs(runner, annotation, style)
+        problem = _problem(runner, inputs)
+        if problem is None:
+            return style, inputs
+        message = message or problem
+    for style in wanted:
+        found = _with_whole_numbers(runner, annotation, _inputs(runner, annotation, style))
+        if found is not None:
+            return style, found
+    refuted = _problem(runner, _inputs(runner, annotation, "equal")) is None
+    raise Unusable("annotation_does_not_fit", message, refuted)
+
+
+def _inputs(runner: OperatorRunner, annotation: Annotation, style: Style) -> Inputs:
+    sizes = tuple(choose_sizes(annotation, (), style).items())
+    return Inputs(None, sizes, "integers", runner.options.seed)
+
+
+def _problem(runner: OperatorRunner, inputs: Inputs) -> str | None:
+    """Return why the operator does not run on these inputs, or on other values of these shapes; None if it runs."""
+    message = ""
+    for kind in ("integers", "positive"):
+        try:
+            runner.prepare(replace(inputs, kind=kind))
+            return None
+        except WholeRaised as raised:
+            shapes = ", ".join(map(str, raised.shapes))
+            message = message or f"on inputs of shapes {shapes} `{runner.spec.name}` raises {first_line(raised.error)}"
+    return message
+
+
+def _with_whole_numbers(runner: OperatorRunner, annotation: Annotation, inputs: Inputs) -> Inputs | None:
+    """Return the inputs with integers or booleans in some operand; None where the operator does not run on any, or
+    takes floating numbers there that ask for no gradient: then what it raises is about its backward."""
+    for choice in islice(_choices(annotation, dict(inputs.sizes)), TRIES):
+        candidate = replace(inputs, whole_numbers=choice)
+        if not _runs(runner, candidate):
+            continue
+        for operand in choice:
+            index = sum(isinstance(o, Operand) for o in annotation.inputs[: operand[0]])
+            others = tuple(other for other in choice if other != operand)
+            if _runs(runner, replace(inputs, whole_numbers=others, without_gradient=(index,))):
+                return None
+        return candidate
+    return None
+
+
+def _runs(runner: OperatorRunner, inputs: Inputs) -> bool:
+    try:
+        runner.prepare(inputs)
+    except WholeRaised:
+        return False
+    return True
+
+
+def _choices(annotation: Annotation, sizes: dict[str, int]) -> Iterator[tuple[tuple[int, str], ...]]:
+    """Yield ranges to try, larger ones first: the first that does not reach beyond a table is the table's own size."""
+    operands = [(i, o) for i, o in enumerate(annotation.inputs) if isinstance(o, Operand)]
+    names = [n for n in identifiers_of(annotation) if n in sizes]
+    ranges = [*sorted(names, key=lambda n: -sizes[n]), ""]
+    for count in (1, 2):
+        for chosen in combinations(operands, count):
+            for below in product(ranges, repeat=count):
+                yield tuple((position, name) for (position, _), name in zip(chosen, below, strict=True))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the error's type and the first line of its text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else ''}"

@@ -1,0 +1,80 @@
+"""Prove claims that passed their tests, cheapest proof first. A proof only ever strengthens a verdict.
+
+Dimension types prove a split for all sizes and values; Z3 proves, for all values at small sizes, what a shard's
+rewritten call computes. A claim is as strong as its weakest sample call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.training.functional_optimizer import Update
+from verify.evidence.dimension_types.prove import prove
+from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
+from verify.evidence.oracle.enumerate_cases import Base, Target
+from verify.evidence.smt.prove import prove_bounded
+from verify.results.verdict import Condition, Strength, Verdict
+
+BOUNDED_STEPS = 2_500_000  # for one target of one sample call
+SPENT = "the limit of processor time was reached before it was proved"
+
+
+def prove_base(
+    runner: OperatorRunner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
+) -> Mapping[Target, Strength]:
+    """Return how strong each claim about one sample call is.
+
+    `deadline`: of `time.thread_time`; what is not proved by then is open. `skip`: claims that failed. Never raises.
+    """
+    targets: list[Target] = [t for t in base.targets if t not in skip]
+    if runner.spec.random:
+        return {t: Strength(Verdict.TESTED_EXACT, "it draws random numbers") for t in targets}
+    if time.thread_time() > deadline:
+        return {t: Strength(Verdict.TESTED_EXACT, SPENT, open=True) for t in targets}
+    try:
+        whole = runner.prepare(base.inputs).whole
+    except (WholeRaised, NnscalerError) as error:
+        return {t: Strength(Verdict.TESTED_EXACT, str(error)) for t in targets}
+    found: dict[Target, Strength] = {}
+    steps = _steps_traced(runner.spec.target)
+    for proof in prove(runner.spec, base.signature, whole.concrete).proofs:
+        choice = proof.target
+        target: Target | None = None
+        if isinstance(choice, Split):
+            target = choice.identifier
+        elif isinstance(choice, RunPartial):
+            target = choice.slots
+        if target not in targets or target is None:
+            continue
+        conditions = (*proof.conditions, *steps)
+        if proof.proved and not conditions:
+            found[target] = Strength(Verdict.PROVED_ALL_SIZES)
+        else:
+            verdict = Verdict.PROVED_BOUNDED if proof.proved else Verdict.TESTED_EXACT
+            found[target] = Strength(verdict, proof.blocker, conditions=conditions)
+    for target in targets:
+        strength = found.get(target, Strength(Verdict.TESTED_EXACT, "no proof was tried"))
+        if strength.verdict is Verdict.TESTED_EXACT and time.thread_time() > deadline:
+            strength = replace(strength, blocker=SPENT, open=True)
+        elif strength.verdict is Verdict.TESTED_EXACT:
+            bounded = prove_bounded(runner.spec, base.signature, whole.concrete, [target], steps=BOUNDED_STEPS)
+            if target in bounded and bounded[target].proved:
+                strength = replace(strength, verdict=Verdict.PROVED_BOUNDED)
+            elif target in bounded and bounded[target].counter_example:
+                counter_example = bounded[target].counter_example
+                strength = replace(strength, verdict=Verdict.REFUTED, counter_example=counter_example)
+        found[target] = strength
+    return found
+
+
+def _steps_traced(target: object) -> tuple[Condition, ...]:
+    """Return what the proof of an optimizer that counts its steps takes for granted. The trace has one number of steps
+    in the place of all: the code may do something else at another one."""
+    if not (isinstance(target, Update) and target.counts):
+        return ()
+    *some, last = (str(steps + 1) for steps in (0, *target.pasts))
+    return (Condition(f"the optimizer counts its steps, and steps {', '.join(some)} and {last} are followed"),)

@@ -1,0 +1,60 @@
+"""One comparison, as data: which inputs, which split over which mesh. Everything follows from it and the operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nnscaler.ir.placement import Choice
+from verify.evidence.verify_op_options import Kind
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The recipe of the whole operator's input tensors.
+
+    sample            which sample call; None: drawn from the annotation
+    sizes             of identifiers: all of them when drawn, changes to the sample's otherwise
+    without_gradient  floating inputs (by index) that do not ask for a gradient
+    factors           of each tensor, and of the cotangents at the end: of those with a fraction
+    whole_numbers     drawn operands (by position) that hold integers below an identifier's size, or booleans ("")
+    """
+
+    sample: int | None
+    sizes: tuple[tuple[str, int], ...] = ()
+    kind: Kind = "integers"
+    seed: int = 0
+    dtype: str = "float64"
+    without_gradient: tuple[int, ...] = ()
+    whole_numbers: tuple[tuple[int, str], ...] = ()
+    factors: tuple[float, ...] = ()
+
+    def generator(self) -> torch.Generator:
+        """Return a generator at its start: the same draws each time."""
+        import torch  # a token is read without it
+
+        return torch.Generator().manual_seed(self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCase:
+    """`choices` and `parts`: one per axis of the mesh, which has one axis or two. `uneven`: shards of unequal sizes."""
+
+    inputs: Inputs
+    choices: tuple[Choice, ...]
+    parts: tuple[int, ...]
+    uneven: bool = False
+
+
+def uneven_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """Return sizes that differ by one and more, the first the largest: (7, 5) for 12 in 2, (5, 4, 3) for 12 in 3."""
+    sizes = [length // parts] * parts
+    sizes[0] += length % parts
+    for giving in range(parts - 1, 0, -1):
+        if sizes[giving] > 1 and len(set(sizes)) == 1:
+            sizes[giving] -= 1
+            sizes[0] += 1
+    return tuple(sizes)

@@ -1,0 +1,110 @@
+"""Profile one step for people: what it communicates, holds at rest, and redistributes on its own.
+
+None of it is a verdict. A profile is of the second step: the first one sets up groups, buckets and hooks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from nnscaler.communication.communication_volume import CollectiveClass, StepCommunication
+from nnscaler.communication.stage_calls import CallClass
+from nnscaler.manifest import CommunicationProfile, StageMemory, When
+from verify.external.observe_rank_run import PHASES, RankRecord, phase_of_step
+from verify.external.program import ExternalProgram
+from verify.external.ranks.run import RankCall, RankRun
+from verify.external.reference import coordinates
+
+_KINDS = {"send": "send/recv", "barrier": "", "recv": ""}  # a message is counted where it is sent
+_DIRECTIONS = {"forward": "forward", "backward": "backward", "clip": "gradient", "optimizer": "parameter"}
+_SHOWN = 4  # redistributions that a note lists
+
+
+def communication_profile(
+    program: ExternalProgram, calls: Sequence[Sequence[RankCall]], step: int
+) -> CommunicationProfile | None:
+    """Return the classes of equal calls of one step; None where nothing is communicated."""
+    counts: dict[tuple[CallClass, tuple[int, ...]], Counter[int]] = {}
+    for rank, made in enumerate(calls):
+        for call, direction in _of_step(made, step):
+            kind = _KINDS.get(call.kind, call.kind)
+            if kind and len(call.group) > 1:
+                one = CallClass(
+                    kind=kind,
+                    direction=direction,
+                    phase=direction,
+                    stage=0,
+                    axis=axes_of(program, call.group),
+                    dtype=str(call.dtype).removeprefix("torch."),
+                    bytes=call.bytes,
+                    members=(),
+                    module=program.name,
+                    where=_short(call.place),
+                    to_stage=0 if kind == "send/recv" else None,
+                    reduction=call.reduction,
+                )
+                counts.setdefault((one, call.group), Counter())[rank] += 1
+    classes: dict[tuple[CallClass, int], list[tuple[int, ...]]] = {}
+    for (one, group), by_rank in counts.items():
+        classes.setdefault((one, max(by_rank.values())), []).append(group)
+    found = [
+        CollectiveClass(_with_members(one, groups), times, When(one.phase, None, None, 1))
+        for (one, times), groups in classes.items()
+    ]
+    return StepCommunication(tuple(found)).record if found else None
+
+
+def _with_members(one: CallClass, groups: Sequence[tuple[int, ...]]) -> CallClass:
+    return CallClass(**{**{name: getattr(one, name) for name in one.__slots__}, "members": tuple(sorted(groups))})
+
+
+def _of_step(calls: Sequence[RankCall], step: int) -> Iterator[tuple[RankCall, str]]:
+    phases = {phase_of_step(name, step): name for name in PHASES}
+    for call in calls:
+        if call.phase in phases:
+            yield call, _DIRECTIONS[phases[call.phase]]
+
+
+def axes_of(program: ExternalProgram, group: Sequence[int]) -> str:
+    """Return the mesh axes along which the ranks of a group differ: `tp`, `dp+tp`; "ranks" where it is no such one."""
+    at = coordinates(program)
+    axes = [axis for axis, _ in program.mesh if len({at[rank][axis] for rank in group}) > 1]
+    sizes: Mapping[str, int] = dict(program.mesh)
+    count = 1
+    for axis in axes:
+        count *= sizes[axis]
+    return "+".join(axes) if axes and (count == len(group) or len(axes) == 1) else "ranks"
+
+
+def _short(place: str | None) -> str:
+    file, _, line = (place or "").rpartition(":")
+    return f"{Path(file).name}:{line}" if file else ""
+
+
+def memory(records: Sequence[RankRecord]) -> tuple[StageMemory, ...]:
+    """Return the bytes that each rank holds at rest; activations are not measured."""
+    found = []
+    for record in records:
+        state = record.steps[-1].state
+        gradients = record.steps[-1].gradients.values()
+        parameters = sum(t.numel() * t.element_size() for t in state.values())
+        gradient = sum(t.numel() * t.element_size() for t in gradients if t is not None)
+        total = parameters + gradient + record.optimizer_bytes
+        row = StageMemory(0, record.rank, str(record.rank), parameters, gradient, 0, total, record.optimizer_bytes)
+        found.append(row)
+    return tuple(found)
+
+
+def notes_of(ran: RankRun[RankRecord]) -> tuple[str, ...]:
+    """Return what a reader should know of the run: results that nobody waits for, and layouts changed by DTensor."""
+    found = []
+    if ran.unwaited:
+        found.append(f"{ran.unwaited} functional collectives have results that are never used")
+    moves = Counter(move for record in ran.results for move in record.redistributed)
+    if moves:
+        listed = [f"{move} ({count} times)" for move, count in moves.most_common(_SHOWN)]
+        more = f" and {len(moves) - _SHOWN} more kinds" if len(moves) > _SHOWN else ""
+        found.append(f"DTensor changes layouts of operands on its own: {'; '.join(listed)}{more}")
+    return tuple(found)

@@ -1,0 +1,89 @@
+"""With dropout on no rank can be compared with the plain model, but copies can be with each other: where ranks hold the
+same elements and see the same rows, their gradients are equal only if they drop the same.
+
+Worked example. Under tensor parallelism every rank drops of the same activation after a row-parallel linear. Seeds that
+depend on the rank drop other elements on each of them: the losses differ, and so do the gradients of every copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nnscaler.tracing.float64_run import exact
+from verify.external.observe_rank_run import RankRecord
+from verify.external.parameter_mapping import RankPiece
+from verify.external.program import Batch, ExternalProgram
+from verify.external.reference import copied
+from verify.results.tolerance import difference, family_scale
+
+NAME = "copies with dropout"
+_CLOSE = 1e-7  # relative; in float64 copies are equal up to rounding
+
+
+@dataclass(frozen=True)
+class UnequalGradients:
+    """A parameter whose copies on two ranks have different gradients."""
+
+    name: str
+    ranks: tuple[int, int]
+    relative: float
+
+
+def draws(program: ExternalProgram, model: nn.Module, batch: Batch) -> bool:
+    """Return whether the plain model drops anything: whether its loss depends on the seed."""
+    losses = []
+    for seed in (1, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            losses.append(_loss(program, model, batch, dropout=True))
+    return any(loss is None or not torch.equal(loss, losses[0]) for loss in losses if losses[0] is not None)
+
+
+def draws_beside_dropout(program: ExternalProgram, model: nn.Module, batch: Batch) -> bool:
+    """Return whether a step draws random numbers with dropout off, from generators of torch, Python or its own."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state(), random.getstate()
+        one = _loss(program, model, batch, dropout=False)
+        drew = not torch.equal(torch.get_rng_state(), before[0]) or random.getstate() != before[1]
+        other = _loss(program, model, batch, dropout=False)
+    return drew or (one is not None and other is not None and not torch.equal(one, other))
+
+
+def _loss(program: ExternalProgram, model: nn.Module, batch: Batch, dropout: bool) -> Tensor | None:
+    step, mine = program.reference_step or program.step, copy.deepcopy(model)
+    with exact(mine, dropout=dropout, generators=True):
+        loss = step(mine, copied(batch, torch.float64))
+    return None if loss is None else loss.detach().clone()
+
+
+def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[UnequalGradients, ...]]:
+    """Compare the gradients of copies in the first step; return how many were compared, and those that differ."""
+    first: dict[tuple[str, object], tuple[int, Tensor]] = {}
+    found: list[UnequalGradients] = []
+    count = 0
+    scale = family_scale([g for record in records for g in record.steps[0].gradients.values()])
+    for record in records:
+        for piece in record.pieces:
+            step = record.steps[0]  # an optimizer may add gradients up in its step
+            gradient = step.late.get(piece.local, step.gradients.get(piece.local))
+            if piece.kind != "parameter" or gradient is None or piece.addresses is None:
+                continue
+            rank, other = first.setdefault((piece.name, _key(piece)), (record.rank, gradient))
+            if rank == record.rank:
+                continue
+            count += 1
+            gap = difference(gradient, other, scale)
+            if gap.relative > _CLOSE:
+                found.append(UnequalGradients(piece.name, (rank, record.rank), gap.relative))
+    return count, tuple(found)
+
+
+def _key(piece: RankPiece) -> object:
+    addresses = piece.addresses
+    return addresses if isinstance(addresses, range) else None if addresses is None else tuple(addresses.tolist())

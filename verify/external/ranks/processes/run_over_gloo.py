@@ -1,0 +1,179 @@
+"""Ranks as processes that talk over gloo: for programs that keep state in their modules, and to confirm findings.
+
+The parent forks a process for each rank and watches: how each ends, what it has called, and where it waits. A rank that
+has finished, or has raised, keeps its connections until the run is over, so that no other fails because of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nnscaler.runtime.communication.join_process_group import local_environment
+from nnscaler.runtime.jobs.job import StatusWriter, create_status_file
+from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
+from nnscaler.runtime.start_autograd import start_autograd
+from verify.external.ranks.call_sites import place_of_error, traceback_of
+from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of
+from verify.external.ranks.processes.call_log import CallWriter
+from verify.external.ranks.processes.logged_gloo_group import GlooGroup, ReportedStore, Reporter
+from verify.external.ranks.processes.rank_watchdog import ProcessWatch, RankAnswer
+from verify.external.ranks.run_result import RankRun
+from verify.external.ranks.torch_private import FileStore, our_groups, preload, unwaited_collectives
+
+T = TypeVar("T")
+
+_NO_LIMIT = timedelta(days=7)  # the parent decides when a run takes too long
+_FAREWELL = 2.0  # seconds that finished ranks have to close their groups
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The task of a child: the function, and where to write."""
+
+    function: Callable[[int], Any]
+    ranks: int
+    initialise: bool
+    folder: Path
+    port: int
+
+
+def run_over_gloo(function: Callable[[int], T], ranks: int, *, initialise: bool, timeout: float) -> RankRun[T]:
+    """Call `function(rank)` in a forked process for each rank, and return what they return. Raises RanksFailed."""
+    preload()
+    with tempfile.TemporaryDirectory(prefix="nnscaler-ranks-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        create_status_file(folder / "status", ranks)
+        plan = _Plan(function, ranks, initialise, folder, free_port())
+        processes: list[int] = []
+        connections: list[Connection] = []
+        try:
+            for rank in range(ranks):
+                (folder / f"calls_{rank}").touch()
+                ours, theirs = multiprocessing.Pipe()
+                connections.append(ours)
+                processes.append(_fork(plan, rank, theirs, connections))
+                theirs.close()
+            with contextlib.closing(ProcessWatch(folder, processes, connections)) as watch:
+                answers = watch.follow(timeout)
+                calls = watch.calls()
+            _say_farewell(processes, connections)
+        finally:
+            for process in processes:
+                _end(process)
+            for connection in connections:
+                connection.close()
+    results = tuple(pickle.loads(answer.result) for answer in answers)
+    return RankRun(results, calls, sum(answer.unwaited for answer in answers))
+
+
+def free_port() -> int:
+    """Return a port for programs that make a store of their own at MASTER_PORT."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _say_farewell(processes: list[int], connections: list[Connection]) -> None:
+    """Let the ranks close their groups, which they do when they are told that all have finished."""
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.send_bytes(b"close")
+    until = time.monotonic() + _FAREWELL
+    for process in processes:
+        while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < until:
+            time.sleep(0.002)
+
+
+def _end(process: int) -> None:
+    """Kill a rank and all that it has started, and wait until it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(process, 0)
+
+
+def _fork(plan: _Plan, rank: int, connection: Connection, inherited: list[Connection]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: no child waits for one of this process
+        process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)  # what it starts ends with it
+            die_with_parent(parent)
+            leave_stopping_to_parent()
+            for other in inherited:
+                other.close()
+            _live_as_rank(plan, rank, connection)
+            code = 0
+        except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+            code = 0
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stderr.flush()
+            os._exit(code)  # no exit handlers: they are the parent's
+    with contextlib.suppress(OSError):  # the child does the same: whoever is first
+        os.setpgid(process, process)
+    return process
+
+
+def _live_as_rank(plan: _Plan, rank: int, connection: Connection) -> None:
+    """Run the function in this process, send what came of it, and wait until the parent has heard of all."""
+    os.dup2(2, 1)  # what programs print is no result
+    stack = (plan.folder / f"stack_{rank}").open("wb", buffering=0)
+    faulthandler.enable(stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # the parent asks where the rank is
+    sys.stdout = sys.stderr
+    os.environ.update(local_environment())
+    os.environ.update(zip(VARIABLES, environment_of(rank, plan.ranks), strict=True))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(plan.port))
+    torch.set_num_threads(1)
+    reporter = Reporter(CallWriter(plan.folder / f"calls_{rank}"), StatusWriter(plan.folder / "status", rank))
+    store = ReportedStore(FileStore(str(plan.folder / "store"), plan.ranks), reporter)
+
+    def create(options: Any) -> GlooGroup:
+        members = tuple(options.global_ranks_in_group) or tuple(range(plan.ranks))
+        return GlooGroup(reporter, options, members)
+
+    facts = SimpleNamespace(store=store, rank=rank, ranks=plan.ranks, identity=rank)
+    with our_groups(create, facts):
+        try:
+            start_autograd()
+            reporter.computing()
+            if plan.initialise:
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks, timeout=_NO_LIMIT)
+            result = plan.function(rank)
+            answer = RankAnswer(pickle.dumps(result), unwaited=unwaited_collectives())
+        except BaseException as error:  # noqa: BLE001 - what a program raises, SystemExit included, is a result
+            text = traceback_of(error)
+            place = place_of_error(error.__traceback__)
+            answer = RankAnswer(b"", f"{type(error).__name__}: {error}", text, place)
+        reporter.finished()
+        connection.send_bytes(pickle.dumps(answer))
+        connection.recv_bytes()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,400 @@
+"""Compare the ranks of a script with the script on one rank, in the ways that data can be matched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from verify.external.comparison.compare import compare
+from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
+from verify.external.comparison.findings import findings
+from verify.external.comparison.noise import AGREES, DRAWS, Noise, distances
+from verify.external.comparison.replicas_under_dropout import NAME as COPIES
+from verify.external.observe_rank_run import RankRecord
+from verify.external.parameter_mapping import RankPiece
+from verify.external.ranks.run_result import RanksFailed
+from verify.external.reference import PlainReference, ReferenceStep
+from verify.external.torchrun.data_tensors import close
+from verify.external.torchrun.feed import Material, Way
+from verify.external.torchrun.left_open import idle_at_start, left_open
+from verify.external.torchrun.match_one_rank import (
+    Layout,
+    own_gradients,
+    program_of,
+    rank_records,
+    reference_of,
+    unmatched,
+)
+from verify.external.torchrun.records import ScriptRecord
+from verify.external.torchrun.reference_processes import Failed, NotMatched
+from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
+from verify.programs.low_precision.noise import moved
+from verify.results.finding import Finding
+from verify.results.report import Check
+from verify.results.tolerance import FLOAT64_BOUND, Key, difference, largest
+from verify.results.verdict import Verdict
+
+_ROUNDING = 1e-3  # a relative difference in float64 that an ill-conditioned model may make
+WAYS: tuple[Way, ...] = ("own", "whole", "turns", "part")
+_FIRMEST: tuple[Way, ...] = ("own", "part", "turns", "whole")
+SAID: dict[Way, str] = {
+    "own": "the reference is the script on one rank, with its own data, which are those of the ranks together",
+    "whole": "the reference is the script on one rank, given in each batch the rows of all data parts together",
+    "turns": "the reference is the script on one rank, given the micro-batches of all data parts in turn",
+    "part": "the reference is the script on one rank, on each data part by itself; the right gradient is taken to be "
+    "the mean over the data parts",
+}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A comparison with one reference.
+
+    way      how the script on one rank was fed
+    material with which it was
+    numbers  that it read from its data
+    notes    of that run
+    """
+
+    way: Way
+    material: Material
+    numbers: tuple[float, ...]
+    run: ProgramRun
+    compared: tuple[ComparisonResult, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Return whether nothing differs."""
+        return all(d.code == "not_compared" for result in self.compared for d in result.differences)
+
+    @property
+    def firm(self) -> bool:
+        """Return whether a difference refutes the script: data were not changed in amount, or the losses show that this
+        is right."""
+        losses = next(result for result in self.compared if result.name == "losses")
+        return self.way in ("own", "part") or (losses.count > 0 and not losses.differences)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The outcome of all attempts.
+
+    attempt  that decides; None where no reference could be made
+    reasons  why others could not be made
+    """
+
+    attempt: Attempt | None
+    reasons: tuple[tuple[Way, str], ...]
+    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def passes(self) -> bool:
+        """Return whether a comparison was made, and every one passes."""
+        return bool(self.checks) and all(check.verdict.passes for check in self.checks)
+
+
+def judge(
+    runner: ScriptRunner, name: str, records: Sequence[ScriptRecord], layout: Layout, material: Material, double: bool
+) -> Judged:
+    """Make references until one agrees, and judge by that, or by the one that assumes least."""
+    reasons: list[tuple[Way, str]] = []
+    made: list[Attempt] = []
+    for way, given in _ways(material):
+        if layout.count == 1 and (made or way in ("whole", "turns")):
+            continue
+        try:
+            attempt = _attempt(runner, name, records, layout, given, double, way)
+        except NotMatched as problem:
+            reasons.append((way, str(problem)))
+            continue
+        except Failed as problem:
+            reasons.append((way, f"it fails with {problem}"))
+            continue
+        made.append(attempt)
+        if attempt.agrees:
+            break
+    if not made:
+        return Judged(None, tuple(reasons), (), ())
+    reasons = [(way, reason) for way, reason in reasons if all(way != attempt.way for attempt in made)]
+    agreeing = [attempt for attempt in made if attempt.agrees]
+    firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
+    chosen = (agreeing or firm or made)[0]
+    if not chosen.agrees:
+        chosen = _explained(runner, chosen, made, double)
+    unseen = frozenset(name for record in records for name in record.unseen)
+    if chosen.agrees:
+        idle = idle_at_start(runner, chosen.run.reference, chosen.material, double, chosen.way)
+        judged = _judged(chosen, tuple(reasons), None, unseen, idle)
+        if judged.passes and any(record.dropped for record in records):
+            checks, found = _with_dropout(runner, chosen.run, layout, double)
+            judged = replace(judged, checks=judged.checks + checks, findings=judged.findings + found)
+        return judged if runner.parts else _with_assumption(judged, made)
+    return _judged(chosen, tuple(reasons), _doubt(chosen, records, bool(firm), layout, reasons), unseen, ())
+
+
+def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
+    """Yield the ways, first with the random numbers that the parts drew outside of models, then without them."""
+    for way in WAYS:
+        if material.draws and way in ("whole", "part"):
+            yield way, material
+        yield way, replace(material, draws=())
+
+
+def _attempt(
+    runner: ScriptRunner,
+    name: str,
+    records: Sequence[ScriptRecord],
+    layout: Layout,
+    material: Material,
+    double: bool,
+    way: Way,
+) -> Attempt:
+    made = runner.fed(double, material, way)
+    steps = min(len(material.taken), *(len(record.steps) for record in made))
+    seen = [loss for record in made for step in record.steps[:steps] for loss in step.losses]
+    if not all(bool(torch.isfinite(loss)) for loss in seen):
+        raise NotMatched("on one rank the loss is not finite, so that nothing can be compared")
+    reference = reference_of(made, steps)
+    ranks = rank_records(records, layout, reference, made)
+    strange = unmatched(ranks)
+    if strange:
+        few = ", ".join(strange[:4]) + (f" and {len(strange) - 4} more" if len(strange) > 4 else "")
+        raise NotMatched(f"{few} on the ranks cannot be found in the parameters on one rank")
+    tolerance = Noise() if double else Noise({}, torch.finfo(reference.dtype).eps, exact=False)
+    reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
+    own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
+    run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
+    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes)
+    if not double and not attempt.agrees:
+        run = replace(run, tolerance=_noise(runner, material, double, way, reference))
+        attempt = replace(attempt, run=run, compared=compare(run))
+    return attempt
+
+
+def _no_gradients(reference: PlainReference) -> PartGradients:
+    empty = torch.full((reference.space.size,), torch.nan, dtype=torch.float64)
+    return lambda step, part: empty
+
+
+def _with_part_losses(
+    reference: PlainReference, ranks: Sequence[RankRecord], layout: Layout
+) -> tuple[ReferenceStep, ...]:
+    """Add the losses of the data parts, where the loss is a sum over rows: theirs must add up to that of the whole."""
+    steps = []
+    exact = reference.dtype == torch.float64
+    bound = FLOAT64_BOUND if exact else AGREES * layout.count * torch.finfo(reference.dtype).eps
+    for number, step in enumerate(reference.steps):
+        losses = [ranks[layout.parts.index(part)].steps[number].loss for part in range(layout.count)]
+        known = [loss.double() for loss in losses if loss is not None]
+        sums = len(known) == layout.count > 1 and not step.part_losses
+        if sums and difference(torch.stack(known).sum(), step.loss).relative <= bound:
+            step = replace(step, part_losses=tuple(known))
+        steps.append(step)
+    return tuple(steps)
+
+
+def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, truth: PlainReference) -> Noise:
+    """Run the same reference from parameters that are moved by a unit in the last place."""
+    generator = torch.Generator().manual_seed(0)
+    noise: dict[Key, float] = {}
+    for _ in range(DRAWS):
+        start = {
+            name: moved(value, value.dtype, generator) if value.is_floating_point() else value
+            for name, value in material.start.items()
+        }
+        try:
+            made = runner.fed(double, replace(material, start=start), way)
+        except (NotMatched, Failed):
+            continue
+        for key, value in distances(reference_of(made, len(truth.steps)), truth):
+            noise[key] = max(noise.get(key, 0.0), value)
+    return Noise(noise, torch.finfo(truth.dtype).eps, double)
+
+
+def _explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
+    """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
+    run = chosen.run
+    if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
+        run = replace(run, tolerance=_noise(runner, chosen.material, double, chosen.way, run.reference))
+    parts = next((attempt.run for attempt in made if attempt.way == "part"), None)
+    if parts is not None and parts.reference.space.names == run.reference.space.names:
+        run = replace(run, part_gradients=parts.part_gradients)
+    else:
+        run = replace(run, part_gradients=_no_gradients(run.reference))
+    return replace(chosen, run=run, compared=compare(run))
+
+
+_READ = "a count of labels, say, which can be followed where it stays a tensor, without `.item()`"
+
+
+def _doubt(
+    chosen: Attempt,
+    records: Sequence[ScriptRecord],
+    firm: bool,
+    layout: Layout,
+    reasons: Sequence[tuple[Way, str]],
+) -> str | None:
+    """Return why a difference decides nothing; None where it does."""
+    if any(record.drew for record in records):
+        return "the forward pass draws random numbers, which are others on one rank"
+    if not firm:
+        return "the script could not be run on one rank without more rows or micro-batches than it takes on a rank"
+    pairs = [(n, o) for n, o in zip(chosen.numbers, records[0].numbers, strict=False) if n != o]
+    if chosen.way == "part" and pairs:
+        return f"on one rank the script reads {pairs[0][0]:g} from its data, and {pairs[0][1]:g} on rank 0: {_READ}"
+    causes = [d.cause for result in chosen.compared for d in result.differences]
+    without_whole = {"own", "whole"} <= {way for way, _ in reasons}
+    if without_whole and causes and all(c.kind == "scaled" and abs(c.factor - layout.count) < 1e-3 for c in causes):
+        return "the gradient is the sum over the data parts: whether the loss is a sum over rows could not be tried"
+    return None
+
+
+def _judged(
+    chosen: Attempt,
+    reasons: tuple[tuple[Way, str], ...],
+    doubt: str | None,
+    unseen: frozenset[str],
+    idle: Sequence[str],
+) -> Judged:
+    double = chosen.run.reference.dtype == torch.float64
+    level = Verdict.TESTED_EXACT if double else Verdict.TESTED_CALIBRATED
+    compared = tuple(result for result in chosen.compared if result.name != "gradient norm" or result.count)
+    checks = [result.check(level) for result in compared]
+    found = list(findings(chosen.run, compared))
+    if not any(check.verdict is Verdict.REFUTED for check in checks):
+        replicas = compare_replicas(chosen.run.records)
+        checks += [replicas.check(Verdict.TESTED_EXACT)] if replicas.count else []
+        found += findings(chosen.run, (replicas,))
+    if doubt is not None:
+        checks = [replace(c, verdict=Verdict.INCONCLUSIVE, refuted=0) if c.refuted else c for c in checks]
+        found = [replace(f, code="near_threshold", cause=f"{f.cause + '; ' if f.cause else ''}{doubt}") for f in found]
+    for check, finding in left_open(chosen.run, unseen, idle, dict(reasons).get("own", "") if chosen.agrees else ""):
+        checks.append(check)
+        found.append(finding)
+    return Judged(chosen, reasons, tuple(checks), tuple(found))
+
+
+_PARTS = "where that mean is meant: --reference parts"
+
+
+def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
+    """Leave a script open that agrees with the mean over its data parts alone: losses over unequal counts, or
+    statistics of each part, make such a script another one than that on one rank."""
+    if judged.attempt is None or judged.attempt.way != "part" or not judged.attempt.run.reference.steps[0].part_losses:
+        return judged
+    message = "the ranks agree with the mean over the data parts, each by itself, and "
+    whole = next((attempt for attempt in made if attempt.way in ("own", "whole") and not attempt.agrees), None)
+    if whole is not None:
+        differing = next(difference for result in whole.compared for difference in result.differences)
+        message += f"not with the script on one rank, given the rows of all: {differing.name or 'the loss'} differs"
+    else:
+        reason = dict(judged.reasons)["whole"]
+        message += f"the script could not be run on one rank with the rows of all: {reason}"
+    cause = "a mean over unequal counts, statistics of a part's rows alone, or rows that belong together on other ranks"
+    check = Check("whole batches", Verdict.INCONCLUSIVE, 1, 0, detail="the mean over data parts is assumed to be right")
+    return replace(
+        judged,
+        checks=(*judged.checks, check),
+        findings=(*judged.findings, Finding("not_compared", message, cause=cause, help=_PARTS)),
+    )
+
+
+def replicas(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> tuple[int, ...] | None:
+    """Return a number for each rank, equal for those that work together, where all take in the same data and compute
+    the same loss, and others average their gradients or should: a reduction that is missing does not show.
+
+    These are the ranks of DDP or FSDP, and those that hold the same elements of everything. None where there are none.
+    """
+    if judged.attempt is None or layout.count > 1 or len(layout.parts) == 1:
+        return None
+    run = judged.attempt.run
+    losses = [loss for record in run.records if (loss := record.steps[0].loss) is not None]
+    if any(not close(loss, losses[0]) for loss in losses):
+        return None  # each rank does a part of the work
+    wrapped = [record.replica for record in records if record.replica is not None]
+    holding = [
+        sorted((p.name, _first_and_last(p)) for p in r.pieces if p.kind == "parameter" and p.addresses is not None)
+        for r in run.records
+    ]
+    numbers = [holding[:rank].count(own) for rank, own in enumerate(holding)]
+    if len(wrapped) == len(records):
+        numbers = [number for number, _ in wrapped]
+    return tuple(numbers) if max(numbers) else None
+
+
+def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
+    """Return whether every rank takes in the same data, and all that differs is that many times the right value."""
+    if judged.attempt is None or layout.count > 1:
+        return False
+    causes = [d.cause for result in judged.attempt.compared for d in result.differences]
+    return bool(causes) and all(c.kind == "scaled" and abs(c.factor - len(layout.parts)) < 1e-3 for c in causes)
+
+
+# Ranks that hold the same elements.
+
+
+def _with_dropout(
+    runner: ScriptRunner, run: ProgramRun, layout: Layout, double: bool
+) -> tuple[tuple[Check, ...], tuple[Finding, ...]]:
+    """Compare what ranks hold of the same elements once more, with dropout on: nothing else shows what they drop."""
+    try:
+        made = runner.on_ranks(double, dropout=True)
+    except RanksFailed as failure:
+        return (Check(COPIES, Verdict.INCONCLUSIVE, 0),), (
+            Finding(failure.code, f"{failure.message}, with dropout on"),
+        )
+    result = compare_replicas(rank_records(made, layout, run.reference))
+    found = tuple(
+        Finding(
+            "random_numbers_differ",
+            f"copies of {one.name} on rank {one.rank} and others differ after step {one.step} with dropout on",
+            counter_example={"cause": "random_numbers"},
+            cause="ranks that hold copies and see the same rows do not drop the same elements",
+            help="seed the ranks of one data part alike before they draw for copies",
+        )
+        for one in result.differences[:1]
+    )
+    check = replace(result.check(Verdict.TESTED_EXACT), name=COPIES, supporting=True)
+    return (check,) if result.count else (), found
+
+
+def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
+    """Compare bitwise what ranks hold of the same elements after each step."""
+    found: list[Difference] = []
+    count = 0
+    for steps in zip(*(record.steps for record in records), strict=True):
+        number = next(i for i, step in enumerate(records[0].steps) if step is steps[0])
+        first: dict[tuple[str, str], tuple[RankPiece, Tensor]] = {}
+        for record, step in zip(records, steps, strict=True):
+            for piece in record.pieces:
+                value = step.state.get(piece.local)
+                if value is None or piece.addresses is None or not value.numel() or piece.kind == "buffer":
+                    continue
+                key = (piece.name, _first_and_last(piece))
+                other = first.setdefault(key, (piece, value))
+                if other[1] is value or other[1].shape != value.shape:
+                    continue
+                count += 1
+                if not torch.equal(other[1], value):
+                    gap = largest(other[1].double() - value.double())
+                    found.append(Difference("replicas_differ", piece.name, record.rank, number, Verdict.REFUTED, gap))
+        if found:
+            break
+    return ComparisonResult("replicas bitwise equal", count, tuple(found))
+
+
+def _first_and_last(piece: RankPiece) -> str:
+    addresses = piece.addresses
+    if isinstance(addresses, range):
+        return f"{addresses.start}:{addresses.stop}"
+    assert addresses is not None
+    if not len(addresses):
+        return ""
+    runs = [len(list(group)) for _, group in groupby(torch.diff(addresses).tolist())]
+    return f"{addresses[0]}:{addresses[-1]}:{runs[:8]}"

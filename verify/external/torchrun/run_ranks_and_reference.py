@@ -1,0 +1,136 @@
+"""Run the script on its ranks, and on one rank in one of the ways of a feed."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nnscaler.atomic_writes import save_tensors
+from verify.external.ranks.run import run_ranks
+from verify.external.ranks.torch_private import FileStore, bare_gloo
+from verify.external.torchrun.feed import Material, RanksFeed, Way
+from verify.external.torchrun.records import ScriptRecord
+from verify.external.torchrun.reference_processes import NotMatched, redirect, run_apart
+from verify.external.torchrun.run_watched_script import run_script
+from verify.external.torchrun.watch import Start
+
+
+@dataclass(frozen=True)
+class ScriptRunner:
+    """How a script is run.
+
+    words    of the command line
+    ranks    how many it is verified on
+    steps    of each optimizer that are watched
+    timeout  seconds of one run
+    folder   for what the processes leave
+    parts    the mean over the data parts, each by itself, is right
+    """
+
+    words: tuple[str, ...]
+    ranks: int
+    steps: int
+    timeout: float
+    folder: Path
+    parts: bool = False
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def on_ranks(
+        self, double: bool, vary: Sequence[int] | None = None, dropout: bool = False
+    ) -> tuple[ScriptRecord, ...]:
+        """Run the script on all ranks, with other data on ranks of other numbers, or with dropout, if asked.
+
+        Raises RanksFailed.
+        """
+        folder = self._folder("ranks")
+
+        def on_rank(rank: int) -> None:
+            redirect(folder / f"output-{rank}")
+            other = None if vary is None else vary[rank]
+            start = Start(self.words, rank, self.ranks, None, self.steps, double, other, dropout=dropout)
+            try:
+                run_script(start, _saver(folder, rank))
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+
+        run_ranks(on_rank, self.ranks, "gloo", initialise=False, timeout=self.timeout)
+        return _records(folder, self.ranks)
+
+    def alone(self, double: bool) -> None:
+        """Run the script on one rank as it is. Raises Failed."""
+        folder = self._folder("alone")
+
+        def task(number: int) -> None:
+            start = Start(self.words, 0, 1, folder / "store", self.steps, double, devices=self.ranks)
+            run_script(start, _saver(folder, number))
+
+        run_apart(task, 1, self.timeout, folder)
+
+    def fed(self, double: bool, material: Material, way: Way) -> tuple[ScriptRecord, ...]:
+        """Run the script on one rank with the data of the ranks: once, or once for each data part at the same time.
+
+        Raises Failed, and NotMatched where its data cannot be matched with theirs.
+        """
+        folder = self._folder(way)
+        count = len(material.parts) if way == "part" else 1
+
+        def task(part: int) -> None:
+            notes: list[str] = []
+            add_up = _adder(folder / "parts", part, count) if count > 1 else None
+            feed = RanksFeed(material, way, notes.append, part, add_up)
+            start = Start(self.words, 0, 1, folder / f"store-{part}", self.steps, double, devices=self.ranks)
+            run_script(start, _saver(folder, part, notes), feed)
+
+        run_apart(task, count, self.timeout, folder)
+        made = _records(folder, count)
+        if any(not record.steps for record in made):
+            printed = _last_lines(sorted(folder.glob("output-*")), 1)
+            raise NotMatched(
+                "on one rank the script ends before its first optimizer step" + (f": {printed!r}" if printed else "")
+            )
+        return made
+
+    def output(self) -> str:
+        """Return the last lines that the ranks printed in the last run on all ranks."""
+        return _last_lines(sorted(self.folder.glob("*-ranks/output-*"))[-self.ranks :], 8)
+
+    def _folder(self, name: str) -> Path:
+        folder = self.folder / f"{next(self._numbers):03}-{name}"
+        folder.mkdir()
+        return folder
+
+
+def _last_lines(files: Sequence[Path], count: int) -> str:
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-count:])
+
+
+def _records(folder: Path, count: int) -> tuple[ScriptRecord, ...]:
+    loaded = [torch.load(folder / f"record-{number}.pt", weights_only=False) for number in range(count)]
+    return tuple(replace(record, notes=(*record.notes, *dict.fromkeys(notes))) for record, notes in loaded)
+
+
+def _saver(folder: Path, number: int, notes: list[str] | None = None) -> Callable[[ScriptRecord], None]:
+    def save(record: ScriptRecord) -> None:
+        save_tensors((record, tuple(notes or ())), folder / f"record-{number}.pt")
+
+    return save
+
+
+def _adder(store: Path, part: int, count: int) -> Callable[[Tensor], None]:
+    """Return a function that adds up a tensor over processes that are no ranks of each other."""
+    limit = datetime.timedelta(days=7)
+    group = bare_gloo(FileStore(str(store), count), part, count, limit)
+
+    def add_up(tensor: Tensor) -> None:
+        group.allreduce([tensor]).wait()
+
+    return add_up

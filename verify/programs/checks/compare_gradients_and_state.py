@@ -1,0 +1,221 @@
+"""Logical gradients, parameters and buffers against the model's; every parameter is held somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verify.programs.causes.table import cause_of
+from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, exact, on_ranks
+from verify.programs.checks.gradient_norm import cause_of_update
+from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
+from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
+from verify.results.finding import Finding
+from verify.results.tolerance import TensorDifference, difference, family_scale, is_finite
+from verify.results.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The model's tensors of one kind at one step.
+
+    kind     "gradient", "parameter" or "buffer"
+    step     from 0
+    tensors  name -> the model's; None: it has no gradient
+    scale    the largest absolute value in all of them, against which small ones are measured
+    """
+
+    kind: str
+    step: int
+    tensors: Mapping[str, Tensor | None]
+    scale: float
+
+
+def check_gradients(comparison: Comparison) -> CheckOutcome:
+    """Compare each parameter's gradient at every step.
+
+    A gradient that is missing, or one too many, is refuted: also where the program says that the parameter is not
+    trained.
+    """
+    tally = Tally("gradients", comparison.tolerance.level, comparison.tolerance)
+    before: dict[tuple[int, str], Tensor | None] = {}
+    for step in range(comparison.steps):
+        expected = comparison.reference.gradients[step]
+        reference = Reference("gradient", step, expected, family_scale(expected.values()))
+        entries = by_rank(comparison.results, "gradient", step)
+        together = [put_together(holding, entries) for holding in comparison.parameters.values()]
+        for logical in together:
+            tied = [other for other in together if other.holding.name == logical.holding.name]
+            last = before.get((logical.holding.stage, logical.holding.name))
+            compare(tally, comparison, reference, logical, tied, last)
+        before = {(found.holding.stage, found.holding.name): found.value for found in together}
+    return tally.outcome()
+
+
+def check_parameters(comparison: Comparison) -> CheckOutcome:
+    """Compare every parameter after the last step."""
+    tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
+    expected = comparison.reference.parameters
+    reference = Reference("parameter", comparison.steps - 1, expected, family_scale(expected.values()))
+    entries = by_rank(comparison.results, "parameter")
+    for holding in comparison.parameters.values():
+        compare(tally, comparison, reference, put_together(holding, entries))
+    return tally.outcome()
+
+
+def check_buffers(comparison: Comparison) -> CheckOutcome:
+    """Compare every buffer that the program holds, after the last step."""
+    tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
+    expected = comparison.reference.buffers
+    scale = family_scale(t for t in expected.values() if t.is_floating_point())
+    reference = Reference("buffer", comparison.steps - 1, expected, scale)
+    entries = by_rank(comparison.results, "buffer")
+    for holding in comparison.buffers.values():
+        compare(tally, comparison, reference, put_together(holding, entries))
+    return tally.outcome()
+
+
+def compare(
+    tally: Tally,
+    comparison: Comparison,
+    reference: Reference,
+    logical: StageTensor,
+    tied: Sequence[StageTensor] = (),
+    before: Tensor | None = None,
+) -> None:
+    """Compare one tensor. `tied`: the same one on all stages; `before`: its gradient of the step before."""
+    name, kind, step = logical.holding.name, reference.kind, reference.step
+    if name not in reference.tensors:
+        return  # the coverage check reports it
+    expected = reference.tensors[name]
+    if logical.problem:
+        message = f"{_noun(kind, name)} cannot be put together from its shards: {logical.problem}"
+        tally.add(Verdict.REFUTED, _finding(comparison, _missing(kind), message, logical.holding, step))
+        return
+    if expected is None or logical.value is None:
+        if expected is None and logical.value is None:
+            tally.add(comparison.tolerance.level)
+            return
+        code = f"{kind}_extra" if expected is None else _missing(kind)
+        verb = "has a" if expected is None else "has no"
+        other = "none" if expected is None else "one"
+        message = f"the program {verb} {kind} of `{name}` at step {step}, and the model has {other}"
+        tally.add(Verdict.REFUTED, _finding(comparison, code, message, logical.holding, step))
+        return
+    found = difference(logical.value, expected, reference.scale)
+    key = (kind, step, name)
+    verdict = comparison.tolerance.judge(key, found.relative)
+    finding = None
+    if not verdict.passes:
+        cause = _cause(reference, logical, expected, tied, before) if kind == "gradient" else None
+        if kind == "parameter":
+            cause = cause_of_update(comparison, name, logical.value)
+        finding = _differs(comparison, reference, logical, found, verdict, cause)
+    tally.add(verdict, finding, found.relative, key)
+
+
+def _cause(
+    reference: Reference, logical: StageTensor, expected: Tensor, tied: Sequence[StageTensor], before: Tensor | None
+) -> str | None:
+    """Explain a wrong gradient by its pieces, and by the stages that share it."""
+    holding = logical.holding
+    of_ranks = on_ranks("gradient", (holding.ranks, holding.axes), logical.pieces or {}, expected, holding.states)
+    if of_ranks is not None:
+        of_ranks = replace(
+            of_ranks,
+            reduce=holding.reduce,
+            before=None if before is None else exact(before),
+            others={n: exact(t) for n, t in reference.tensors.items() if t is not None and n != holding.name},
+        )
+    values = {(other.holding.stage, 0): exact(other.value) for other in tied if other.value is not None}
+    stages = {place: {STAGES: place[0]} for place in values}
+    of_stages = WrongTensor("gradient", values, exact(expected), stages, judged=((holding.stage, 0),))
+    return cause_of(of_ranks, of_stages if len(values) > 1 else None).text or None
+
+
+def _differs(
+    comparison: Comparison,
+    reference: Reference,
+    logical: StageTensor,
+    found: TensorDifference,
+    verdict: Verdict,
+    cause: str | None,
+) -> Finding:
+    name, kind, step = logical.holding.name, reference.kind, reference.step
+    assert logical.value is not None
+    code = f"{kind}_differs" if is_finite(logical.value) else "not_finite"
+    when = f"at step {step}" if kind in ("gradient", "result") else f"after {_steps(comparison)}"
+    return _finding(
+        comparison,
+        code if verdict is Verdict.REFUTED else "near_threshold",
+        f"{_noun(kind, name)} differs {when}: {found}",
+        logical.holding,
+        step,
+        {
+            "mismatched": f"{found.mismatched} of {found.elements}",
+            "greatest absolute difference": f"{found.absolute:.6g} at {found.index}",
+            "relative difference": f"{found.relative:.3g}",
+            "allowed": f"{comparison.tolerance.allowed((kind, step, name)):.3g}",
+        },
+        cause,
+    )
+
+
+def _finding(
+    comparison: Comparison,
+    code: str,
+    message: str,
+    holding: Holding,
+    step: int,
+    facts: Mapping[str, str] | None = None,
+    cause: str | None = None,
+) -> Finding:
+    held = {"tensor": holding.name, "step": str(step), "stage": str(holding.stage), "ranks": str(holding.ranks)}
+    return Finding(code, message, comparison.place(holding.name), {**held, **(facts or {})}, cause)
+
+
+def _noun(kind: str, name: str) -> str:
+    return f"the gradient of `{name}`" if kind == "gradient" else f"the {kind} `{name}`"
+
+
+def _missing(kind: str) -> str:
+    return "gradient_missing" if kind == "gradient" else f"{kind}_differs"
+
+
+def _steps(comparison: Comparison) -> str:
+    return "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
+
+
+# Every parameter of the model is held somewhere, in its own shape, and nothing is held that the model lacks.
+
+
+def check_coverage(comparison: Comparison, initial_buffers: dict[str, torch.Tensor]) -> CheckOutcome:
+    """`initial_buffers`: the model's buffers before the first step. Those that training does not change may be left
+    out of a program (its graph does not read them), and those that forward makes are made again in each step."""
+    tally = Tally("coverage", Verdict.TESTED_EXACT)
+    reference = comparison.reference
+    held = {alias for h in comparison.parameters.values() for alias in comparison.names.get(h.name, (h.name,))}
+    held |= {alias for h in comparison.buffers.values() for alias in comparison.names.get(h.name, (h.name,))}
+    for name in sorted({comparison.names[n][0] for n in reference.parameters}):
+        tally.add(*_held(comparison, name, name in held, "parameter"))
+    for name in sorted({comparison.names[n][0] for n in reference.buffers if n in initial_buffers}):
+        after, before = reference.buffers[name], initial_buffers[name]
+        changed = after.shape != before.shape or not torch.equal(after.double(), before.double())
+        if name in held or changed:
+            tally.add(*_held(comparison, name, name in held, "buffer"))
+    for holding in (*comparison.parameters.values(), *comparison.buffers.values()):
+        if holding.name not in reference.parameters and holding.name not in reference.buffers:
+            message = f"stage {holding.stage} holds `{holding.name}`, which the model does not have"
+            facts = {"tensor": holding.name, "stage": str(holding.stage)}
+            tally.add(Verdict.REFUTED, Finding("parameter_unknown", message, counter_example=facts))
+    return tally.outcome()
+
+
+def _held(comparison: Comparison, name: str, held: bool, kind: str) -> tuple[Verdict, Finding | None]:
+    if held:
+        return Verdict.TESTED_EXACT, None
+    message = f"no rank holds the {kind} `{name}`"
+    return Verdict.REFUTED, Finding("parameter_not_held", message, comparison.place(name), {"tensor": name})
