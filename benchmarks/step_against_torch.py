@@ -95,6 +95,9 @@ ROWS = {
     ),
     "zb-h1-few": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-few"),
     "zb-h1-half": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-half"),
+    "zb-h1-half:1": Row(
+        "pp=N", "Schedule1F1B", peers.pipeline, (4,), 0.95, micro=MICRO_BATCHES, schedule="zb-h1-half:1"
+    ),
     "zb-h1": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1"),
     "interleaved": Row(
         "pp=N", "ScheduleInterleaved1F1B", peers.interleaved, (2,), 0.95, micro=MICRO_BATCHES, schedule="interleaved"

@@ -39,6 +39,7 @@ from nnscaler.transform.plan import (
     RestStep,
     SplitStep,
     Step,
+    stage_devices,
 )
 from nnscaler.transform.select_operations import select
 from nnscaler.transform.split_candidates import all_candidates, reach
@@ -210,7 +211,8 @@ def make_plan(
     dp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if isinstance(schedule, str) else schedule or DEFAULT
     chunks = kind.chunks if pp > 1 else 1
-    runs = len(runs_of(graph)) if chunks > 1 and kind.any_chunks else 1
+    goes_round = kind.any_chunks and kind.places is stage_devices
+    runs = len(runs_of(graph)) if chunks > 1 and goes_round else 1
     chunks = runs if runs > 1 else chunks
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None and kind.stream:

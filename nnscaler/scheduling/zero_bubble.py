@@ -48,16 +48,17 @@ def zb_h1_few(devices: int, chunks: int, micro_batches: int) -> Schedule:
 
 def _few_split(stages: tuple[int, ...], ahead: int, held: int, micro_batches: int) -> tuple[Instruction, ...]:
     """Return the order of a device with these stages that runs `ahead` forwards first, and splits the first `held`
-    backwards of its first stage and its last one: their W come at the end. The device with the model's first stage
-    hands no gradient on, and leaves its last one whole."""
+    backwards, of the first half of its stages where it has several, and its last one: their W come at the end. The
+    device with the model's first stage hands no gradient on, and leaves its last one whole."""
     ahead = min(ahead, micro_batches)
     held = min(held, micro_batches - ahead)
-    forward = " ".join(f"F{i}" for i in range(len(stages)))
+    every, some = len(stages), max(len(stages) // 2, 1)
+    forward = " ".join(f"F{i}" for i in range(every))
     whole, kept, split = (
-        " ".join(f"{'I' if i < halves else 'B'}{i}" for i in reversed(range(len(stages))))
-        for halves in (0, 1, len(stages))
+        " ".join(f"{'I' if i < halves else 'B'}{i}" for i in reversed(range(every))) for halves in (0, some, every)
     )
-    steady, last = micro_batches - ahead - held, ((1, split), (held + len(stages), "W")) if stages[0] else ((1, whole),)
+    steady = micro_batches - ahead - held
+    last = ((1, split), (held * some + every, "W")) if stages[0] else ((1, whole),)
     phases = ((ahead, forward), (held, f"{kept} {forward}"), (steady, f"{whole} {forward}"), (ahead - 1, whole), *last)
     return in_phases(stages, phases, micro_batches)
 
@@ -72,10 +73,12 @@ def zb_h1_half(devices: int, chunks: int, micro_batches: int) -> Schedule:
 
     A device has two stages that follow each other, and keeps the W of the first one alone of its first d backwards:
     device d holds p - d / 2 micro-batches, and the first one p as under 1F1B. With F = I = W of a device's layers and
-    m >= p >= 2 a step takes 3 m + (5 p - 7) / 2: halfway between `1f1b-split` and `zb-h1-few`.
+    m >= p >= 2 a step takes 3 m + (5 p - 7) / 2: halfway between `1f1b-split` and `zb-h1-few`. A device that has one
+    stage, for few layers, keeps all W of its first d / 2 backwards instead, rounded down: 3 m + (5 p - 6) / 2, so.
     """
-    pairs = [(2 * device, 2 * device + 1) for device in range(devices)]
-    orders = tuple(_few_split(pair, devices - d, d, micro_batches) for d, pair in enumerate(pairs))
+    rows = [tuple(range(chunks * device, chunks * (device + 1))) for device in range(devices)]
+    held = [device if chunks > 1 else device // 2 for device in range(devices)]
+    orders = tuple(_few_split(row, devices - d, held[d], micro_batches) for d, row in enumerate(rows))
     return Schedule("zb-h1-half", in_a_row(devices, chunks), micro_batches, orders)
 
 
@@ -128,4 +131,4 @@ ZB_H2 = ScheduleKind(
 )
 SPLIT_1F1B = ScheduleKind("1f1b-split", "1F1B, last split", split_1f1b, chunks=1)
 ZB_H1_FEW = ScheduleKind("zb-h1-few", "ZB-H1, few split", zb_h1_few, chunks=1)
-ZB_H1_HALF = ScheduleKind("zb-h1-half", "ZB-H1, half held back", zb_h1_half, chunks=2, places=in_a_row)
+ZB_H1_HALF = ScheduleKind("zb-h1-half", "ZB-H1, half held back", zb_h1_half, chunks=2, any_chunks=True, places=in_a_row)

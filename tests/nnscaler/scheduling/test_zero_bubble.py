@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.dependencies import chain, dependencies
-from nnscaler.scheduling.registry import SCHEDULES
+from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import PassCosts, format_timeline, simulate
 
@@ -34,7 +34,7 @@ SIZES = [(devices, m) for devices in (2, 4, 8) for m in range(devices, 4 * devic
 
 
 def made(name: str, devices: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    kind = SCHEDULES[name]
+    kind = get_schedule(name)
     return kind(devices, chunks or kind.chunks, micro_batches)
 
 
@@ -80,8 +80,14 @@ def test_half_is_held_back(devices: int) -> None:
         last, few = (simulate(made(name, devices, m)).makespan for name in ("1f1b-split", "zb-h1-few"))
         assert half.makespan == 2 * (3 * m + (5 * devices - 7) / 2) == last + few
         assert half.peak_live == tuple(2 * devices - min(d, 2 * (m - devices + d)) for d in range(devices))
+        single = simulate(made("zb-h1-half:1", devices, m))
+        assert single.makespan == 3 * m + (5 * devices - 6) // 2
+        assert single.peak_live == tuple(devices - d + d // 2 for d in range(devices))
+        if devices == 2:
+            assert made("zb-h1-half:1", devices, m).orders == made("1f1b-split", devices, m).orders
     for m in range(1, devices):
         assert simulate(made("zb-h1-half", devices, m)).makespan < 2 * simulate(made("1f1b", devices, m)).makespan
+        assert simulate(made("zb-h1-half:1", devices, m)).makespan < simulate(made("1f1b", devices, m)).makespan
 
 
 @pytest.mark.long
@@ -191,7 +197,10 @@ def test_interleaved(chunks: int, devices: int, m: int) -> None:
         assert more == 2 * (devices - m % devices)
 
 
-@pytest.mark.parametrize("name", ["1f1b-split", "zb-h1", "zb-h1-few", "zb-h1-half", "zb-h2", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize(
+    "name",
+    ["1f1b-split", "zb-h1", "zb-h1-few", "zb-h1-half", "zb-h1-half:1", "zb-h1-half:3", "zb-h2", "zb-v", "dualpipe-v"],
+)
 def test_one_device_never_idles(name: str) -> None:
     for m in range(1, 6):
         schedule = made(name, 1, m)
