@@ -68,7 +68,7 @@ PLANS = (
     ("policy.py::function", "a function of yours: (graph, ranks) -> nnscaler.Plan"),
 )
 SCHEDULE_FORMS = (
-    ("interleaved:3", "with another number of stages on each device"),
+    ("interleaved:3", "with another number of stages on each device; so zb-h1-half:1, of few layers"),
     ("search", "the best order that is found for the plan's stages; search:zb-v: for stages where zb-v has them"),
     ("orders.csv", "one that torch.distributed.pipelining wrote, or can run: docs/schedules.md"),
     ("mine.py::function", "a function of yours: (devices, chunks, micro_batches) -> a text of orders per device"),
