@@ -186,8 +186,8 @@ FORWARD = (
     Planted(
         "block of the vocabulary starts elsewhere",
         "looked_up",
-        "10 * self.tp.index)",
-        "11 * self.tp.index)",
+        "10 * self.tp.index,",
+        "11 * self.tp.index,",
         ("11 should be 10",),
         line="ops.embedding_block",
     ),
