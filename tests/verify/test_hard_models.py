@@ -80,9 +80,44 @@ class Grouped(nn.Module):
         return (torch.zeros_like(x).index_copy(0, order, h) * weight[:, None]).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("kind", "plan"), only((0, 3, 4, 7), product([Noisy, DropsEverywhere, Promoted, Grouped], ["dp=2", "tp=2"]))
-)
+class SparseGradient(nn.Module):
+    """Torch cannot clip a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.proj = nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.words(x.argmax(-1))).square().mean()
+
+
+class WithoutElements(nn.Module):
+    """An empty parameter tells a module its device, and a checkpoint has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.dummy = nn.Linear(8, 8), nn.Parameter(torch.empty(0))
+        self.register_buffer("rows", torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x.to(self.dummy.device)).square().mean()
+
+
+class HidesTeacher(nn.Module):
+    """A module in a list is no part: its weights are not trained, and not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.teacher = nn.Linear(8, 8), [nn.Linear(8, 8).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.proj(x), self.teacher[0](x))
+
+
+KINDS = [Noisy, DropsEverywhere, Promoted, Grouped, SparseGradient, WithoutElements, HidesTeacher]
+
+
+@pytest.mark.parametrize(("kind", "plan"), only((0, 3, 4, 7, 8, 11, 12), product(KINDS, ["dp=2", "tp=2"])))
 def test_exact(kind: type[nn.Module], plan: str) -> None:
     torch.manual_seed(0)
     report = verify.verify_plan(kind(), (X,), ranks=2, plan=plan)

@@ -5,7 +5,6 @@ is taken apart and put together again by shared code, and random numbers are tho
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.export.loss_module import Results, results_of
+from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, with_draws, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
@@ -162,7 +162,7 @@ def run_reference(
     """
     started = time.perf_counter()
     how = settings or ReferenceSettings()
-    model = copy.deepcopy(module)
+    model = copied(module)
     draws = None if how.draws is None else ProgramDraws(how.draws, how.seed)
     losses: list[Tensor] = []
     results: list[Mapping[str, Tensor]] = []
@@ -197,7 +197,7 @@ def run_reference(
 
 def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
     """Return the calls of torch's random operators that one forward makes, in order, as `calls`."""
-    model = copy.deepcopy(module)
+    model = copied(module)
     draws = ProgramDraws()
     with running_in(model, torch.float64, draws):
         forward_results(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
@@ -237,10 +237,10 @@ def backward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str
         raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
     with _told():
         run_backward(loss, torch.full_like(loss, scale))
-    if scale != 1.0:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad / scale
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dense = parameter.grad.to_dense()  # an embedding's may be sparse, which torch cannot clip
+            parameter.grad = dense if scale == 1.0 else dense / scale
     return found
 
 
@@ -297,7 +297,7 @@ def measure_condition(model: nn.Module, sample: SampleInputs, reference: Traject
 
 def moved_model(model: nn.Module) -> nn.Module:
     """Return a copy in float64 whose parameters are moved by one unit of rounding each, up or down."""
-    moved = copy.deepcopy(model).double()
+    moved = copied(model).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in moved.parameters():
