@@ -153,6 +153,25 @@ def test_random_numbers_in_micro_batches() -> None:
     assert any("drew the same random numbers" in note for note in report.notes)
 
 
+class Spectral(nn.Module):
+    """As a Fourier neural operator: the weights of frequencies are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.frequencies = nn.Linear(8, 8), nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(self.up(x)) * self.frequencies).sin().mean()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_complex_parameters_are_trained(optimizer: str) -> None:
+    torch.manual_seed(0)
+    options = {"depth": "quick", "level": "run", "train": True, "train_steps": 3, "optimizer": optimizer}
+    report = verify.verify_plan(Spectral(), (X,), ranks=2, plan="dp=2,zero=3", **options)  # type: ignore[arg-type]
+    assert report.exit_code == 0, report.to_json()
+
+
 class CountsBatches(nn.Module):
     """A cumulative average divides by the number of batches, which is a number of the step."""
 

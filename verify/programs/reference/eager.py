@@ -71,7 +71,7 @@ def scale_of(value: Tensor) -> float:
     """Return the root mean square of a tensor, or a floor where it is (almost) zero."""
     if value.numel() == 0:
         return 0.0
-    size = float(value.square().mean().sqrt())
+    size = float(value.abs().square().mean().sqrt())
     return size if size > 1e-6 else _FLOOR
 
 
@@ -207,8 +207,8 @@ def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
 def choose_learning_rate(model: nn.Module) -> float:
     """Return a rate, of two digits, at which a step moves the parameters by a small share of their size: enough for a
     wrong update to show, too little for the model to leave the range in which it is smooth."""
-    size = sum(float(p.detach().double().square().sum()) for p in model.parameters() if p.requires_grad)
-    slope = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+    size = sum(float(p.detach().abs().double().square().sum()) for p in model.parameters() if p.requires_grad)
+    slope = sum(float(p.grad.abs().double().square().sum()) for p in model.parameters() if p.grad is not None)
     if not slope > 0 or not size > 0 or not slope < float("inf"):
         return 0.01
     return float(f"{UPDATE_SHARE * (size / slope) ** 0.5:.1e}")
@@ -297,7 +297,8 @@ def measure_condition(model: nn.Module, sample: SampleInputs, reference: Traject
 
 def moved_model(model: nn.Module) -> nn.Module:
     """Return a copy in float64 whose parameters are moved by one unit of rounding each, up or down."""
-    moved = copied(model).double()
+    moved = copied(model)
+    convert_floats(moved, torch.float64)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in moved.parameters():
