@@ -61,6 +61,8 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
     """
     try:
         model = copied(module)
+    except NnscalerError:
+        raise
     except Exception as error:  # noqa: BLE001 - a module may hold anything
         return (f"the trace is not checked: the module cannot be copied ({type(error).__name__})",)
     try:

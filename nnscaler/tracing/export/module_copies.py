@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +28,27 @@ _HELP_MEMORY = (
     "(`.clone()`)"
 )
 
+_HELP_OBJECT = (
+    "what forward keeps from step to step belongs in buffers (self.register_buffer); give a class whose objects hold "
+    "more than tensors a __deepcopy__"
+)
+
 
 def copied(module: nn.Module) -> nn.Module:
     """Return a copy whose functions read the copy, in which tensors share memory where those of the module do.
 
     Tensors of attributes have no history in it, as `weight_norm` and a first forward leave one: torch copies no tensor
-    that has one. Raises NnscalerError as `refuse_stored_hooks`.
+    that has one. What Python cannot copy (a lock, a file, an iterator) is shared.
+
+    Raises NnscalerError as `refuse_stored_hooks`, and "trace_failed" for such an object that holds tensors or modules.
     """
     refuse_stored_hooks(module)
     known: dict[int, Any] = dict(_copied_memory(module))
-    result = copy.deepcopy(module, known)
+    try:
+        result = copy.deepcopy(module, known)
+    except Exception:  # noqa: BLE001 - a module may hold anything
+        known = {**dict(_copied_memory(module)), **dict(_shared_objects(module))}
+        result = copy.deepcopy(module, known)
     for part in result.modules():
         for name, value in list(vars(part).items()):
             if (new := _following(value, known)) is not value:
@@ -101,6 +113,31 @@ def _copied_memory(module: nn.Module) -> Iterator[tuple[int, Tensor]]:
             yield id(tensor), nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
+def _shared_objects(module: nn.Module) -> Iterator[tuple[int, Any]]:
+    """Yield the objects of attributes that cannot be copied, by identity."""
+    kept = {id(part): part for part in module.modules()}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            for item in _items(value):
+                try:
+                    copy.deepcopy(item, dict(kept)) if not isinstance(item, Tensor) else None
+                except Exception as error:  # noqa: BLE001
+                    if _holds_tensors(item, set()):
+                        fqn, told = f"{path}.{name}".lstrip("."), f"{type(error).__name__}: {str(error)[:100]}"
+                        message = f"`{fqn}` of the module holds tensors, and cannot be copied: {told}"
+                        raise NnscalerError("trace_failed", message, help=_HELP_OBJECT) from None
+                    yield id(item), item
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    """Tell whether an object, or one of its attributes, holds a tensor or a module."""
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    held = _items(vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else value)
+    return any(isinstance(v, Tensor | nn.Module) or (v is not value and _holds_tensors(v, seen)) for v in held)
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors of one memory have an element in common."""
     starts, ends = zip(*((t.storage_offset() * t.itemsize, _end(t) * t.itemsize) for t in (a, b)), strict=True)
@@ -127,6 +164,8 @@ def _following(value: Any, known: dict[int, Any]) -> Any:
         return known[id(value)]
     if isinstance(value, FunctionType):
         return _function(value, known)
+    if type(value) is ref and (target := known.get(id(value()))) is not None:
+        return ref(target)
     if isinstance(value, MethodType):
         parts = [_following(value.__func__, known), known.get(id(value.__self__), value.__self__)]
         return value if _same(parts, (value.__func__, value.__self__)) else MethodType(*parts)

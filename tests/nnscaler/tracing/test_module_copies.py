@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -24,7 +27,7 @@ class Model(nn.Module):
     """`form` gives it a function that reads the module, or memory that two tensors share."""
 
     out: Any
-    held: list[Tensor]
+    held: list[Any]
     c: nn.Parameter
 
     def __init__(self, form: Callable[[Model], Any] = lambda _: None) -> None:
@@ -70,13 +73,18 @@ def set_method(m: Model) -> None:
     m.out = MethodType(lambda self, x: scale(self, x) + scale(m, x), m)
 
 
+def set_weak(m: Model) -> None:
+    m.held = [weakref.ref(m)]
+    m.out = lambda x: x * m.held[0]().b.weight.detach().mean()
+
+
 def set_forward(m: Model) -> None:
     old = m.forward
     m.forward = lambda x: old(x) * 2  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
-    "form", [set_lambda, set_default, set_partial_in_list, set_recursive, set_hook, set_method, set_forward]
+    "form", [set_lambda, set_default, set_partial_in_list, set_recursive, set_hook, set_method, set_weak, set_forward]
 )
 def test_functions_of_a_copy_read_the_copy(form: Callable[[Model], Any]) -> None:
     model = Model(form)
@@ -100,6 +108,29 @@ def test_functions_that_read_no_module_stay() -> None:
 def test_a_function_that_holds_the_module_is_verified(form: Callable[[Model], Any]) -> None:
     report = verify.verify_plan(Model(form), (X,), ranks=2, plan="tp=2", depth="quick")
     assert report.exit_code == 0, report.to_json()
+
+
+def test_what_python_cannot_copy_is_shared() -> None:
+    model = Model()
+    model.held = [threading.Lock(), Path(__file__).open(), iter(range(3))]  # noqa: SIM115
+    copy = copied(model)
+    assert copy.held is not model.held and copy.held[0] is model.held[0]
+    report = verify.verify_plan(model, (X,), ranks=2, plan="tp=2", depth="quick")
+    assert report.exit_code == 0, report.to_json()
+    model.held[1].close()
+
+
+class Holder:
+    """Cannot be copied, and holds a part: the copy would read the module's."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.lock, self.parts = threading.Lock(), {"part": part}
+
+
+def test_an_object_that_holds_parts_is_not_shared() -> None:
+    model = Model(lambda m: setattr(m, "held", [Holder(m.a)]))
+    with pytest.raises(NnscalerError, match="`held` of the module holds tensors, and cannot be copied: TypeError"):
+        verify.verify_plan(model, (X,), ranks=2, plan="tp=2")
 
 
 def flat(m: Model) -> None:
