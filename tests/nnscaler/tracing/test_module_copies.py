@@ -75,7 +75,7 @@ def set_method(m: Model) -> None:
 
 def set_weak(m: Model) -> None:
     m.held = [weakref.ref(m)]
-    m.out = lambda x: x * m.held[0]().b.weight.detach().mean()
+    m.out = lambda x: x * m.held[0]().a.weight.detach().mean()
 
 
 def set_forward(m: Model) -> None:
