@@ -16,10 +16,10 @@ from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.export.locations import location_of_exception, model_errors
 from nnscaler.tracing.export.loss_module import results_of
+from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.export.mutated_attributes import (
     Again,
     attributes_kept,
-    copied,
     draws_located,
     generator_states,
     set_generator_states,
@@ -61,6 +61,8 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
     """
     try:
         model = copied(module)
+    except NnscalerError:
+        raise
     except Exception as error:  # noqa: BLE001 - a module may hold anything
         return (f"the trace is not checked: the module cannot be copied ({type(error).__name__})",)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 
 from nnscaler.runtime.ops.layer_ops import grouped_mm
 from nnscaler.runtime.training.autocast import autocast_on
+from nnscaler.tracing.export.module_copies import hidden_modules
 from nnscaler.tracing.passes.random_draws import DRAWING, FixedDraws
 
 Draws = AbstractContextManager[Any]  # opened around every function of torch that may draw
@@ -96,7 +97,7 @@ def exact(
         _convert(module, floating, dropout)
     torch.set_default_dtype(floating)
     try:
-        with autocast_on(device_of(module)), _ExactMode(floating, default, dropout, draws, generators, told):
+        with _running(module, _ExactMode(floating, default, dropout, draws, generators, told)):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -108,15 +109,28 @@ def without_dropout(module: nn.Module | None = None, *, generators: bool = False
 
     `generators`: as for `exact`.
     """
-    with autocast_on(device_of(module)), _ExactMode(None, torch.get_default_dtype(), False, None, generators):
+    with _running(module, _ExactMode(None, torch.get_default_dtype(), False, None, generators)):
         yield
 
 
 @contextmanager
 def with_draws(draws: Draws, module: nn.Module | None = None) -> Iterator[None]:
     """While open, `draws` gives all random numbers (of `module`); dtypes are the model's own."""
-    with autocast_on(device_of(module)), _ExactMode(None, torch.get_default_dtype(), True, draws):
+    with _running(module, _ExactMode(None, torch.get_default_dtype(), True, draws)):
         yield
+
+
+@contextmanager
+def _running(module: nn.Module | None, mode: TorchFunctionMode) -> Iterator[None]:
+    """While open, the module runs under the mode, and what its code compiles (torch.compile) runs as it is written:
+    compiled code would go on in the dtypes that it was told, over tensors of others, past the end of their memory."""
+    with as_written(), autocast_on(device_of(module)), mode:
+        yield
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """While open, what torch.compile made runs as it is written."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def run_backward(tensor: Tensor, gradient: Tensor) -> None:
@@ -145,6 +159,8 @@ def convert_floats(module: nn.Module, floating: torch.dtype) -> None:
 
 def _convert(module: nn.Module, floating: torch.dtype, dropout: bool) -> None:
     convert_floats(module, floating)
+    for hidden in hidden_modules(module):
+        _convert(hidden, floating, dropout)
     for part in module.modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):  # not registered

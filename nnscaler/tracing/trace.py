@@ -22,6 +22,7 @@ from nnscaler.tracing.export.custom_gradients import (
     refuse_stored_hooks,
 )
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, result_notes
+from nnscaler.tracing.export.module_copies import refuse_shared_memory
 from nnscaler.tracing.export.mutated_attributes import told_of_attributes, told_of_draws
 from nnscaler.tracing.float64_run import device_of
 from nnscaler.tracing.fsdp_precision import mixed, with_masters
@@ -96,6 +97,7 @@ def _trace(module: nn.Module, sample_inputs: Any, self_check: bool, specialise: 
         _refuse_autocast(stitched.raw.graph)
     graph = run_passes(stitched.raw)
     state = _read_by(graph, stitched)
+    refuse_shared_memory(state)
     changed, drawn = exported.changed, exported.drawn
     changes = told_of_attributes(
         module, changed, second_forward(module, sample) if changed and not meta else None, specialise

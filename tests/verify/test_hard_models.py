@@ -80,9 +80,44 @@ class Grouped(nn.Module):
         return (torch.zeros_like(x).index_copy(0, order, h) * weight[:, None]).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("kind", "plan"), only((0, 3, 4, 7), product([Noisy, DropsEverywhere, Promoted, Grouped], ["dp=2", "tp=2"]))
-)
+class SparseGradient(nn.Module):
+    """Torch cannot clip a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.proj = nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.words(x.argmax(-1))).square().mean()
+
+
+class WithoutElements(nn.Module):
+    """An empty parameter tells a module its device, and a checkpoint has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.dummy = nn.Linear(8, 8), nn.Parameter(torch.empty(0))
+        self.register_buffer("rows", torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x.to(self.dummy.device)).square().mean()
+
+
+class HidesTeacher(nn.Module):
+    """A module in a list is no part: its weights are not trained, and not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.teacher = nn.Linear(8, 8), [nn.Linear(8, 8).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.proj(x), self.teacher[0](x))
+
+
+KINDS = [Noisy, DropsEverywhere, Promoted, Grouped, SparseGradient, WithoutElements, HidesTeacher]
+
+
+@pytest.mark.parametrize(("kind", "plan"), only((0, 3, 4, 7, 8, 11, 12), product(KINDS, ["dp=2", "tp=2"])))
 def test_exact(kind: type[nn.Module], plan: str) -> None:
     torch.manual_seed(0)
     report = verify.verify_plan(kind(), (X,), ranks=2, plan=plan)
@@ -116,6 +151,25 @@ def test_random_numbers_in_micro_batches() -> None:
     report = verify.verify_plan(Noisy(), (X,), ranks=4, plan="dp=2,pp=2", micro_batches=2)
     assert report.exit_code == 0, report.to_json()
     assert any("drew the same random numbers" in note for note in report.notes)
+
+
+class Spectral(nn.Module):
+    """As a Fourier neural operator: the weights of frequencies are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.frequencies = nn.Linear(8, 8), nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(self.up(x)) * self.frequencies).sin().mean()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_complex_parameters_are_trained(optimizer: str) -> None:
+    torch.manual_seed(0)
+    options = {"depth": "quick", "level": "run", "train": True, "train_steps": 3, "optimizer": optimizer}
+    report = verify.verify_plan(Spectral(), (X,), ranks=2, plan="dp=2,zero=3", **options)  # type: ignore[arg-type]
+    assert report.exit_code == 0, report.to_json()
 
 
 class CountsBatches(nn.Module):

@@ -19,7 +19,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.plan_source import wanted_plan
 from nnscaler.tracing import Traced, trace
-from nnscaler.tracing.export.mutated_attributes import copied
+from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
 from verify.programs.opened_program import OpenedProgram, open_program

@@ -3,7 +3,6 @@ those of one step in every step."""
 
 from __future__ import annotations
 
-import copy
 import dis
 import linecache
 import pickle
@@ -34,15 +33,6 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _SHOWN = 60  # characters of a value
-
-
-def copied(module: nn.Module) -> nn.Module:
-    """Return a copy in which tensors of attributes have no history, as `weight_norm` and a first forward leave one.
-
-    Torch copies no tensor that has one.
-    """
-    held = [v for part in module.modules() for v in vars(part).values() if isinstance(v, Tensor) and not v.is_leaf]
-    return copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in held})
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.mutated_attributes import attributes_kept, buffers_written, draws_kept
 from nnscaler.tracing.export.recompute_regions import checkpoints_marked
 from nnscaler.tracing.export.vmaps import vmaps_expanded
+from nnscaler.tracing.float64_run import as_written
 
 # Make a model's own code, and the libraries that it uses, believe that they are not being exported.
 # Code that asks `torch.compiler.is_exporting()` or `is_compiling()` takes another path than the one that trains:
@@ -243,6 +244,7 @@ def _around(model: nn.Module, changed: dict[str, str], drawn: set[str], eager: b
     """Around each forward of the model. Attributes are compared before export puts some of them back."""
     changed.clear()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(as_written())
         stack.enter_context(attributes_kept(model, changed))
         stack.enter_context(draws_kept(drawn))
         if eager:

@@ -34,11 +34,11 @@ from nnscaler.tracing.passes.decompositions import RUNNING_STATISTIC, statistic_
 # How to write through a view: the viewed tensor's new value, from a new value of the view.
 
 # A dropout that shares its operand's memory has dropped nothing.
-DROPOUTS = frozenset(
-    f"aten.{name}.default" for name in "dropout feature_dropout alpha_dropout feature_alpha_dropout".split()
-)
+_DROPOUTS = "dropout feature_dropout alpha_dropout feature_alpha_dropout"
+DROPOUTS = frozenset(f"aten.{name}.default" for name in _DROPOUTS.split())
 
 _REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}  # dtypes of the parts
+_HELP = "write it without the in-place operator, or to a buffer"
 Emit = Callable[[str, tuple[Any, ...], LogicalTensor], str]
 
 
@@ -367,8 +367,10 @@ class _Values:
                 )
             name = view.parent
             path[name] = value
-        if self.raw.graph.tensors[name].role == "parameter":
-            raise _unwritable(operation, f"the parameter {self.raw.graph.tensors[name].fqns[0]} is changed in forward")
+        root = self.raw.graph.tensors[name]
+        if root.role in ("parameter", "constant"):
+            what = f"the parameter {root.fqns[0]}" if root.role == "parameter" else "a tensor that is no buffer"
+            raise _unwritable(operation, f"{what} is changed in forward")
         self.values[storage] = path
         self.changed.add(storage)
 
@@ -395,5 +397,4 @@ class _Values:
 
 
 def _unwritable(operation: Operation | None, message: str) -> NnscalerError:
-    where = operation.where if operation is not None else None
-    return NnscalerError("trace_failed", message, where=where, help="write it without the in-place operator")
+    return NnscalerError("trace_failed", message, operation.where if operation else None, _HELP)

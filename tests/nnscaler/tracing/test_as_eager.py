@@ -167,3 +167,23 @@ def test_transformers_is_not_imported_for_others(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delitem(sys.modules, name)
     trace(Asks(), (X,))
     assert "transformers" not in sys.modules
+
+
+def test_what_a_model_compiles_runs_as_it_is_written() -> None:
+    """Compiled for the dtype that a tensor names, in the exact run of the self-check, it wrote past what it had."""
+    asked: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        asked.append(graph)
+        return graph.forward
+
+    class Compiles(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = torch.compile(lambda h: torch.tanh(h) * 2, backend=backend)(self.proj(x))
+            return result.sum()
+
+    model = Compiles()
+    assert "aten.tanh.default" in operators(trace(model, (X,)).graph)
+    assert not asked
+    model(X)
+    assert asked  # on the user's side nothing has changed

@@ -258,6 +258,18 @@ class WritesParameter(Model):
         return self.proj(x).sum()
 
 
+class WritesAttribute(Model):
+    """The second step would start from what the first one left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.mul_(0.5).add_(x.mean())
+        return (self.proj(x) - self.seen).square().sum()
+
+
 class WritesStridedView(Model):
     def forward(self, x: Tensor) -> Tensor:
         h = self.proj(x) * 1
@@ -269,6 +281,11 @@ class WritesStridedView(Model):
     ("kind", "message", "line"),
     [
         (WritesParameter, "the parameter proj.weight is changed", "self.proj.weight.clamp_(-1, 1)"),
+        (
+            WritesAttribute,
+            "a tensor that is no buffer is changed in forward",
+            "self.seen.mul_(0.5).add_(x.mean())",
+        ),
         (
             WritesStridedView,
             "reads memory in a way that depends on how the tensor lies",

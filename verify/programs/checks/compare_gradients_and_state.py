@@ -203,7 +203,7 @@ def check_coverage(comparison: Comparison, initial_buffers: dict[str, torch.Tens
         tally.add(*_held(comparison, name, name in held, "parameter"))
     for name in sorted({comparison.names[n][0] for n in reference.buffers if n in initial_buffers}):
         after, before = reference.buffers[name], initial_buffers[name]
-        changed = after.shape != before.shape or not torch.equal(after.double(), before.double())
+        changed = after.shape != before.shape or not torch.equal(exact(after), exact(before))
         if name in held or changed:
             tally.add(*_held(comparison, name, name in held, "buffer"))
     for holding in (*comparison.parameters.values(), *comparison.buffers.values()):

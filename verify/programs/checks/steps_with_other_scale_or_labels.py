@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from verify.programs.causes.wrong_tensor import exact
 from verify.programs.checks import compare_gradients_and_state, losses
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, merge_outcomes
 from verify.programs.execution.record_rank_steps import Entry
@@ -63,7 +64,8 @@ def _same_bits(comparison: Comparison, trial: SingleStep) -> CheckOutcome:
 
 
 def _finding(comparison: Comparison, trial: SingleStep, name: str, rank: int, plain: Tensor, scaled: Tensor) -> Finding:
-    gap = (plain.double() - scaled.double()).abs()
+    plain, scaled = exact(plain), exact(scaled)
+    gap = (plain - scaled).abs()
     place = int(gap.argmax())
     return Finding(
         "loss_scale_matters",
@@ -71,7 +73,7 @@ def _finding(comparison: Comparison, trial: SingleStep, name: str, rank: int, pl
         f"{float(scaled.flatten()[place]):.10g} instead of {float(plain.flatten()[place]):.10g}",
         comparison.place(name),
         {"tensor": name, "step": "0", "rank": str(rank), "loss scale": f"{trial.loss_scale:g}"},
-        _cause(plain.double(), scaled.double(), trial.loss_scale),
+        _cause(plain, scaled, trial.loss_scale),
     )
 
 

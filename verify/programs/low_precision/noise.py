@@ -19,7 +19,6 @@ the same.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.low_precision.error_statistics import Statistics, floors, size, statistics
@@ -46,7 +46,7 @@ _BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
 
 def rounded_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy whose parameters and buffers are values of `dtype`, in their own dtypes."""
-    result = copy.deepcopy(model)
+    result = copied(model)
     with torch.no_grad():
         for tensor in (*result.parameters(), *result.buffers()):
             if tensor.is_floating_point():
@@ -62,7 +62,7 @@ def rounded_sample(sample: SampleInputs, dtype: torch.dtype) -> SampleInputs:
 def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
     """Return a copy in which every element of every floating-point parameter moves by -1, 0 or +1 unit in the last
     place."""
-    result = copy.deepcopy(model)
+    result = copied(model)
     with torch.no_grad():
         for parameter in result.parameters():  # each object once, so tied ones once
             if parameter.is_floating_point():

@@ -5,7 +5,6 @@ is taken apart and put together again by shared code, and random numbers are tho
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.export.loss_module import Results, results_of
+from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, with_draws, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
@@ -71,7 +71,7 @@ def scale_of(value: Tensor) -> float:
     """Return the root mean square of a tensor, or a floor where it is (almost) zero."""
     if value.numel() == 0:
         return 0.0
-    size = float(value.square().mean().sqrt())
+    size = float(value.abs().square().mean().sqrt())
     return size if size > 1e-6 else _FLOOR
 
 
@@ -162,7 +162,7 @@ def run_reference(
     """
     started = time.perf_counter()
     how = settings or ReferenceSettings()
-    model = copy.deepcopy(module)
+    model = copied(module)
     draws = None if how.draws is None else ProgramDraws(how.draws, how.seed)
     losses: list[Tensor] = []
     results: list[Mapping[str, Tensor]] = []
@@ -197,7 +197,7 @@ def run_reference(
 
 def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
     """Return the calls of torch's random operators that one forward makes, in order, as `calls`."""
-    model = copy.deepcopy(module)
+    model = copied(module)
     draws = ProgramDraws()
     with running_in(model, torch.float64, draws):
         forward_results(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
@@ -207,8 +207,8 @@ def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
 def choose_learning_rate(model: nn.Module) -> float:
     """Return a rate, of two digits, at which a step moves the parameters by a small share of their size: enough for a
     wrong update to show, too little for the model to leave the range in which it is smooth."""
-    size = sum(float(p.detach().double().square().sum()) for p in model.parameters() if p.requires_grad)
-    slope = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+    size = sum(float(p.detach().abs().double().square().sum()) for p in model.parameters() if p.requires_grad)
+    slope = sum(float(p.grad.abs().double().square().sum()) for p in model.parameters() if p.grad is not None)
     if not slope > 0 or not size > 0 or not slope < float("inf"):
         return 0.01
     return float(f"{UPDATE_SHARE * (size / slope) ** 0.5:.1e}")
@@ -237,10 +237,10 @@ def backward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str
         raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
     with _told():
         run_backward(loss, torch.full_like(loss, scale))
-    if scale != 1.0:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad / scale
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dense = parameter.grad.to_dense()  # an embedding's may be sparse, which torch cannot clip
+            parameter.grad = dense if scale == 1.0 else dense / scale
     return found
 
 
@@ -297,7 +297,8 @@ def measure_condition(model: nn.Module, sample: SampleInputs, reference: Traject
 
 def moved_model(model: nn.Module) -> nn.Module:
     """Return a copy in float64 whose parameters are moved by one unit of rounding each, up or down."""
-    moved = copy.deepcopy(model).double()
+    moved = copied(model)
+    convert_floats(moved, torch.float64)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in moved.parameters():

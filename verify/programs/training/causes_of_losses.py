@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from nnscaler.tracing.export.module_copies import copied
+from nnscaler.tracing.float64_run import convert_floats
 from verify.programs.causes.table import NARROW
 from verify.programs.training.join_shards import indices_of
 from verify.programs.training.training_recipe import Batch, rate_at
@@ -209,7 +210,8 @@ def of_evaluation(trained: Trained, found: ComparedValue) -> Alternatives:
 
 
 def _with(trained: Trained, buffers: Mapping[str, Tensor]) -> torch.nn.Module:
-    model = copy.deepcopy(trained.model.model).double()
+    model = copied(trained.model.model)
+    convert_floats(model, torch.float64)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in buffers:

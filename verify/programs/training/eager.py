@@ -3,7 +3,6 @@ what could have gone wrong."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.loss_module import Results
+from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.delayed_sgd import version_at
 from verify.programs.prepare_verification import Prepared
@@ -69,7 +69,7 @@ class EagerModel:
 
         With delays this is delayed SGD: each batch reads every parameter as it was so many updates before.
         """
-        model = moved_model(self.model) if moved else copy.deepcopy(self.model)
+        model = moved_model(self.model) if moved else copied(self.model)
         draws = self._drawing()
         with running_in(model, torch.float64, draws):  # converts it
             initial = _parameters(model)
@@ -111,7 +111,7 @@ class EagerModel:
     ) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Return loss and gradients of one batch with these parameters. `number`: of the batch, for random numbers;
         `back`: parameters that take their place in memory before the backward."""
-        model = copy.deepcopy(self.model)
+        model = copied(self.model)
         draws = self._drawing() if dropout and not evaluate else None
         with running_in(model, torch.float64, draws):
             with torch.no_grad():
@@ -129,7 +129,7 @@ class EagerModel:
         """Return what a batch makes of the buffers as they are built, and of zeros."""
         found = []
         for text in ("the buffers as they are built", "zeros"):
-            model = copy.deepcopy(self.model)
+            model = copied(self.model)
             with torch.no_grad(), running_in(model, torch.float64, None):
                 for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                     if name in parameters:
@@ -142,7 +142,7 @@ class EagerModel:
 
     def runs_on(self, batch: Batch) -> bool:
         """Return whether the model takes the batch, and its loss is finite."""
-        model = copy.deepcopy(self.model)
+        model = copied(self.model)
         try:
             with torch.no_grad(), running_in(model, torch.float64, None):
                 return bool(torch.isfinite(_loss(forward_results(model, self.sample, _cast(batch)))))
@@ -151,7 +151,7 @@ class EagerModel:
 
     def draws_in_evaluation(self) -> bool:
         """Return whether the model draws random numbers in evaluation mode."""
-        return bool(record_draws(copy.deepcopy(self.model).eval(), self.sample).calls)
+        return bool(record_draws(copied(self.model).eval(), self.sample).calls)
 
     def without_draws(self) -> EagerModel:
         """Return the same without dropout."""

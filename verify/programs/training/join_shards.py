@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.shards import logical_coordinates
+from verify.programs.causes.wrong_tensor import exact
 from verify.programs.training.rank_loop import Layout, RankTraining
 
 Region = tuple[Any, ...]  # where a piece lies in the logical tensor: slices where it is a block, else indices
@@ -51,7 +52,7 @@ class JoinedTensor:
             rank
             for rank, piece in self.pieces.items()
             if piece.shape != expected[self.regions[rank]].shape
-            or bool(((piece.double() - expected[self.regions[rank]].double()).abs() > close * least).any())
+            or bool(((exact(piece) - exact(expected[self.regions[rank]])).abs() > close * least).any())
         ]
 
 
@@ -113,5 +114,5 @@ def unequal(one: Tensor, other: Tensor, first: int, rank: int) -> list[UnequalEl
     a, b = (t.contiguous().view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8) for t in (one, other))
     if torch.equal(a, b):
         return []
-    gap = (one.double() - other.double()).abs()
+    gap = (exact(one) - exact(other)).abs()
     return [UnequalElements(first, rank, int((one != other).sum()), float(gap.max()))]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from nnscaler.codegen.program import Origin, Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.jobs.job import JobSpecification
+from nnscaler.tracing.export.module_copies import copied
+from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.training.recompilation import SentProgram, SizeClass, sent
 from nnscaler.transform.plan import Plan
@@ -234,15 +236,16 @@ def _short(
 
 def scales(request: PlanRequest, prepared: Prepared, model: EagerModel, batch: Batch) -> tuple[float, float | None]:
     """Return a learning rate that moves the parameters by a small share, and a norm to which gradients are clipped."""
-    copied = copy.deepcopy(prepared.model).double()
+    wide = copied(prepared.model)
+    convert_floats(wide, torch.float64)
     _, gradients = model.compute({}, batch)
-    for name, parameter in copied.named_parameters():
+    for name, parameter in wide.named_parameters():
         parameter.grad = gradients.get(name)
-    size = float(sum(float(g.square().sum()) for g in gradients.values() if g is not None)) ** 0.5
+    size = float(sum(float(g.abs().square().sum()) for g in gradients.values() if g is not None)) ** 0.5
     norm = float(f"{CLIP_SHARE * size:.2g}") if 0 < size < float("inf") else None
     if request.optimizer == "sgd":
-        return choose_learning_rate(copied), norm
-    sizes = [scale_of(p.detach().double()) for p in copied.parameters() if p.requires_grad]
+        return choose_learning_rate(wide), norm
+    sizes = [scale_of(p.detach()) for p in wide.parameters() if p.requires_grad]
     return float(f"{UPDATE_SHARE * sum(sizes) / max(len(sizes), 1):.1e}"), norm
 
 

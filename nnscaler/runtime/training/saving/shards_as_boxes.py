@@ -38,8 +38,8 @@ def boxes_of(stored: StoredTensor) -> tuple[Box, ...]:
     runs: list[list[tuple[int, int, int]]] = []  # of each dim: first logical index, first local one, length
     held = logical_indices(stored.shape, stored.states, stored.sizes, stored.coordinates)
     for size, indices in zip(stored.shape, held, strict=True):
-        if indices is None:
-            runs.append([(0, 0, size)] if size else [])
+        if indices is None or not size:  # a tensor without elements is a box as well
+            runs.append([(0, 0, size)])
             continue
         breaks = (indices.diff() != 1).nonzero().flatten() + 1
         starts = [0, *breaks.tolist()] if len(indices) else []
