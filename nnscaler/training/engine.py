@@ -64,6 +64,7 @@ from nnscaler.training.recompilation import (
     whole_batch,
 )
 from nnscaler.training.splittable_optimizers import build_optimizer
+from nnscaler.training.torch_calls_on_shards import watch
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -145,6 +146,7 @@ class Engine:
             self._family.append(self)
         stages = list(self.executor.stages.values())
         self.data_part: DataPart = data_part(stages, program.plan.data_axes)
+        watch(self, None if program.origin is None else program.origin.module)
 
     def another(self, program: Program) -> Engine:
         """Start another program over the same parameters and buffers: a second loss of one model, with an optimizer of
