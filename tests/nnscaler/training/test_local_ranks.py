@@ -81,12 +81,10 @@ def test_the_rank_that_left_another_is_the_cause_although_it_ends_later() -> Non
     assert cause is not None and cause.number == 1
 
 
-WAITS = """
+SLOW = """
 import sys, threading, time, types
 from datetime import timedelta
 import torch.distributed
-import nnscaler.cli.main
-from nnscaler.cli.console_script import run_process
 
 class Slow:
     def __del__(self, sleep=time.sleep):
@@ -94,17 +92,32 @@ class Slow:
 
 sys.modules["slow"] = types.ModuleType("slow")  # which Python takes down while the thread comes back
 sys.modules["slow"].held = Slow()
-waited = lambda store: store.wait(["never"], timedelta(seconds=1.0))
-threading.Thread(target=waited, args=(torch.distributed.HashStore(),), daemon=True).start()
+waited = lambda: torch.distributed.HashStore().wait(["never"], timedelta(seconds=1.0))
+"""
+COMMAND = """
+import nnscaler.cli.main
+from nnscaler.cli.console_script import run_process
+threading.Thread(target=waited, daemon=True).start()
 nnscaler.cli.main.main = lambda: 3
 sys.exit(run_process())
 """
+SCRIPT = """
+from nnscaler.runtime.communication.ordered_collective_thread import Lane
+Lane("sums").run(waited)
+time.sleep(0.2)
+raise ERROR
+"""
 
 
-def test_a_rank_that_fails_ends_with_its_code_although_a_thread_waits_for_another() -> None:
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [(COMMAND, 3), (SCRIPT.replace("ERROR", "ValueError"), 1), (SCRIPT.replace("ERROR", "KeyboardInterrupt"), 130)],
+)
+def test_a_rank_that_fails_ends_with_its_code_although_a_thread_waits_for_another(text: str, code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "RANK": "0"}
-    done = subprocess.run([sys.executable, "-c", WAITS], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
+    command = [sys.executable, "-c", SLOW + text]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code and "terminate called" not in done.stderr, done.stderr
 
 
 def run(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
