@@ -59,12 +59,12 @@ from nnscaler.training.recompilation import (
     has_modes,
     sent,
     shapes_of,
-    told_of_changes,
     valueless,
     whole_batch,
 )
 from nnscaler.training.splittable_optimizers import build_optimizer
-from nnscaler.training.torch_calls_on_shards import watch
+from nnscaler.training.user_loop.module_changes import told_of_changes
+from nnscaler.training.user_loop.torch_calls_on_shards import watch
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import SWALR, AveragedModel
 
@@ -250,15 +251,18 @@ def test_hooks_on_what_the_engine_trains_are_refused(plan: str, ranks: int, regi
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
-def test_a_part_that_is_frozen_hands_gradients_through(plan: str) -> None:
+def test_a_part_that_is_frozen_hands_gradients_through_and_its_shards_are_not_made_equal(plan: str) -> None:
     def layers() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)).double()
 
     program, x = compile_part(layers(), (torch.randn(12, 6),), ranks=2, plan=plan), batch(0)["x"]
+    wrapped = "Default process group" if plan == "dp=2" else "DistributedDataParallel makes equal .* `0.weight` rests"
 
     def work(communicator: Communicator) -> Tensor:
         part = Part(PartEngine(program, communicator, FLOAT64))
+        with pytest.raises((ValueError, NnscalerError), match=wrapped):  # torch's own words where it could be done
+            DistributedDataParallel(nn.Sequential(part, nn.Linear(4, 4)))
         part.requires_grad_(False)
         whole = x.clone().requires_grad_()
         piece = whole.chunk(2)[communicator.rank]

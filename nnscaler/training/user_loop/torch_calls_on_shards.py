@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,12 +32,13 @@ from nnscaler.manifest import Manifest
 from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
-from nnscaler.training.recompilation import version_of
 from nnscaler.training.splittable_optimizers import check_group, groups_checked
+from nnscaler.training.user_loop.module_changes import version_of
 
 _USE_ENGINE = "engine.clip_grad_norm_(max_norm) has the norm of the whole model; inf for the norm alone"
 _OWN = "the engine trains tensors of its own: engine.optimizer(...) updates them, and engine.clip_grad_norm_ clips them"
 _NO_SCALER = "bfloat16 needs no scale; nnscaler.LossScaler scales the loss of engine.step"
+_AROUND = "put it around what is around the part"
 _AVERAGE = (
     "module.load_state_dict(engine.state_dict()), on every rank, gives it the trained values; an average of shards is "
     "kept by an optimizer of yours (docs/train.md)"
@@ -112,6 +114,15 @@ def _install() -> None:
         averaged(average, model)
 
     AveragedModel.update_parameters = average  # type: ignore[assignment,method-assign]
+    wrapped = DistributedDataParallel.__init__
+
+    def wrap(made: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        _refuse_shards(
+            _held(), map(id, module.parameters()), "DistributedDataParallel makes equal on all ranks", _AROUND
+        )
+        wrapped(made, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = wrap  # type: ignore[assignment,method-assign]
 
 
 def _look_first(function: Any, argument: str, look: Callable[[list[Tensor]], None]) -> None:
