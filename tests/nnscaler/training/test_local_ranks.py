@@ -37,6 +37,10 @@ class Rows(torch.utils.data.Dataset):
 
 def build_model(): return Model()
 def datasets(): return Rows()
+
+def stop_alone(trainer):
+    if trainer.engine.rank == 1:
+        trainer.stop()
 """
 RUN = """
 model = "model.py"
@@ -120,11 +124,16 @@ def test_a_rank_that_fails_ends_with_its_code_although_a_thread_waits_for_anothe
     assert done.returncode == code and "terminate called" not in done.stderr, done.stderr
 
 
+def test_a_hook_of_one_rank_alone_stops_all_of_them(tmp_path: Path) -> None:
+    code, said = run(tmp_path, "--hooks.on_step=model.py::stop_alone")
+    assert code == 0 and "stopped      after step 1" in said
+
+
 def run(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
     """The exit code of a run of two ranks, and what it says."""
     (folder / "model.py").write_text(MODEL)
     (folder / "run.toml").write_text(RUN)
     command = [sys.executable, "-m", "nnscaler", "train", "run.toml", *words]
     given = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **variables}
-    found = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False, timeout=120)
     return found.returncode, found.stderr
