@@ -251,7 +251,7 @@ def test_hooks_on_what_the_engine_trains_are_refused(plan: str, ranks: int, regi
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
-def test_a_part_that_is_frozen_hands_gradients_through_and_its_shards_are_not_made_equal(plan: str) -> None:
+def test_a_part_hands_gradients_through_where_it_is_frozen_and_is_not_wrapped_or_copied(plan: str) -> None:
     def layers() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)).double()
@@ -263,6 +263,8 @@ def test_a_part_that_is_frozen_hands_gradients_through_and_its_shards_are_not_ma
         part = Part(PartEngine(program, communicator, FLOAT64))
         with pytest.raises((ValueError, NnscalerError), match=wrapped):  # torch's own words where it could be done
             DistributedDataParallel(nn.Sequential(part, nn.Linear(4, 4)))
+        with pytest.raises(NnscalerError, match="cannot be copied"):
+            AveragedModel(part)
         part.requires_grad_(False)
         whole = x.clone().requires_grad_()
         piece = whole.chunk(2)[communicator.rank]
