@@ -344,7 +344,7 @@ class Engine:
     def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:
         """Return the program for this batch, with the buffers as they are now, and the rows that it takes."""
         named = self._named(batch)
-        shapes, rows = agreed(named, self.communicator, self._carried, self.data_part)
+        shapes, rows = agreed(named, self.communicator, self._carried, self.data_part, self.context.passes < 2)
         size = self.size = SizeClass(shapes, training or not self._has_modes)
         running = self._running.get(size)
         if running is None:

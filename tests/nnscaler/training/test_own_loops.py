@@ -58,7 +58,7 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 def rows(whole: dict[str, Tensor], engine: Engine) -> dict[str, Tensor]:
     part = engine.data_part
-    return {name: tensor.chunk(part.count)[part.index] for name, tensor in whole.items()}
+    return {name: tensor.tensor_split(part.count)[part.index] for name, tensor in whole.items()}
 
 
 def on_ranks(module: Model, plan: str, ranks: int, work: Callable[[Engine], Any]) -> list[Any]:
@@ -167,6 +167,24 @@ def test_an_empty_generator_is_told_as_torch_does() -> None:
     on_ranks(model(), "dp=1", 1, lambda engine: None)
     with pytest.warns(UserWarning, match="empty generator"):
         clip_grad_norm_((p for p in ()), 1.0)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_rows_that_several_data_parts_are_given_are_told(plan: str) -> None:
+    def work(engine: Engine, same: bool) -> None:
+        for step in range(4):
+            whole = {name: tensor[:1] for name, tensor in batch(step).items()} if step == 1 else batch(step)
+            engine.step(whole if same else rows(whole, engine))
+            engine.zero_grad()
+
+    def told(same: bool) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            on_ranks(model(), plan, 2, lambda engine: work(engine, same))
+        return [str(warning.message) for warning in caught if "same rows" in str(warning.message)]
+
+    assert not told(same=False)
+    assert len(told(same=True)) == (2 if plan == "dp=2" else 0)  # of the first two steps
 
 
 def raw(cls: Any) -> Make:
