@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from threading import Lock
 from types import CellType, GeneratorType
 from typing import Any, Protocol
@@ -89,8 +89,8 @@ _passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKey
 def watch(engine: Trains, module: nn.Module | None) -> None:
     """Refuse, while the engine lives, torch's functions where they would be wrong on its tensors, or do nothing on
     those of the module that it was compiled from."""
-    _install()
     with _lock:
+        _install()
         _engines[engine] = None if module is None else _Compiled(weakref.ref(module), _versions(module))
 
 
@@ -99,30 +99,21 @@ def _install() -> None:
     _look_first(clip_grad.clip_grad_norm_, "parameters", _clipped)
     _look_first(clip_grad._get_total_norm, "tensors", _measured)
     register_optimizer_step_pre_hook(_before_step)
-    unscaled = torch.amp.GradScaler._unscale_grads_
+    _look_before(torch.amp.GradScaler, "_unscale_grads_", _unscaled)
+    _look_before(AveragedModel, "update_parameters", _averaged)
+    _look_before(DistributedDataParallel, "__init__", _made_equal)
 
-    def unscale(scaler: Any, optimizer: Optimizer, *rest: Any) -> Any:
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        _refuse_shards(_held(), map(id, given), "a GradScaler skips a step by", _NO_SCALER)
-        return unscaled(scaler, optimizer, *rest)
 
-    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[assignment,method-assign]
-    averaged = AveragedModel.update_parameters
+def _look_before(cls: type, name: str, look: Callable[[Any], None]) -> None:
+    """Let what a method of torch is given first be looked at before."""
+    method = getattr(cls, name)
 
-    def average(average: AveragedModel, model: nn.Module) -> None:
-        _refuse_untrained(list(model.parameters()), "AveragedModel.update_parameters", _AVERAGE, stale=True)
-        averaged(average, model)
+    @wraps(method)
+    def looked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        look(next(iter((*args, *kwargs.values()))))
+        return method(self, *args, **kwargs)
 
-    AveragedModel.update_parameters = average  # type: ignore[assignment,method-assign]
-    wrapped = DistributedDataParallel.__init__
-
-    def wrap(made: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        _refuse_shards(
-            _held(), map(id, module.parameters()), "DistributedDataParallel makes equal on all ranks", _AROUND
-        )
-        wrapped(made, module, *args, **kwargs)
-
-    DistributedDataParallel.__init__ = wrap  # type: ignore[assignment,method-assign]
+    setattr(cls, name, looked)
 
 
 def _look_first(function: Any, argument: str, look: Callable[[list[Tensor]], None]) -> None:
@@ -185,6 +176,20 @@ def _measured(tensors: Sequence[Tensor]) -> None:
     held = _held()
     gradients = {id(h.tensor.grad): h for h in held.values() if h.tensor.grad is not None}
     _refuse_shards({**held, **gradients}, map(id, tensors), "torch.nn.utils.get_total_norm is that of", _USE_ENGINE)
+
+
+def _unscaled(optimizer: Optimizer) -> None:
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    _refuse_shards(_held(), map(id, given), "a GradScaler skips a step by", _NO_SCALER)
+
+
+def _averaged(module: nn.Module) -> None:
+    _refuse_untrained(list(module.parameters()), "AveragedModel.update_parameters", _AVERAGE, stale=True)
+
+
+def _made_equal(module: nn.Module) -> None:
+    what = "DistributedDataParallel makes equal on all ranks"
+    _refuse_shards(_held(), map(id, module.parameters()), what, _AROUND)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
