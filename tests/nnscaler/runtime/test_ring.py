@@ -155,7 +155,7 @@ MUTANTS = {  # name -> (text, what it becomes)
 
 
 def mutated(text: str, becomes: str) -> Any:
-    source = inspect.getsource(ring_attention)
+    source = inspect.getsource(sys.modules[ring_attention.__module__])
     assert text in source
     module = ModuleType("ring_mutant")
     sys.modules[module.__name__] = module  # dataclasses look there
