@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.integrations.lightning_steps import StepModule
 from nnscaler.tracing.sample_inputs import flatten_inputs, numbers_and_texts
 from nnscaler.training.engine import Engine
-from nnscaler.training.splittable_optimizers import check_update
+from nnscaler.training.splittable_optimizers import check_group, groups_checked
 
 # Callbacks that read or change the module's weights, or unfreeze them: class, what it does, what to do instead.
 _OF_THE_MODULE = (
@@ -152,7 +151,7 @@ class Switches:
 def with_tensors_of(optimizer: Optimizer, steps: StepModule, engine: Engine) -> Optimizer:
     """Give an optimizer of the module's parameters those of this rank in their places; return it.
 
-    Raises NnscalerError as `check_update`, and for one that has a state already.
+    Raises NnscalerError as `check_group`, and for one that has a state already.
     """
     if optimizer.state:
         message = f"{type(optimizer).__name__} makes its state before the first step, for whole parameters"
@@ -160,23 +159,17 @@ def with_tensors_of(optimizer: Optimizer, steps: StepModule, engine: Engine) -> 
     names = {id(parameter): name for name, parameter in steps.named_parameters()}
     here, held = engine.parameters, {entry.fqn: entry for entry in engine.stored() if entry.kind == "parameter"}
     trainable = {entry.fqns[0] for entry in engine.manifest.parameters if entry.trainable}
-    taken = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
     for group in optimizer.param_groups:
         unknown = next((p for p in group["params"] if id(p) not in names), None)
         if unknown is not None:
             message = f"the optimizer has a parameter of shape {list(unknown.shape)} that is none of the module's"
             raise NnscalerError("no_such_parameter", message)
         wanted = [name for p in group["params"] if (name := names[id(p)]) in here]
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        split = check_update(
-            type(optimizer),
-            {key: value for key, value in settings.items() if key in taken},
-            [held[name] for name in wanted],
-            complete=here.keys() >= trainable,
-        )
+        split = check_group(optimizer, group, [held[name] for name in wanted], complete=here.keys() >= trainable)
         if not split.elementwise:  # of a parameter that another rank owns, this one has nothing to update
             wanted = [name for name in wanted if here[name].numel()]
         group["params"] = [here[name] for name in wanted]
         if "param_names" in group:
             group["param_names"] = wanted
+    groups_checked[optimizer] = len(optimizer.param_groups)
     return optimizer

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
@@ -84,6 +85,7 @@ def trace(
 
 
 def _trace(module: nn.Module, sample_inputs: Any, self_check: bool, specialise: bool, repeat_layers: str) -> Traced:
+    _refuse_unready(module)
     sample = flatten_inputs(module, sample_inputs)
     meta = is_meta(module)
     tensors = tuple(t.to("meta") if meta else t for t in sample.tensors.values())
@@ -119,6 +121,22 @@ def _trace(module: nn.Module, sample_inputs: Any, self_check: bool, specialise: 
     if meta:
         notes = (*notes, "the trace is not checked: the module has no data (meta device)")
     return Traced(graph, state, sample.tensors, notes, exported.opaque, sample, stitched.repeats)
+
+
+def _refuse_unready(module: nn.Module) -> None:
+    """Refuse what divides the model over ranks by itself, and parameters that have no shape yet."""
+    for name, part in module.named_modules():
+        wrapper = next((kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            message = f"{f'`{name}`' if name else 'the model'} is under {wrapper}, which divides work over ranks itself"
+            raise NnscalerError("trace_failed", message, help="give the plain module; the plan says how it is divided")
+    lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        help = "call the module on a batch first, and the same on every rank"
+        raise NnscalerError("trace_failed", f"`{lazy}` is lazy, and has no shape and no values yet", help=help)
+
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 def _read_by(graph: Graph, stitched: Stitched) -> Mapping[str, Tensor]:

@@ -59,11 +59,12 @@ from nnscaler.training.recompilation import (
     has_modes,
     sent,
     shapes_of,
-    told_of_changes,
     valueless,
     whole_batch,
 )
 from nnscaler.training.splittable_optimizers import build_optimizer
+from nnscaler.training.user_loop.module_changes import told_of_changes
+from nnscaler.training.user_loop.torch_calls_on_shards import watch
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -145,6 +146,7 @@ class Engine:
             self._family.append(self)
         stages = list(self.executor.stages.values())
         self.data_part: DataPart = data_part(stages, program.plan.data_axes)
+        watch(self, None if program.origin is None else program.origin.module)
 
     def another(self, program: Program) -> Engine:
         """Start another program over the same parameters and buffers: a second loss of one model, with an optimizer of
@@ -342,7 +344,7 @@ class Engine:
     def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:
         """Return the program for this batch, with the buffers as they are now, and the rows that it takes."""
         named = self._named(batch)
-        shapes, rows = agreed(named, self.communicator, self._carried, self.data_part)
+        shapes, rows = agreed(named, self.communicator, self._carried, self.data_part, self.context.passes < 2)
         size = self.size = SizeClass(shapes, training or not self._has_modes)
         running = self._running.get(size)
         if running is None:

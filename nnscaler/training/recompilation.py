@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -72,37 +73,6 @@ def constants_of(program: Program) -> BatchConstants:
 def has_modes(program: Program) -> bool:
     """Return whether evaluation is another program: whether any part of the model is in training mode."""
     return program.origin is not None and any((program.origin.modes or modes_of(program.origin.module)).values())
-
-
-def told_of_changes(program: Program) -> Callable[[], str]:
-    """Return what says how the user's module has changed since in what no program follows: which parameters are trained
-    and which parts are in training mode; "" where it has not."""
-    if program.origin is None:
-        return str
-    held = weakref.ref(program.origin.module)
-
-    def now(module: nn.Module) -> list[bool]:  # without names, since every step asks
-        return [*(part.training for part in module.modules()), *(p.requires_grad for p in module.parameters())]
-
-    before = now(program.origin.module)
-
-    def told() -> str:
-        module = held()
-        found = before if module is None else now(module)
-        if module is None or found == before or len(found) != len(before):
-            return ""
-        parts = [(n, "training") for n, _ in module.named_modules()]
-        named = [*parts, *((n, "requires_grad") for n, _ in module.named_parameters())]
-        name, flag, had, has = next((*told, a, b) for told, a, b in zip(named, before, found, strict=False) if a != b)
-        return f"{f'`{name}`' if name else 'the model'} has {flag}={has}, and had {flag}={had}: {_AS_COMPILED}"
-
-    return told
-
-
-_AS_COMPILED = (
-    "the program goes on as it was compiled. To change it under way, save a checkpoint, and start a run of the model "
-    "as it is then from its weights"
-)
 
 
 def sent(program: Program) -> SentProgram:
@@ -267,17 +237,17 @@ def _written(folder: Path, sources: Mapping[str, str]) -> Path:
 
 
 def agreed(
-    inputs: Mapping[str, Tensor], communicator: Communicator, carried: frozenset[str], part: DataPart
+    inputs: Mapping[str, Tensor], communicator: Communicator, carried: frozenset[str], part: DataPart, look: bool
 ) -> tuple[Shapes, tuple[int, ...]]:
     """Return the shapes of the global batch, and the rows of each data part. Every rank calls it.
 
     `inputs`: this rank's rows; `carried`: inputs whose dim 0 is the batch; `part`: this rank's data part. The other
-    inputs every part has whole. Raises NnscalerError("batch_differs") where ranks of one part have other rows, or other
-    inputs other shapes or values.
+    inputs every part has whole. `look`: warn of parts that were given the same rows. Raises
+    NnscalerError("batch_differs") where ranks of one part have other rows, or other inputs other shapes or values.
     """
     local = [(name, tuple(tensor.shape)) for name, tensor in inputs.items()]
     copied = communicator.world_size > part.count
-    compared = [name for name in inputs if communicator.world_size > 1 and (copied or name not in carried)]
+    compared = [name for name in inputs if communicator.world_size > 1 and (copied or look or name not in carried)]
     numbers = torch.tensor([part.index, *(size for _, shape in local for size in shape)])
     sums = [row_checksum(inputs[name]) for name in compared]
     gathered = communicator.all_gather(torch.cat([numbers, *sums]), tuple(range(communicator.world_size)))
@@ -297,14 +267,26 @@ def agreed(
         if other is not None:
             raise _differ(name, other, each[other], f"on rank 0 {list(each[0])}: pad to one length on all ranks")
         shapes.append((name, tuple(shape)))
+    repeated = look and len(parts) > 1
     for name in compared:
         first: dict[int, int] = {}  # data part -> a rank of it
         for rank, row in enumerate(found):
             one = first.setdefault(row[0] if name in carried else 0, rank)
             if row[position] != found[one][position]:
                 raise _other_values(name, one, rank, name in carried)
+        if repeated and name in carried:
+            given = [found[rank][position] for index, rank in first.items() if parts[index]]
+            repeated = len(set(given)) < len(given)
         position += 1
+    if repeated and communicator.rank == 0:
+        warnings.warn(_REPEATED, stacklevel=2)
     return tuple(shapes), tuple(parts[index] for index in sorted(parts))
+
+
+_REPEATED = (
+    "data parts were given the same rows, each of which then counts several times: give each part its own, as "
+    "`engine.loader` does; `engine.data_part` says which they are"
+)
 
 
 def whole_batch(rows: Tensor, communicator: Communicator, part: DataPart) -> Tensor:

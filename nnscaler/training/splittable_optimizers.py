@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -160,7 +161,20 @@ def build_optimizer(
             group["param_names"] = [fqn for fqn in group["param_names"] if here[fqn].tensor.numel()]
             group["params"] = [here[fqn].tensor for fqn in group["param_names"]]
     optimizer: Optimizer = cls(made, **defaults)
+    groups_checked[optimizer] = len(made)
     return optimizer
+
+
+groups_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many, the first ones, were checked
+
+
+def check_group(
+    optimizer: Optimizer, group: Mapping[str, Any], parameters: Iterable[StoredTensor], complete: bool
+) -> UpdateSplit:
+    """Check as `check_update` that an optimizer which is there already may be given these parameters in a group."""
+    taken = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
+    settings = {key: value for key, value in group.items() if key in taken}
+    return check_update(type(optimizer), settings, parameters, complete)
 
 
 def check_update(

@@ -120,15 +120,14 @@ class Trainer:
             if given is None and not said:
                 raise NnscalerError("bad_settings", f"the run has no {name}")
         self._module, self._datasets, self._write = module, datasets, write
-        self._say, self._warn = progress or (lambda text: None), warn
+        self._say, self._warn, self._vouch = progress or (lambda text: None), warn, vouch
         self._loggers: Sequence[Logger] = ()
-        self._vouch = vouch
         self._stopping = self._asked = self._interrupted = self.running = False
         self.step, self.loss, self.validation_loss = 0, math.nan, None
         self.schedule, self.checkpoints = None, None
 
     def stop(self) -> None:
-        """End the run after this step, as hooks may want it; every rank calls it at the same step."""
+        """End the run after this step, as hooks may want it, also those of one rank alone."""
         self._stopping = True
 
     def ask_to_stop(self) -> None:
@@ -382,6 +381,7 @@ class Trainer:
     def _call(self, point: str) -> None:
         for hook in self._parts.hooks[point]:
             hook(self)
+            (self._stopping,) = on_any_rank(self.engine, self._stopping)
 
 
 def _joined(place: ProcessPlace | None, device: str) -> bool:

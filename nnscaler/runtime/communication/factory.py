@@ -8,6 +8,7 @@ import torch
 
 from nnscaler.runtime.communication.communicator import CommunicationError
 from nnscaler.runtime.communication.gloo import GlooCommunicator
+from nnscaler.runtime.communication.long_waits import LongWaits
 from nnscaler.runtime.communication.nccl import NcclCommunicator
 from nnscaler.runtime.communication.torch_communicator_base import Reporter, TorchCommunicator
 
@@ -26,8 +27,10 @@ def torch_communicator(
 
     backend: "gloo", or "nccl" with a CUDA device. groups: of the collectives; pairs, for NCCL only: of (source,
     destination) of messages. Both are the same on every rank. For NCCL, groups that are not named are made
-    when they are first used; messages of pairs that are not named go through host memory.
+    when they are first used; messages of pairs that are not named go through host memory. reporter: None: one that
+    tells of long waits on standard error.
     """
+    reporter = reporter or LongWaits(rank)
     place = torch.device(device)
     if backend == "gloo":
         return GlooCommunicator(rank, world_size, place, reporter, groups=groups)

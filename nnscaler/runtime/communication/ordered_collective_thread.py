@@ -6,9 +6,14 @@ wait for each other: two ranks may begin collectives of different groups in any 
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from weakref import WeakSet
 
 
 class LaneTask:
@@ -41,7 +46,10 @@ class LaneTask:
 class Lane:
     """Runs functions one after another, in a thread that ends with the process."""
 
+    busy = False  # in a function, which may wait for another rank in C++
+
     def __init__(self, name: str) -> None:
+        _lanes.add(self)
         self._queue: SimpleQueue[LaneTask | None] = SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
@@ -57,5 +65,23 @@ class Lane:
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
+            self.busy = True
             work.run()
+            self.busy = False
             del work  # and the tensors that it holds
+
+
+_lanes: WeakSet[Lane] = WeakSet()
+
+
+@atexit.register
+def _end_with_error() -> None:
+    """End a process that an exception ends as it is where a lane waits for another rank, in C++: one that comes back
+    while Python is taken down would abort the process, which would look like the cause."""
+    error = getattr(sys, "last_value", None)  # which Python has told by now
+    if error is None or not any(lane.busy for lane in _lanes):
+        return
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)

@@ -17,9 +17,9 @@ from nnscaler.runtime.communication.communicator import CommunicationCall, Commu
 
 
 class Reporter(Protocol):
-    """Is told when a rank enters and leaves a communication call. `status.StatusWriter` is one."""
+    """Is told when a rank enters and leaves a communication call. `StatusWriter` is one, and `LongWaits`."""
 
-    def communicating(self, text: str) -> None: ...
+    def communicating(self, call: object) -> None: ...
     def computing(self) -> None: ...
 
 
@@ -35,7 +35,7 @@ class TorchCommunicator(Communicator):
     def _inside(self, call: CommunicationCall | str) -> Iterator[None]:
         """Communication inside is reported as `call`; its errors are raised as CommunicationErrors that name it."""
         if self._reporter is not None:
-            self._reporter.communicating(str(call))
+            self._reporter.communicating(call)
         try:
             yield
         except RuntimeError as error:

@@ -67,9 +67,9 @@ class StatusWriter:
         self._sequence = 0
         self._length = 0
 
-    def communicating(self, text: str) -> None:
-        """Report that the rank enters a communication call that `text` describes."""
-        data = text.encode("utf-8")[: _SLOT - _HEAD.size]
+    def communicating(self, call: object) -> None:
+        """Report that the rank enters a communication call, in its words."""
+        data = str(call).encode("utf-8")[: _SLOT - _HEAD.size]
         self._length = len(data)
         start = self._offset + _HEAD.size
         _HEAD.pack_into(self._memory, self._offset, self._sequence + 1, Activity.COMMUNICATING, 0)

@@ -95,7 +95,7 @@ class PartEngine(Engine):
 
     def forward(self, inputs: Mapping[str, Tensor], training: bool) -> PartCall:
         """Run forward of this data part's rows. Every rank calls it. Raises as `Engine.step`."""
-        shapes, rows = agreed(inputs, self.communicator, self._carried, self.data_part)
+        shapes, rows = agreed(inputs, self.communicator, self._carried, self.data_part, self.context.passes < 2)
         zeros = {name: self._zeros(name, kind, rows) for name, kind in self._kinds_for(shapes, inputs).items()}
         before = dict(self._buffers)
         running, given = self._prepared(self._cast({**inputs, **zeros}), training=training)

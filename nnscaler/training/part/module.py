@@ -110,6 +110,13 @@ class Part(nn.Module):
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         return self
 
+    def __deepcopy__(self, memo: object) -> Part:
+        """Raise NnscalerError("usage"): what it runs on is there once."""
+        message = "a part cannot be copied: every rank has one of it, with its shards and its connections"
+        raise NnscalerError(
+            "usage", message, help="an average of its parameters is kept by an optimizer (docs/train.md)"
+        )
+
     def extra_repr(self) -> str:
         """Return the plan, in words."""
         return self._engine.program.plan.describe()

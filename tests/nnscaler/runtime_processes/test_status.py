@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from pathlib import Path
 
+import pytest
+import torch
+
+from nnscaler.runtime.communication.communicator import CommunicationError
+from nnscaler.runtime.communication.long_waits import LongWaits
+from nnscaler.runtime.communication.ordered_collective_thread import Lane
+from nnscaler.runtime.communication.torch_communicator_base import TorchCommunicator
 from nnscaler.runtime.jobs.job import Activity, RankStatus, StatusReader, StatusWriter, create_status_file
 
 
@@ -23,3 +32,22 @@ def test_reports(tmp_path: Path) -> None:
     assert reader.read(1).activity == Activity.FINISHED
     assert {reader.read(rank) for rank in (0, 2)} == {RankStatus(0, Activity.STARTING, "")}
     reader.close()
+
+
+def test_a_long_wait_is_told_once_with_the_users_line() -> None:
+    told: list[str] = []
+    communicator = TorchCommunicator(1, 2, torch.device("cpu"), LongWaits(1, 0.2, told.append))
+    lane = Lane("waits")
+    with communicator._inside("a gather"):
+        lane.run(partial(time.sleep, 1.0)).wait()
+    (text,) = told
+    assert text.startswith("rank 1 has waited 0 s for other ranks: a gather, called by ")
+    assert f"{__file__}:" in text and "`lane.run(partial(time.sleep, 1.0)).wait()`" in text
+    for _ in range(20):  # none of them is long
+        with communicator._inside("a sum"):
+            time.sleep(0.02)
+    time.sleep(0.4)
+    with pytest.raises(CommunicationError), communicator._inside("a broadcast"):
+        raise RuntimeError("closed by peer")
+    time.sleep(0.4)
+    assert len(told) == 1

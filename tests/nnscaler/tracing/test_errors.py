@@ -190,6 +190,36 @@ class OnlyOnExport(Model):
         return self.proj(x).sum()
 
 
+class FSDPModule(Model):
+    """As torch's mixin of this name, which needs a process group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).sum()
+
+
+def test_what_is_divided_already_or_has_no_shape_yet_is_refused_by_name() -> None:
+    class Whole(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(x).sum()
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    lazy = Whole()
+    lazy.proj = nn.LazyLinear(6)
+    for model, said in ((Outer(FSDPModule()), "`inner` is under FSDPModule"), (lazy, "`proj.weight` is lazy")):
+        with pytest.raises(NnscalerError, match=said) as caught:
+            trace(model, (X,))
+        assert caught.value.code == "trace_failed"
+    lazy(X)
+    trace(lazy, (X,))
+
+
 def test_a_model_that_raises_by_itself() -> None:
     with pytest.raises(NnscalerError, match="the model itself raises") as caught:
         trace(OnlyOnExport(), (X,))

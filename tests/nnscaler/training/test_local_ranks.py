@@ -37,6 +37,10 @@ class Rows(torch.utils.data.Dataset):
 
 def build_model(): return Model()
 def datasets(): return Rows()
+
+def stop_alone(trainer):
+    if trainer.engine.rank == 1:
+        trainer.stop()
 """
 RUN = """
 model = "model.py"
@@ -81,12 +85,10 @@ def test_the_rank_that_left_another_is_the_cause_although_it_ends_later() -> Non
     assert cause is not None and cause.number == 1
 
 
-WAITS = """
+SLOW = """
 import sys, threading, time, types
 from datetime import timedelta
 import torch.distributed
-import nnscaler.cli.main
-from nnscaler.cli.console_script import run_process
 
 class Slow:
     def __del__(self, sleep=time.sleep):
@@ -94,17 +96,37 @@ class Slow:
 
 sys.modules["slow"] = types.ModuleType("slow")  # which Python takes down while the thread comes back
 sys.modules["slow"].held = Slow()
-waited = lambda store: store.wait(["never"], timedelta(seconds=1.0))
-threading.Thread(target=waited, args=(torch.distributed.HashStore(),), daemon=True).start()
+waited = lambda: torch.distributed.HashStore().wait(["never"], timedelta(seconds=1.0))
+"""
+COMMAND = """
+import nnscaler.cli.main
+from nnscaler.cli.console_script import run_process
+threading.Thread(target=waited, daemon=True).start()
 nnscaler.cli.main.main = lambda: 3
 sys.exit(run_process())
 """
+SCRIPT = """
+from nnscaler.runtime.communication.ordered_collective_thread import Lane
+Lane("sums").run(waited)
+time.sleep(0.2)
+raise ERROR
+"""
 
 
-def test_a_rank_that_fails_ends_with_its_code_although_a_thread_waits_for_another() -> None:
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [(COMMAND, 3), (SCRIPT.replace("ERROR", "ValueError"), 1), (SCRIPT.replace("ERROR", "KeyboardInterrupt"), 130)],
+)
+def test_a_rank_that_fails_ends_with_its_code_although_a_thread_waits_for_another(text: str, code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "RANK": "0"}
-    done = subprocess.run([sys.executable, "-c", WAITS], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
+    command = [sys.executable, "-c", SLOW + text]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code and "terminate called" not in done.stderr, done.stderr
+
+
+def test_a_hook_of_one_rank_alone_stops_all_of_them(tmp_path: Path) -> None:
+    code, said = run(tmp_path, "--hooks.on_step=model.py::stop_alone")
+    assert code == 0 and "stopped      after step 1" in said
 
 
 def run(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
@@ -113,5 +135,5 @@ def run(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
     (folder / "run.toml").write_text(RUN)
     command = [sys.executable, "-m", "nnscaler", "train", "run.toml", *words]
     given = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **variables}
-    found = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False, timeout=120)
     return found.returncode, found.stderr

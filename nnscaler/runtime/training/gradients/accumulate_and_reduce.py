@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter as Leaf
 from torch.utils.hooks import RemovableHandle
 
-from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBucket, SumBucket
@@ -50,6 +50,7 @@ class Gradients:
         them, a step has; a stage that is not there has several."""
         self._communicator, self._reads = communicator, reads
         self._rest = {getattr(s, name): s.at_rest[name] for s in stages.values() for name in s.parameters}
+        self._names = {getattr(s, name): d.fqn for s in stages.values() for name, d in s.parameters.items()}
         self._wanted = wanted(stages, resting, precision)
         # what is neither summed over ranks nor added up elsewhere than in `.grad` is left to autograd
         self._plain = [leaf for leaf, one in self._wanted.items() if _is_plain(one, passes)]
@@ -61,6 +62,7 @@ class Gradients:
         self._at_once = {index: [o for o in every if o.at_once and index in o.stages] for index in stages}
         self._of_stage = {index: [o for o in every if index in o.stages] for index in stages}
         self._before: dict[Leaf, Tensor] = {}
+        self._frozen: list[Leaf] = []  # leaves whose gradient is not wanted in this step
         self._handles: list[RemovableHandle] = []
         self._place: dict[Leaf, tuple[SumBucket, int]] = {}  # where gradients may lie from the first micro-batch on
         for bucket, slots in self._sum_buckets:
@@ -89,12 +91,18 @@ class Gradients:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a step: gradients that backward makes from now on are those of this step."""
+        """Begin a step: gradients that backward makes from now on are those of this step.
+
+        Raises ProgramError for a parameter with a hook of the user's.
+        """
         self._clear()
+        self._release()
+        self._refuse_hooks()
+        self._frozen = [leaf for leaf, rest in self._rest.items() if not rest.requires_grad]
         self._before = {leaf: rest.grad for leaf, rest in self._rest.items() if rest.grad is not None}
         for leaf, rest in self._rest.items():
             leaf.grad = rest.grad = None
-        self._release()
+            leaf.requires_grad_()  # which backward needs of all: ranks meet in sums of all gradients
         self._handles = [leaf.register_post_accumulate_grad_hook(self._made) for leaf in self._moved]
 
     def enter(self, stage: int, *, divides: bool, last: bool) -> None:
@@ -166,10 +174,16 @@ class Gradients:
             if leaf in self._before:
                 gradient = gradient.add_(self._before[leaf])
             leaf.grad = gradient.to(leaf.dtype)
-        for leaf, rest in self._unused.items():
-            rest.grad = self._before.get(leaf)
+        self._leave_others()
         self._before = {}
         self._clear()
+
+    def _leave_others(self) -> None:
+        """Leave what is unused, or requires no gradient in this step, as it was before."""
+        for leaf in self._frozen:
+            self._rest[leaf].requires_grad_(False)
+        for leaf in (*self._unused, *self._frozen):
+            self._rest[leaf].grad = self._before.get(leaf)
 
     # -- a gradient -----------------------------------------------------------------------------------------------
 
@@ -294,6 +308,13 @@ class Gradients:
                     for one in slot[1:]:
                         place.add_(values[one.leaf])
                     self._departures.filled(bucket)
+
+    def _refuse_hooks(self) -> None:
+        """A hook would see this rank's share of a gradient, of each micro-batch; or nothing, on a tensor at rest."""
+        for leaf, rest in self._rest.items():
+            if any(t._backward_hooks or t._post_accumulate_grad_hooks for t in (leaf, rest)):
+                message = f"the parameter `{self._names[leaf]}` has a hook on its gradient, which would not see the "
+                raise ProgramError(f"{message}whole of it: change `.grad` between the step and the optimizer's step")
 
     def _release(self) -> None:
         for handle in self._handles:
