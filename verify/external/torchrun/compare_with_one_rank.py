@@ -18,7 +18,6 @@ from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
-from verify.external.torchrun.data_tensors import close
 from verify.external.torchrun.feed import Material, Way
 from verify.external.torchrun.left_open import idle_at_start, left_open
 from verify.external.torchrun.match_one_rank import (
@@ -305,37 +304,6 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
     )
 
 
-def replicas(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> tuple[int, ...] | None:
-    """Return a number for each rank, equal for those that work together, where all take in the same data and compute
-    the same loss, and others average their gradients or should: a reduction that is missing does not show.
-
-    These are the ranks of DDP or FSDP, and those that hold the same elements of everything. None where there are none.
-    """
-    if judged.attempt is None or layout.count > 1 or len(layout.parts) == 1:
-        return None
-    run = judged.attempt.run
-    losses = [loss for record in run.records if (loss := record.steps[0].loss) is not None]
-    if any(not close(loss, losses[0]) for loss in losses):
-        return None  # each rank does a part of the work
-    wrapped = [record.replica for record in records if record.replica is not None]
-    holding = [
-        sorted((p.name, _first_and_last(p)) for p in r.pieces if p.kind == "parameter" and p.addresses is not None)
-        for r in run.records
-    ]
-    numbers = [holding[:rank].count(own) for rank, own in enumerate(holding)]
-    if len(wrapped) == len(records):
-        numbers = [number for number, _ in wrapped]
-    return tuple(numbers) if max(numbers) else None
-
-
-def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
-    """Return whether every rank takes in the same data, and all that differs is that many times the right value."""
-    if judged.attempt is None or layout.count > 1:
-        return False
-    causes = [d.cause for result in judged.attempt.compared for d in result.differences]
-    return bool(causes) and all(c.kind == "scaled" and abs(c.factor - len(layout.parts)) < 1e-3 for c in causes)
-
-
 # Ranks that hold the same elements.
 
 
@@ -376,7 +344,7 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
                 value = step.state.get(piece.local)
                 if value is None or piece.addresses is None or not value.numel() or piece.kind == "buffer":
                     continue
-                key = (piece.name, _first_and_last(piece))
+                key = (piece.name, first_and_last(piece))
                 other = first.setdefault(key, (piece, value))
                 if other[1] is value or other[1].shape != value.shape:
                     continue
@@ -389,7 +357,8 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
     return ComparisonResult("replicas bitwise equal", count, tuple(found))
 
 
-def _first_and_last(piece: RankPiece) -> str:
+def first_and_last(piece: RankPiece) -> str:
+    """Return what tells the elements of one piece from those of others, in a few characters."""
     addresses = piece.addresses
     if isinstance(addresses, range):
         return f"{addresses.start}:{addresses.stop}"

@@ -14,13 +14,14 @@ from op_registry.spec import SourceLocation
 
 from verify.external.ranks.fsdp_in_float64 import register_policies
 from verify.external.ranks.run_result import RanksFailed
-from verify.external.torchrun.compare_with_one_rank import SAID, Judged, counts_for_each_rank, judge, replicas
+from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.external.torchrun.run_watched_script import check_words
+from verify.external.torchrun.same_rows import counts_for_each_rank, replicas, same_rows
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -34,7 +35,7 @@ _CHECK_FILE = (
     "let it run as `torchrun --nproc-per-node 1` would start it, with WORLD_SIZE=1, which a test of the number of "
     "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
 )
-_SAME_ROWS = "every rank takes in the same data: data-parallel ranks then do the work of one (is a sampler missing?)"
+_SAME_ROWS = "ranks that average their gradients take in the same data, and do the work of one"
 Progress = Callable[[str], None]
 
 
@@ -104,7 +105,8 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
     apart = replicas(judged, layout, records)
     if judged.passes and apart is not None:
         progress(f"{name}, with other data on every rank")
-        return _varied(runner, name, double, notes, used, apart)
+        again = same_rows(records, layout, apart)
+        return _varied(runner, name, double, [*notes, *([] if again else [_SAME_ROWS])], used, apart, again)
     if counts_for_each_rank(judged, layout):
         progress(f"{name}, with other data on every rank")
         other = _on_other_data(runner, name, double, range(runner.ranks))
@@ -117,22 +119,29 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
 
 
 def _varied(
-    runner: ScriptRunner, name: str, double: bool, notes: list[str], used: str, apart: Sequence[int]
+    runner: ScriptRunner,
+    name: str,
+    double: bool,
+    notes: list[str],
+    used: str,
+    apart: Sequence[int],
+    again: tuple[Check, Finding] | None,
 ) -> Outcome:
     """Verify a script whose ranks do the same once more, with other data on ranks of other numbers.
 
     As they are, they agree with one rank: that would hide a missing reduction. Where they disagree with other data,
-    nothing is decided, for the script may rely on equal ones.
+    nothing is decided, for the script may rely on equal ones. `again`: what is open though they agree.
     """
-    notes = [*notes, _SAME_ROWS]
-    message = "every rank takes in the same data and computes the same loss: an average over ranks changes nothing"
+    message = "ranks take in the same data and compute the same loss: an average over them changes nothing"
     other = _on_other_data(runner, name, double, apart)
     if isinstance(other, str):
         return *_undecided(f"{message}{other}", None, "not_compared"), tuple(notes), used
     judged = other.judged
     if judged.passes:
         notes.append("with other data on every rank, made from its own, all of the following agrees")
-        return *_outcome(judged), (*notes, *_said(judged, other.layout, other.records)), used
+        checks, found = _outcome(judged)
+        checks, found = (checks, found) if again is None else ((*checks, again[0]), (*found, again[1]))
+        return checks, found, (*notes, *_said(judged, other.layout, other.records)), used
     why = [f"{finding.message}: {finding.cause}" for finding in judged.findings[:1]]
     why += [reason for _, reason in judged.reasons[:1]] if not why else []
     message = f"{message}. With other data on every rank they do not work together: {'; '.join(why)}"

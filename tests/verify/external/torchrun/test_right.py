@@ -87,10 +87,9 @@ def test_data_parts_are_those_of_the_mesh() -> None:
 
 
 @pytest.mark.long
-def test_without_a_sampler_the_reduction_is_tried_on_other_rows() -> None:
-    report = verified("sampler.py --broken sampler", 2)
-    assert report.verdict.passes, told(report)
-    assert any("is a sampler missing?" in note for note in report.notes), told(report)
+def test_equal_rows_that_a_script_draws_are_told_in_a_note() -> None:
+    report = verified("two_dimensions.py --same-rows", 4)
+    assert any("take in the same data, and do the work of one" in note for note in report.notes), told(report)
     assert any(note.startswith("with other data on every rank") for note in report.notes), told(report)
 
 

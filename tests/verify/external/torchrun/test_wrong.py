@@ -95,6 +95,22 @@ def test_what_cannot_be_compared_is_named(command: str, words: str) -> None:
     assert finding.help is not None
 
 
+@pytest.mark.parametrize(
+    ("command", "ranks", "same"),
+    [
+        ("sampler.py --broken sampler", 2, "ranks 0 and 1 take in the same rows"),
+        ("sampler.py --broken pairs", 4, "ranks 0 and 1, ranks 2 and 3 take in the same rows"),
+        pytest.param("by_hand.py --broken same", 3, "ranks 0 and 1 and 2 take in", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_do_the_work_of_one(command: str, ranks: int, same: str) -> None:
+    report = verified(command, ranks)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    (finding,) = report.findings
+    assert finding.code == "same_rows" and finding.message.startswith(same), told(report)
+    assert any(check.name == "gradients" and check.verdict.passes for check in report.checks), told(report)
+
+
 def test_a_number_that_is_read_from_other_data_decides_nothing() -> None:
     report = verified("loops.py counts --slices", 2)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)

@@ -2,7 +2,8 @@
 
 --broken: "reduce" leaves it out, "average" does not divide, "group" averages in pairs of ranks, "late" reduces only the
 first parameter, "init" starts every rank from other values, "norm" clips by that of its own rows, to a high limit,
-"labels" and "rows" take the targets, or the rows, one too early on rank 1, "sent" sends one parameter not (--owned).
+"same" gives all ranks the first rows, "labels" and "rows" take the targets, or the rows, one too early on rank 1,
+"sent" sends one parameter not (--owned).
 --inside: the optimizer's step averages. --idle: the first step has a rate of 0, and the last layer begins with zeros.
 --owned: a rank updates every so many parameters, of which it alone gets the gradients, and sends them to the others.
 """
@@ -61,8 +62,9 @@ if args.broken == "group":
 for step in range(4):
     rows = slice(step * 12, (step + 1) * 12)
     x, y = inputs[rows], targets[rows]
-    x = x.roll(1 if args.broken == "rows" and rank else 0, 0).chunk(world)[rank]
-    y = y.roll(1 if args.broken in ("rows", "labels") and rank else 0, 0).chunk(world)[rank]
+    part = 0 if args.broken == "same" else rank
+    x = x.roll(1 if args.broken == "rows" and rank else 0, 0).chunk(world)[part]
+    y = y.roll(1 if args.broken in ("rows", "labels") and rank else 0, 0).chunk(world)[part]
     model.zero_grad()
     gap = (model(x) - y) ** 2
     loss = gap.mean() if args.loss == "mean" else gap.sum()

@@ -1,6 +1,6 @@
 """DDP with a DistributedSampler that shuffles, an epoch loop, arguments and a learning rate that grows with the ranks.
 
---broken: "sampler" leaves it out; "frozen" steps a model that is not the one that DDP wraps.
+--broken: "sampler" leaves it out, "pairs" gives two ranks the same rows; "frozen" steps a model that is not the one that DDP wraps.
 """
 
 import argparse
@@ -36,7 +36,8 @@ def main(args):
     torch.cuda.set_device(local)
     generator = torch.Generator().manual_seed(7)
     data = TensorDataset(torch.randn(240, 12, generator=generator), torch.randint(0, 4, (240,), generator=generator))
-    sampler = None if args.broken == "sampler" else DistributedSampler(data)
+    pairs = {"num_replicas": (dist.get_world_size() + 1) // 2, "rank": dist.get_rank() // 2}
+    sampler = None if args.broken == "sampler" else DistributedSampler(data, **pairs if args.broken == "pairs" else {})
     torch.manual_seed(1)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler, shuffle=sampler is None, pin_memory=True)
     model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 4)).to(local)
