@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -248,14 +249,22 @@ def _groups(tell: Tell, seen: Groups) -> list[Change]:
 
 def _ddp(tell: Tell) -> list[Change]:
     """Keep DDP from asking for a GPU."""
-    wrap = DistributedDataParallel.__init__
+    wrap, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     def ddp(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *a: Any, **n: Any) -> None:
         if device_ids or output_device is not None:
             tell(_CUDA_NOTE)
         wrap(self, module, None, None, *a, **n)
 
-    return [(DistributedDataParallel, "__init__", ddp)]
+    def register_comm_hook(self: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+        given = wraps(hook)(partial(hook))
+        given.__name__ = "hook"  # by the names of torch's own, DDP asks for NCCL
+        register(self, state, given)
+
+    return [
+        (DistributedDataParallel, "__init__", ddp),
+        (DistributedDataParallel, "register_comm_hook", register_comm_hook),
+    ]
 
 
 def _wrappers(tell: Tell) -> list[Change]:

@@ -58,8 +58,8 @@ def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
 
 
 def same_rows(records: Sequence[ScriptRecord], layout: Layout, apart: Sequence[int]) -> tuple[Check, Finding] | None:
-    """Return what is open where ranks of numbers that are `apart` take in the same rows; None where the script draws all
-    of them, as stand-ins for data."""
+    """Return what is open where ranks of numbers that are `apart` take in the same rows; None where the script draws
+    all of them, as stand-ins for data."""
     groups: list[list[int]] = [[] for _ in range(layout.count)]
     for rank, part in enumerate(layout.parts):
         if all(apart[rank] != apart[other] for other in groups[part]):

@@ -12,7 +12,7 @@ import torch
 
 from op_registry.spec import SourceLocation
 
-from verify.external.ranks.fsdp_in_float64 import register_policies
+from verify.external.ranks.exact_throughout import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
@@ -58,7 +58,7 @@ def verify_script(
     Raises NnscalerError `usage`, `no_such_file`.
     """
     started = time.perf_counter()
-    register_policies()
+    exact_throughout()
     given = check_words(words)
     name = " ".join(given)
     with tempfile.TemporaryDirectory(prefix="nnscaler-torchrun-", ignore_cleanup_errors=True) as folder:

@@ -193,18 +193,11 @@ class ScriptWatch:
                 autograd(tensors, grad_tensors, *rest, **named)
             return None
 
-        def tensor_backward(
-            this: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
-        ) -> None:
-            # torch's own would leave our modes for the time that it runs, and with them what is computed again
-            torch.autograd.backward(this, gradient, retain_graph, create_graph, inputs=inputs)
-
         return [
             (nn.Module, "__call__", called),
             (DataLoader, "__iter__", loaded),
             (Optimizer, "add_param_group", added),
             (torch.autograd, "backward", backward),
-            (Tensor, "backward", tensor_backward),
             (schedules.PipelineScheduleSingle, "step", self._schedule(single)),
             (schedules.PipelineScheduleMulti, "step", self._schedule(several)),
             *self._clipping(),

@@ -1,6 +1,7 @@
 """DDP with a DistributedSampler that shuffles, an epoch loop, arguments and a learning rate that grows with the ranks.
 
---broken: "sampler" leaves it out, "pairs" gives two ranks the same rows; "frozen" steps a model that is not the one that DDP wraps.
+--broken: "sampler" leaves it out, "pairs" gives two ranks the same rows; "frozen" steps a model that is not the one
+that DDP wraps.
 """
 
 import argparse
