@@ -108,7 +108,7 @@ def judge(
         if layout.count == 1 and (made or way in ("whole", "turns")):
             continue
         try:
-            attempt = _attempt(runner, name, records, layout, given, double, way)
+            attempt = attempt_of(runner, name, records, layout, given, double, way)
         except NotMatched as problem:
             reasons.append((way, str(problem)))
             continue
@@ -125,7 +125,7 @@ def judge(
     firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
-        chosen = _explained(runner, chosen, made, double)
+        chosen = explained(runner, chosen, made, double)
     unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
         idle = idle_at_start(runner, chosen.run.reference, chosen.material, double, chosen.way)
@@ -145,7 +145,7 @@ def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
         yield way, replace(material, draws=())
 
 
-def _attempt(
+def attempt_of(
     runner: ScriptRunner,
     name: str,
     records: Sequence[ScriptRecord],
@@ -154,6 +154,7 @@ def _attempt(
     double: bool,
     way: Way,
 ) -> Attempt:
+    """Compare the ranks with one rank that is fed in one way. Raises NotMatched, Failed."""
     made = runner.fed(double, material, way)
     steps = min(len(material.taken), *(len(record.steps) for record in made))
     seen = [loss for record in made for step in record.steps[:steps] for loss in step.losses]
@@ -216,7 +217,7 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     return Noise(noise, torch.finfo(truth.dtype).eps, double)
 
 
-def _explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
+def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
     """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
     run = chosen.run
     if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):

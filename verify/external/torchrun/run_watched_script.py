@@ -16,8 +16,8 @@ from verify.evidence.inputs.random_state import seed_all
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.feed import RanksFeed
-from verify.external.torchrun.records import ScriptRecord, Stopped
-from verify.external.torchrun.watch import ScriptWatch, Start
+from verify.external.torchrun.records import ScriptRecord, Start, Stopped
+from verify.external.torchrun.watch import ScriptWatch
 
 
 def torchrun_environment(start: Start) -> Mapping[str, str]:

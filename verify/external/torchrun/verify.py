@@ -14,6 +14,7 @@ from op_registry.spec import SourceLocation
 
 from verify.external.ranks.exact_throughout import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
+from verify.external.torchrun.clipped_by_hand import with_larger_gradients
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
@@ -115,6 +116,7 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
             notes.append(_EQUAL_BY_SEED)
             return *_outcome(other.judged), (*notes, *_said(other.judged, other.layout, other.records)), used
     notes += _said(judged, layout, records)
+    judged = with_larger_gradients(runner, name, judged, records, layout, double)
     return *_outcome(judged), tuple(notes), used
 
 
@@ -139,6 +141,7 @@ def _varied(
     judged = other.judged
     if judged.passes:
         notes.append("with other data on every rank, made from its own, all of the following agrees")
+        judged = with_larger_gradients(runner, name, judged, other.records, other.layout, double, apart)
         checks, found = _outcome(judged)
         checks, found = (checks, found) if again is None else ((*checks, again[0]), (*found, again[1]))
         return checks, found, (*notes, *_said(judged, other.layout, other.records)), used

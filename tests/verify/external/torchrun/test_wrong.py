@@ -58,6 +58,17 @@ def test_only_what_is_not_reduced_is_named() -> None:
     assert finding.counter_example["tensors"] == "0.bias, 2.bias, 2.weight"
 
 
+@pytest.mark.parametrize(
+    "command", ["by_hand.py --owned --clip", pytest.param("pipeline.py --layers 4", marks=pytest.mark.long)]
+)
+def test_clipping_by_hand_is_tried_beyond_its_limit(command: str) -> None:
+    report = verified(f"{command} --broken clip", 2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    assert [check.name for check in report.checks if not check.verdict.passes] == ["gradients beyond a limit"]
+    assert {finding.code for finding in report.findings} == {"gradient_differs"}
+    assert all("16384 times as large" in finding.message for finding in report.findings)
+
+
 def test_replicas_that_nobody_made_equal() -> None:
     report = verified("by_hand.py --broken init", 2)
     assert report.verdict is Verdict.REFUTED, told(report)

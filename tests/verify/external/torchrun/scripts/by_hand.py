@@ -3,7 +3,7 @@
 --broken: "reduce" leaves it out, "average" does not divide, "group" averages in pairs of ranks, "late" reduces only the
 first parameter, "init" starts every rank from other values, "norm" clips by that of its own rows, to a high limit,
 "same" gives all ranks the first rows, "labels" and "rows" take the targets, or the rows, one too early on rank 1,
-"sent" sends one parameter not (--owned).
+"sent" sends one parameter not (--owned), "clip" clips what a rank owns by its norm (--clip: by that of all).
 --inside: the optimizer's step averages. --idle: the first step has a rate of 0, and the last layer begins with zeros.
 --owned: a rank updates every so many parameters, of which it alone gets the gradients, and sends them to the others.
 """
@@ -21,6 +21,7 @@ parser.add_argument("--loss", choices=("mean", "sum"), default="mean")
 parser.add_argument("--inside", action="store_true")
 parser.add_argument("--idle", action="store_true")
 parser.add_argument("--owned", action="store_true")
+parser.add_argument("--clip", action="store_true")
 args = parser.parse_args()
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -71,6 +72,12 @@ for step in range(4):
     loss.backward()
     if args.owned:
         average()
+        if args.clip:
+            square = sum(p.grad.norm() ** 2 for p in parameters[rank::world])
+            if args.broken != "clip":
+                dist.all_reduce(square)
+            for p in parameters[rank::world] if square > 100 else ():
+                p.grad.mul_(10 / square.sqrt())
     elif not args.inside:
         own = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
         average()
