@@ -2,7 +2,7 @@
 
 Torch leaves them for the time of a backward pass, and with them what activation checkpointing computes again, and hooks
 on gradients, such as those by which DDP compresses them: there `x.float()` would round, and dropout drop.
-FSDP2's mixed precision casts below the functions that a mode sees: bfloat16 and float32, mostly. A run in float64
+Mixed precision of FSDP casts below the functions that a mode sees: bfloat16 and float32, mostly. A run in float64
 compares a program up to the rounding of float64, so that there a policy says nothing; in other dtypes it is what its
 author wrote.
 """
@@ -15,18 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
+_POLICIES: dict[type, tuple[str, ...]] = {
+    MixedPrecisionPolicy: ("param_dtype", "reduce_dtype", "output_dtype"),
+    MixedPrecision: ("param_dtype", "reduce_dtype", "buffer_dtype"),
+}
 
 
 @cache
 def exact_throughout() -> None:
     """Keep modes open in backward passes, and policies from rounding while torch's default dtype is float64. It stays
     for the life of the process."""
-    for name in _FIELDS:
-        setattr(MixedPrecisionPolicy, name, _Dtype(name))
+    for policy, fields in _POLICIES.items():
+        for name in fields:
+            setattr(policy, name, _Dtype(name))
     autograd: Any = torch.autograd
     asked = autograd.has_torch_function
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -65,6 +66,9 @@ def without_gpu(func: Any, args: list[Any], kwargs: dict[str, Any], tell: Tell) 
         if func is Tensor.cuda:
             tell(_CUDA_NOTE)
         return args[0]
+    if func is torch.device and args and type(args[0]) is int:
+        tell(_CUDA_NOTE)
+        return CPU
     if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
         tell(_CUDA_NOTE)
         args[1] = CPU
@@ -248,7 +252,8 @@ def _groups(tell: Tell, seen: Groups) -> list[Change]:
 
 
 def _ddp(tell: Tell) -> list[Change]:
-    """Keep DDP from asking for a GPU."""
+    """Keep DDP, and FSDP of the old kind, from asking for a GPU."""
+    shard = FullyShardedDataParallel.__init__
     wrap, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     def ddp(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *a: Any, **n: Any) -> None:
@@ -261,7 +266,13 @@ def _ddp(tell: Tell) -> list[Change]:
         given.__name__ = "hook"  # by the names of torch's own, DDP asks for NCCL
         register(self, state, given)
 
+    def fsdp(self: Any, *args: Any, **named: Any) -> None:
+        if named.get("device_id", CPU) != CPU:
+            tell(_CUDA_NOTE)
+        shard(self, *args, **named | {"device_id": CPU})
+
     return [
+        (FullyShardedDataParallel, "__init__", fsdp),
         (DistributedDataParallel, "__init__", ddp),
         (DistributedDataParallel, "register_comm_hook", register_comm_hook),
     ]

@@ -42,6 +42,14 @@ from verify.results.verdict import Verdict
             "by_hand.py --owned --broken reduce", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
         ("by_hand.py --broken norm", 2, "gradient_norm_differs", "differs"),
+        ("flat_shards.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
+        pytest.param(
+            "flat_shards.py --original --broken ignored",
+            3,
+            "gradient_differs",
+            "missing_reduction",
+            marks=pytest.mark.long,
+        ),
         pytest.param("kept_state.py --broken weights", 2, "buffer_differs", "scaled", marks=pytest.mark.long),
     ],
 )
