@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel, which flattens parameters, in the style of its tutorial: devices by number, mixed precision.
+"""FullyShardedDataParallel, which flattens parameters, as in its tutorial: devices by number, mixed precision.
 
 --original: the module keeps its parameters, as pieces of shards. --layers: each of the large layers by itself.
 --broken: "clip" clips each rank's shards by their own norm, to a high limit, "ignored" leaves a layer to itself.
