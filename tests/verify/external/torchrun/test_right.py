@@ -22,6 +22,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("ddp_toy.py", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("sampler.py", 2, WHOLE, marks=pytest.mark.long),
         ("sampler.py --batch-size 5", 3, WHOLE),
+        ("sampler.py --evaluate", 2, WHOLE),
         pytest.param("sampler.py", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("by_hand.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("by_hand.py --loss sum", 3, OWN, marks=pytest.mark.long),
