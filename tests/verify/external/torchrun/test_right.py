@@ -140,6 +140,36 @@ for _ in range(4):
 """
 
 
+def test_ranks_of_accelerate_are_those_of_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "accelerated.py"
+    script.write_text(ACCELERATED)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.TESTED_EXACT, told(report)
+    assert "data parts, by what the ranks took in: 0; 1 (ranks)" in report.notes
+
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+torch.manual_seed(0)
+data = DataLoader(TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,))), batch_size=4, shuffle=True)
+model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), data)
+for x, y in data:
+    with accelerator.accumulate(model):
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
 def test_two_models_and_two_optimizers(tmp_path: Path) -> None:
     script = tmp_path / "adversarial.py"
     script.write_text(TWO_MODELS)
