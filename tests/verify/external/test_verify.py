@@ -251,6 +251,22 @@ def test_what_is_moved_to_gpus_stays_on_the_cpu(dtype: str) -> None:
         torch.zeros(1).cuda()
 
 
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(6)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("synchronised", "verdict"), [(True, Verdict.TESTED_EXACT), (False, Verdict.REFUTED)])
+def test_batch_norms_over_the_rows_of_all_ranks(synchronised: bool, verdict: Verdict) -> None:
+    def parallelize(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        made = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) if synchronised else model
+        return torch.nn.parallel.DistributedDataParallel(made)
+
+    report = verify_program(program(parallelize, model=Normed, dp=3), QUICK)
+    assert report.verdict is verdict, [f.message for f in report.findings]
+
+
 def test_what_only_gpus_have_decides_nothing() -> None:
     report = verify_program(program(of_nccl, dp=2), QUICK)
     assert (report.verdict, [f.code for f in report.findings]) == (Verdict.INCONCLUSIVE, ["nothing_checked"])

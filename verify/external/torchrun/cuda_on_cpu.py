@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -104,7 +106,7 @@ def cuda_is_the_cpu() -> Iterator[None]:
         del note
 
     preload()  # dynamo takes down torch's functions where it is imported
-    changes = [*_modules(untold), *_ddp(untold), *_calls_of_cuda(lambda: 0)]
+    changes = [*_modules(untold), *_ddp(untold), *_sync_batch_norm(untold), *_calls_of_cuda(lambda: 0)]
     with replaced(changes), OnCpu():
         yield
 
@@ -278,6 +280,39 @@ def _ddp(tell: Tell) -> list[Change]:
     ]
 
 
+def _sync_batch_norm(tell: Tell) -> list[Change]:
+    """Compute a SyncBatchNorm by its definition, for which torch has kernels of GPUs alone: statistics over the rows of
+    all ranks. Over some of them it stays as it is, for one rank cannot do the same."""
+    on_gpus = nn.SyncBatchNorm.forward
+
+    def forward(self: nn.SyncBatchNorm, rows: Tensor) -> Tensor:
+        group = self.process_group or dist.group.WORLD
+        if not self.training or not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return _BatchNorm.forward(self, rows)
+        if dist.get_world_size(group) < dist.get_world_size():
+            return on_gpus(self, rows)
+        tell("SyncBatchNorm has no kernel on a CPU: it was computed by its definition")
+        dims = [0, *range(2, rows.dim())]
+        count = all_reduce(rows.new_full((), rows.numel() / rows.size(1)), group=group)
+        mean = all_reduce(rows.sum(dims, keepdim=True), group=group) / count
+        square = all_reduce((rows - mean).square().sum(dims, keepdim=True), group=group)
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            share = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            with torch.no_grad():
+                self.running_mean.lerp_(mean.flatten(), share)
+                self.running_var.lerp_(square.flatten() / (count - 1), share)
+        normal = (rows - mean) * (square / count + self.eps).rsqrt()
+        shape = mean.shape
+        normal = normal if self.weight is None else normal * self.weight.view(shape)
+        return normal if self.bias is None else normal + self.bias.view(shape)
+
+    return [
+        (nn.SyncBatchNorm, "forward", forward),
+        (DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None),  # it refuses what is on a CPU
+    ]
+
+
 def _wrappers(tell: Tell) -> list[Change]:
     """Keep DDP from asking for a GPU, the loader from starting processes, and the compiler from compiling."""
     load = DataLoader.__init__
@@ -298,6 +333,7 @@ def _wrappers(tell: Tell) -> list[Change]:
 
     return [
         *_ddp(tell),
+        *_sync_batch_norm(tell),
         (DataLoader, "__init__", loader),
         (torch, "compile", compiled),
         (nn.Module, "compile", compile_here),

@@ -55,6 +55,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("accumulate.py", 2, WHOLE, marks=pytest.mark.long),
         ("accumulate.py --batch-norm", 3, PART),
         pytest.param("accumulate.py --batch-norm --unsent", 3, PART, marks=pytest.mark.long),
+        ("accumulate.py --batch-norm --sync", 3, WHOLE),
         ("kept_state.py", 2, OWN),
         pytest.param("accumulate.py --accumulate 3", 4, WHOLE, marks=pytest.mark.long),
         ("loops.py counts", 3, WHOLE),

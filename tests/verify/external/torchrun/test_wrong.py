@@ -130,6 +130,12 @@ def test_ranks_that_do_the_work_of_one(command: str, ranks: int, same: str) -> N
     assert any(check.name == "gradients" and check.verdict.passes for check in report.checks), told(report)
 
 
+def test_batch_norms_over_some_of_the_ranks_decide_nothing() -> None:
+    report = verified("accumulate.py --batch-norm --sync --broken pairs", 4)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "SyncBatchNorm expected input tensor to be on GPU" in report.findings[0].message
+
+
 def test_a_number_that_is_read_from_other_data_decides_nothing() -> None:
     report = verified("loops.py counts --slices", 2)
     assert report.verdict is Verdict.INCONCLUSIVE, told(report)
