@@ -302,7 +302,7 @@ def _sync_batch_norm(tell: Tell) -> list[Change]:
             with torch.no_grad():
                 self.running_mean.lerp_(mean.flatten(), share)
                 self.running_var.lerp_(square.flatten() / (count - 1), share)
-        normal = (rows - mean) * (square / count + self.eps).rsqrt()
+        normal: Tensor = (rows - mean) * (square / count + self.eps).rsqrt()
         shape = mean.shape
         normal = normal if self.weight is None else normal * self.weight.view(shape)
         return normal if self.bias is None else normal + self.bias.view(shape)

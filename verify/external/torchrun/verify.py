@@ -250,6 +250,19 @@ def _same_gradient(one: ScriptRecord, other: ScriptRecord, name: str) -> bool:
     return a is not None and b is not None and bool(a.abs().max() > 0) and torch.equal(a, b)
 
 
+def _unequal_settings(records: Sequence[ScriptRecord]) -> str | None:
+    """Say which number of the optimizer is another one on some rank, in the first step in which one is."""
+    for number, steps in enumerate(zip(*(record.steps for record in records), strict=False)):
+        first = steps[0].settings
+        for record, step in zip(records, steps, strict=True):
+            for here, there in zip(step.settings, first, strict=False):
+                for name in here:
+                    if name in there and here[name] != there[name]:
+                        values = f"{here[name]} on rank {record.rank}, and {there[name]} on rank 0"
+                        return f"in step {number}, the optimizer's {name} is {values}"
+    return None
+
+
 def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> list[str]:
     """Say what was assumed."""
     notes = []
@@ -272,6 +285,8 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
         by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
         if by_value:
             notes.append(f"which part a rank holds was found from the values at the start: {', '.join(by_value)}")
+    if not judged.passes and (unequal := _unequal_settings(records)) is not None:
+        notes.append(unequal)
     if any(record.drew for record in records):
         notes.append("the forward pass draws random numbers")
     return notes

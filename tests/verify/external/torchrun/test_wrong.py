@@ -77,6 +77,12 @@ def test_clipping_by_hand_is_tried_beyond_its_limit(command: str) -> None:
     assert all("16384 times as large" in finding.message for finding in report.findings)
 
 
+def test_numbers_of_optimizers_that_differ_are_told() -> None:
+    report = verified("by_hand.py --broken rate", 2)
+    assert [finding.code for finding in report.findings] == ["parameter_differs"], told(report)
+    assert "in step 0, the optimizer's lr is 0.2 on rank 1, and 0.1 on rank 0" in report.notes, told(report)
+
+
 def test_replicas_that_nobody_made_equal() -> None:
     report = verified("by_hand.py --broken init", 2)
     assert report.verdict is Verdict.REFUTED, told(report)

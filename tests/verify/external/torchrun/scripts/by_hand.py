@@ -3,7 +3,8 @@
 --broken: "reduce" leaves it out, "average" does not divide, "group" averages in pairs of ranks, "late" reduces only the
 first parameter, "init" starts every rank from other values, "norm" clips by that of its own rows, to a high limit,
 "same" gives all ranks the first rows, "labels" and "rows" take the targets, or the rows, one too early on rank 1,
-"sent" sends one parameter not (--owned), "clip" clips what a rank owns by its norm (--clip: by that of all).
+"sent" sends one parameter not (--owned), "rate" gives each rank another learning rate,
+"clip" clips what a rank owns by its norm (--clip: by that of all).
 --inside: the optimizer's step averages. --idle: the first step has a rate of 0, and the last layer begins with zeros.
 --owned: a rank updates every so many parameters, of which it alone gets the gradients, and sends them to the others.
 """
@@ -54,7 +55,11 @@ class Averaging(torch.optim.SGD):
 
 kind = Averaging if args.inside else torch.optim.SGD
 parameters = list(model.parameters())
-optimizer = kind(parameters[rank::world] if args.owned else parameters, lr=0.1, momentum=0.9)
+optimizer = kind(
+    parameters[rank::world] if args.owned else parameters,
+    lr=0.1 * (rank + 1 if args.broken == "rate" else 1),
+    momentum=0.9,
+)
 group = dist.group.WORLD
 if args.broken == "group":
     pairs = [dist.new_group(list(range(first, min(first + 2, world)))) for first in range(0, world, 2)]
