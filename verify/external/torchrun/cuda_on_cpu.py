@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
+import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.nn.functional import all_reduce
@@ -64,7 +65,7 @@ def on_cpu(value: Any, tell: Tell) -> Any:
 def without_gpu(func: Any, args: list[Any], kwargs: dict[str, Any], tell: Tell) -> Any:
     """Put the CPU into the arguments of a function of torch. Return the result of one that is about GPUs alone; None
     for others."""
-    if func in (Tensor.cuda, Tensor.pin_memory):
+    if func in (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream):
         if func is Tensor.cuda:
             tell(_CUDA_NOTE)
         return args[0]
@@ -328,6 +329,9 @@ def _wrappers(tell: Tell) -> list[Change]:
         tell("torch.compile was left out: the eager program was run")
         return (lambda function: function) if model is None else model
 
+    def spawn(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the script starts ranks by torch.multiprocessing, and here torchrun has started them")
+
     def compile_here(self: nn.Module, *_: Any, **__: Any) -> None:
         compiled(self)
 
@@ -336,8 +340,19 @@ def _wrappers(tell: Tell) -> list[Change]:
         *_sync_batch_norm(tell),
         (DataLoader, "__init__", loader),
         (torch, "compile", compiled),
+        *((torch.multiprocessing, name, spawn) for name in ("spawn", "start_processes")),
         (nn.Module, "compile", compile_here),
     ]
+
+
+class _Idle:
+    """An event or a stream of a GPU, where nothing runs on one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., float]:
+        return lambda *_, **__: 1.0  # a query says that all is done
 
 
 def _calls_of_cuda(here: Callable[[], int]) -> list[Change]:
@@ -348,6 +363,9 @@ def _calls_of_cuda(here: Callable[[], int]) -> list[Change]:
     return [
         *((cuda, name, lambda *a, **n: None) for name in idle),
         *((cuda, name, lambda *a, **n: 0) for name in numbers),
+        *((cuda, name, _Idle) for name in ("Event", "Stream", "current_stream", "default_stream")),
+        (cuda, "stream", lambda *a, **n: nullcontext()),
+        (cuda, "get_device_name", lambda *a, **n: "CPU"),
         (cuda, "current_device", here),
         (cuda, "device", lambda *a, **n: nullcontext()),
     ]

@@ -150,6 +150,28 @@ def test_ranks_of_accelerate_are_those_of_torchrun(tmp_path: Path) -> None:
     assert "data parts, by what the ranks took in: 0; 1 (ranks)" in report.notes
 
 
+def test_a_script_that_starts_its_ranks_decides_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "the script starts ranks by torch.multiprocessing" in report.findings[0].message
+
+
+SPAWNS = """
+import os
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def train(rank, world):
+    os.environ["MASTER_PORT"] = "29533"
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(2,), nprocs=2)
+"""
+
+
 ACCELERATED = """
 import torch
 from accelerate import Accelerator

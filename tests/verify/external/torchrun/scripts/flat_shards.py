@@ -35,8 +35,10 @@ model = FullyShardedDataParallel(
     use_orig_params=args.original,
     ignored_modules=[plain[2]] if args.broken == "ignored" else None,
 )
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for x, y in DataLoader(data, 8, sampler=DistributedSampler(data)):
+    begin.record()
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x.to(device)), y.to(local)).backward()
     if args.broken == "clip":
@@ -44,4 +46,7 @@ for x, y in DataLoader(data, 8, sampler=DistributedSampler(data)):
     else:
         model.clip_grad_norm_(100.0)
     optimizer.step()
+    end.record(torch.cuda.current_stream())
+    end.synchronize()
+    print(torch.cuda.get_device_name(local), begin.elapsed_time(end), "ms")
 dist.destroy_process_group()
