@@ -20,7 +20,7 @@ from verify.external.differential_run import ExternalCase, ExternalSettings
 from verify.external.observe_rank_run import RankRecord
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.dtensor_attention import register_attention
-from verify.external.ranks.fsdp_in_float64 import register_policies
+from verify.external.ranks.exact_throughout import exact_throughout
 from verify.external.ranks.run import RankRun, RanksFailed
 from verify.external.reference import (
     check_rows,
@@ -65,7 +65,7 @@ def verify_program(
 ) -> Report:
     """Verify a program in each of these dtypes. Raises NnscalerError for what cannot be run at all."""
     register_attention()
-    register_policies()
+    exact_throughout()
     how = settings or ExternalSettings()
     started = time.perf_counter()
     model = initial_model(program, how.seed)

@@ -115,6 +115,9 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
             "Something of the program was not compared with the model, or only where it changes nothing.",
             undecided=True,
         ),
+        "same_rows": Code(
+            "Ranks that average their gradients train on the same rows: they do the work of one.", undecided=True
+        ),
         "checkpoint_not_tried": Code(
             "The program could not be saved or loaded, so that no checkpoint was compared.",
             undecided=True,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from nnscaler.errors import NnscalerError
 from tests.verify.external import programs
 from tests.verify.external.programs import program
-from verify.external.ranks.fsdp_in_float64 import register_policies
+from verify.external.differential_run import ExternalSettings
+from verify.external.ranks.exact_throughout import exact_throughout
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
 
@@ -44,11 +51,70 @@ def test_wrong_gradients_under_mixed_precision_have_their_factor() -> None:
 
 
 def test_a_policy_is_its_authors_outside_of_float64() -> None:
-    register_policies()
+    exact_throughout()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (torch.bfloat16, None, False)
     assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     assert policy != MixedPrecisionPolicy(param_dtype=torch.float16, cast_forward_inputs=False)
+
+
+def divided_by(world: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """Make a hook that sends gradients in a dtype and divides their sum, in a callback that rounds as well."""
+
+    def averaged(mesh: DeviceMesh, bucket: dist.GradBucket) -> Any:
+        sent = dist.all_reduce(bucket.buffer().to(dtype), group=mesh.get_group(), async_op=True)
+        assert sent is not None
+        return sent.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0].float() / world))
+
+    averaged.__annotations__.clear()  # DDP takes none that are text
+    return averaged
+
+
+def hooked(hook: Callable[..., Any]) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = DistributedDataParallel(model, process_group=mesh.get_group())
+        made.register_comm_hook(mesh.get_group() if hook in COMPRESSING else mesh, hook)
+        return made
+
+    return parallelize
+
+
+COMPRESSING = (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+
+
+@pytest.mark.parametrize("executor", ["simulator", pytest.param("gloo", marks=pytest.mark.long)])
+@pytest.mark.parametrize("hook", [*COMPRESSING, divided_by(2, torch.bfloat16)])
+def test_hooks_that_compress_are_float64_in_a_run_in_float64(hook: Callable[..., Any], executor: str) -> None:
+    report = verify_program(program(hooked(hook), dp=2), ExternalSettings(executor))
+    assert report.verdict is Verdict.TESTED_EXACT, [f.message for f in report.findings]
+
+
+def test_wrong_gradients_of_hooks_that_compress_have_their_factor() -> None:
+    (finding,) = verify_program(program(hooked(divided_by(1, torch.bfloat16)), dp=2)).findings
+    assert (finding.code, finding.counter_example["factor"]) == ("gradient_differs", "2")
+
+
+def test_what_a_hook_rounds_is_compared_in_narrow_dtypes() -> None:
+    report = verify_program(program(hooked(divided_by(2, torch.bfloat16)), dp=2), dtypes=("float32",))
+    assert report.verdict is Verdict.TESTED_CALIBRATED, [f.message for f in report.findings]
+    assert any("communicates in bfloat16" in note for note in report.notes), report.notes
+
+
+class ComputedAgain(programs.Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return checkpoint(lambda x: super(ComputedAgain, self).forward(x.float(), y), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("executor", ["simulator", pytest.param("gloo", marks=pytest.mark.long)])
+def test_what_a_step_of_its_own_computes_again_is_float64_too(executor: str) -> None:
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = model(*batch)
+        loss.backward()
+        return loss.detach()
+
+    right = replace(program(programs.replicated, dp=2), model=lambda: ComputedAgain(0.2), step=step)
+    report = verify_program(right, ExternalSettings(executor))
+    assert report.verdict is Verdict.TESTED_EXACT, [f.message for f in report.findings]
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 
 from nnscaler.errors import NnscalerError
@@ -237,10 +236,8 @@ def on_gpus(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
     return torch.nn.parallel.DistributedDataParallel(model.cuda().to(device), device_ids=[device])
 
 
-def compressed(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-    made = torch.nn.parallel.DistributedDataParallel(model)
-    made.register_comm_hook(None, bf16_compress_hook)
-    return made
+def of_nccl(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    raise TypeError("this kernel wants NCCL 2.10")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -254,9 +251,24 @@ def test_what_is_moved_to_gpus_stays_on_the_cpu(dtype: str) -> None:
         torch.zeros(1).cuda()
 
 
-def test_what_only_gpus_have_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)  # torch's builds for GPUs take the hook, and run it on the CPU
-    report = verify_program(program(compressed, dp=2), QUICK)
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(6)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("synchronised", "verdict"), [(True, Verdict.TESTED_EXACT), (False, Verdict.REFUTED)])
+def test_batch_norms_over_the_rows_of_all_ranks(synchronised: bool, verdict: Verdict) -> None:
+    def parallelize(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        made = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) if synchronised else model
+        return torch.nn.parallel.DistributedDataParallel(made)
+
+    report = verify_program(program(parallelize, model=Normed, dp=3), QUICK)
+    assert report.verdict is verdict, [f.message for f in report.findings]
+
+
+def test_what_only_gpus_have_decides_nothing() -> None:
+    report = verify_program(program(of_nccl, dp=2), QUICK)
     assert (report.verdict, [f.code for f in report.findings]) == (Verdict.INCONCLUSIVE, ["nothing_checked"])
     assert "the program asks for a GPU, and there is none here: " in report.findings[0].message
     assert report.findings[0].help == WITHOUT_GPU

@@ -19,6 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # its defaults hold the default group of whoever imports it first: nobody's
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules import module as torch_module
 
 BACKEND = "nnscaler_ranks"
@@ -253,4 +254,24 @@ def rank_attributes() -> list[tuple[Any, str]]:
         if attention is not None and tensor is not None:
             names = ("_replaced_functions", "_dispatch_mode", "_cp_options")
             found += [(attention, name) for name in names if hasattr(attention, name)]
+    return found
+
+
+def flat_shards(module: torch.nn.Module) -> dict[int, tuple[tuple[int, ...], range]]:
+    """Return, for parameters that FullyShardedDataParallel has flattened and sharded, by `id`: the whole shape, and
+    which elements of it come first in the local tensor. What follows them is padding."""
+    found: dict[int, tuple[tuple[int, ...], range]] = {}
+    for part in FullyShardedDataParallel.fsdp_modules(module):
+        handle: Any = part._handle
+        if handle is None or not handle.uses_sharded_strategy:
+            continue
+        flat = handle.flat_param
+        if flat._params is None:
+            size, each = flat._unpadded_unsharded_size.numel(), flat._sharded_size.numel()
+            first = min(handle.rank * each, size)
+            found[id(flat)] = ((size,), range(first, min(first + each, size)))
+            continue
+        for parameter, shape, cut in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+            places = range(cut.intra_param_start_idx, cut.intra_param_end_idx + 1) if cut.in_shard else range(0)
+            found[id(parameter)] = (tuple(shape), places)
     return found

@@ -18,7 +18,6 @@ from verify.external.observe_rank_run import RankRecord
 from verify.external.parameter_mapping import RankPiece
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.reference import PlainReference, ReferenceStep
-from verify.external.torchrun.data_tensors import close
 from verify.external.torchrun.feed import Material, Way
 from verify.external.torchrun.left_open import idle_at_start, left_open
 from verify.external.torchrun.match_one_rank import (
@@ -109,7 +108,7 @@ def judge(
         if layout.count == 1 and (made or way in ("whole", "turns")):
             continue
         try:
-            attempt = _attempt(runner, name, records, layout, given, double, way)
+            attempt = attempt_of(runner, name, records, layout, given, double, way)
         except NotMatched as problem:
             reasons.append((way, str(problem)))
             continue
@@ -126,7 +125,7 @@ def judge(
     firm = sorted((attempt for attempt in made if attempt.firm), key=lambda attempt: _FIRMEST.index(attempt.way))
     chosen = (agreeing or firm or made)[0]
     if not chosen.agrees:
-        chosen = _explained(runner, chosen, made, double)
+        chosen = explained(runner, chosen, made, double)
     unseen = frozenset(name for record in records for name in record.unseen)
     if chosen.agrees:
         idle = idle_at_start(runner, chosen.run.reference, chosen.material, double, chosen.way)
@@ -146,7 +145,7 @@ def _ways(material: Material) -> Iterator[tuple[Way, Material]]:
         yield way, replace(material, draws=())
 
 
-def _attempt(
+def attempt_of(
     runner: ScriptRunner,
     name: str,
     records: Sequence[ScriptRecord],
@@ -155,6 +154,7 @@ def _attempt(
     double: bool,
     way: Way,
 ) -> Attempt:
+    """Compare the ranks with one rank that is fed in one way. Raises NotMatched, Failed."""
     made = runner.fed(double, material, way)
     steps = min(len(material.taken), *(len(record.steps) for record in made))
     seen = [loss for record in made for step in record.steps[:steps] for loss in step.losses]
@@ -217,7 +217,7 @@ def _noise(runner: ScriptRunner, material: Material, double: bool, way: Way, tru
     return Noise(noise, torch.finfo(truth.dtype).eps, double)
 
 
-def _explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
+def explained(runner: ScriptRunner, chosen: Attempt, made: Sequence[Attempt], double: bool) -> Attempt:
     """Judge again with the noise of an ill-conditioned model, and with the gradients of the data parts."""
     run = chosen.run
     if double and all(d.relative < _ROUNDING for result in chosen.compared for d in result.differences):
@@ -305,37 +305,6 @@ def _with_assumption(judged: Judged, made: Sequence[Attempt]) -> Judged:
     )
 
 
-def replicas(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> tuple[int, ...] | None:
-    """Return a number for each rank, equal for those that work together, where all take in the same data and compute
-    the same loss, and others average their gradients or should: a reduction that is missing does not show.
-
-    These are the ranks of DDP or FSDP, and those that hold the same elements of everything. None where there are none.
-    """
-    if judged.attempt is None or layout.count > 1 or len(layout.parts) == 1:
-        return None
-    run = judged.attempt.run
-    losses = [loss for record in run.records if (loss := record.steps[0].loss) is not None]
-    if any(not close(loss, losses[0]) for loss in losses):
-        return None  # each rank does a part of the work
-    wrapped = [record.replica for record in records if record.replica is not None]
-    holding = [
-        sorted((p.name, _first_and_last(p)) for p in r.pieces if p.kind == "parameter" and p.addresses is not None)
-        for r in run.records
-    ]
-    numbers = [holding[:rank].count(own) for rank, own in enumerate(holding)]
-    if len(wrapped) == len(records):
-        numbers = [number for number, _ in wrapped]
-    return tuple(numbers) if max(numbers) else None
-
-
-def counts_for_each_rank(judged: Judged, layout: Layout) -> bool:
-    """Return whether every rank takes in the same data, and all that differs is that many times the right value."""
-    if judged.attempt is None or layout.count > 1:
-        return False
-    causes = [d.cause for result in judged.attempt.compared for d in result.differences]
-    return bool(causes) and all(c.kind == "scaled" and abs(c.factor - len(layout.parts)) < 1e-3 for c in causes)
-
-
 # Ranks that hold the same elements.
 
 
@@ -376,7 +345,7 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
                 value = step.state.get(piece.local)
                 if value is None or piece.addresses is None or not value.numel() or piece.kind == "buffer":
                     continue
-                key = (piece.name, _first_and_last(piece))
+                key = (piece.name, first_and_last(piece))
                 other = first.setdefault(key, (piece, value))
                 if other[1] is value or other[1].shape != value.shape:
                     continue
@@ -389,7 +358,8 @@ def compare_replicas(records: Sequence[RankRecord]) -> ComparisonResult:
     return ComparisonResult("replicas bitwise equal", count, tuple(found))
 
 
-def _first_and_last(piece: RankPiece) -> str:
+def first_and_last(piece: RankPiece) -> str:
+    """Return what tells the elements of one piece from those of others, in a few characters."""
     addresses = piece.addresses
     if isinstance(addresses, range):
         return f"{addresses.start}:{addresses.stop}"

@@ -9,12 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
+import torch.multiprocessing
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -60,10 +65,13 @@ def on_cpu(value: Any, tell: Tell) -> Any:
 def without_gpu(func: Any, args: list[Any], kwargs: dict[str, Any], tell: Tell) -> Any:
     """Put the CPU into the arguments of a function of torch. Return the result of one that is about GPUs alone; None
     for others."""
-    if func in (Tensor.cuda, Tensor.pin_memory):
+    if func in (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream):
         if func is Tensor.cuda:
             tell(_CUDA_NOTE)
         return args[0]
+    if func is torch.device and args and type(args[0]) is int:
+        tell(_CUDA_NOTE)
+        return CPU
     if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
         tell(_CUDA_NOTE)
         args[1] = CPU
@@ -99,7 +107,7 @@ def cuda_is_the_cpu() -> Iterator[None]:
         del note
 
     preload()  # dynamo takes down torch's functions where it is imported
-    changes = [*_modules(untold), *_ddp(untold), *_calls_of_cuda(lambda: 0)]
+    changes = [*_modules(untold), *_ddp(untold), *_sync_batch_norm(untold), *_calls_of_cuda(lambda: 0)]
     with replaced(changes), OnCpu():
         yield
 
@@ -247,15 +255,63 @@ def _groups(tell: Tell, seen: Groups) -> list[Change]:
 
 
 def _ddp(tell: Tell) -> list[Change]:
-    """Keep DDP from asking for a GPU."""
-    wrap = DistributedDataParallel.__init__
+    """Keep DDP, and FSDP of the old kind, from asking for a GPU."""
+    shard = FullyShardedDataParallel.__init__
+    wrap, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     def ddp(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *a: Any, **n: Any) -> None:
         if device_ids or output_device is not None:
             tell(_CUDA_NOTE)
         wrap(self, module, None, None, *a, **n)
 
-    return [(DistributedDataParallel, "__init__", ddp)]
+    def register_comm_hook(self: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+        given = wraps(hook)(partial(hook))
+        given.__name__ = "hook"  # by the names of torch's own, DDP asks for NCCL
+        register(self, state, given)
+
+    def fsdp(self: Any, *args: Any, **named: Any) -> None:
+        if named.get("device_id", CPU) != CPU:
+            tell(_CUDA_NOTE)
+        shard(self, *args, **named | {"device_id": CPU})
+
+    return [
+        (FullyShardedDataParallel, "__init__", fsdp),
+        (DistributedDataParallel, "__init__", ddp),
+        (DistributedDataParallel, "register_comm_hook", register_comm_hook),
+    ]
+
+
+def _sync_batch_norm(tell: Tell) -> list[Change]:
+    """Compute a SyncBatchNorm by its definition, for which torch has kernels of GPUs alone: statistics over the rows of
+    all ranks. Over some of them it stays as it is, for one rank cannot do the same."""
+    on_gpus = nn.SyncBatchNorm.forward
+
+    def forward(self: nn.SyncBatchNorm, rows: Tensor) -> Tensor:
+        group = self.process_group or dist.group.WORLD
+        if not self.training or not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return _BatchNorm.forward(self, rows)
+        if dist.get_world_size(group) < dist.get_world_size():
+            return on_gpus(self, rows)
+        tell("SyncBatchNorm has no kernel on a CPU: it was computed by its definition")
+        dims = [0, *range(2, rows.dim())]
+        count = all_reduce(rows.new_full((), rows.numel() / rows.size(1)), group=group)
+        mean = all_reduce(rows.sum(dims, keepdim=True), group=group) / count
+        square = all_reduce((rows - mean).square().sum(dims, keepdim=True), group=group)
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            share = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            with torch.no_grad():
+                self.running_mean.lerp_(mean.flatten(), share)
+                self.running_var.lerp_(square.flatten() / (count - 1), share)
+        normal: Tensor = (rows - mean) * (square / count + self.eps).rsqrt()
+        shape = mean.shape
+        normal = normal if self.weight is None else normal * self.weight.view(shape)
+        return normal if self.bias is None else normal + self.bias.view(shape)
+
+    return [
+        (nn.SyncBatchNorm, "forward", forward),
+        (DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None),  # it refuses what is on a CPU
+    ]
 
 
 def _wrappers(tell: Tell) -> list[Change]:
@@ -273,15 +329,30 @@ def _wrappers(tell: Tell) -> list[Change]:
         tell("torch.compile was left out: the eager program was run")
         return (lambda function: function) if model is None else model
 
+    def spawn(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the script starts ranks by torch.multiprocessing, and here torchrun has started them")
+
     def compile_here(self: nn.Module, *_: Any, **__: Any) -> None:
         compiled(self)
 
     return [
         *_ddp(tell),
+        *_sync_batch_norm(tell),
         (DataLoader, "__init__", loader),
         (torch, "compile", compiled),
+        *((torch.multiprocessing, name, spawn) for name in ("spawn", "start_processes")),
         (nn.Module, "compile", compile_here),
     ]
+
+
+class _Idle:
+    """An event or a stream of a GPU, where nothing runs on one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., float]:
+        return lambda *_, **__: 1.0  # a query says that all is done
 
 
 def _calls_of_cuda(here: Callable[[], int]) -> list[Change]:
@@ -292,6 +363,9 @@ def _calls_of_cuda(here: Callable[[], int]) -> list[Change]:
     return [
         *((cuda, name, lambda *a, **n: None) for name in idle),
         *((cuda, name, lambda *a, **n: 0) for name in numbers),
+        *((cuda, name, _Idle) for name in ("Event", "Stream", "current_stream", "default_stream")),
+        (cuda, "stream", lambda *a, **n: nullcontext()),
+        (cuda, "get_device_name", lambda *a, **n: "CPU"),
         (cuda, "current_device", here),
         (cuda, "device", lambda *a, **n: nullcontext()),
     ]

@@ -21,6 +21,11 @@ from verify.external.torchrun.records import Settings, Tensors
 Take = Callable[[str, Tensors], Tensors]  # kind of event, and what came in -> what is to be used
 _READS: frozenset[Any] = frozenset((Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.tolist))
 _OF_MODEL = "_nnscaler_of_model"  # marks a tensor without a graph that a model had a part in
+_OF_GRADIENTS = "_nnscaler_of_gradients"  # marks what a script computes of gradients that it reads
+_NORMS = frozenset(
+    ("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "square", "pow", "__pow__", "dot", "sum", "max",
+     "amax", "clamp", "clamp_", "clip", "clip_", "_foreach_clamp_max_", "_foreach_clamp_min_")
+)  # fmt: skip
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))  # code that is no script's
 # of numbers; torch.randperm draws an order in which data are taken, and is no row of them
 _DRAWS: frozenset[Any] = frozenset(
@@ -87,12 +92,14 @@ class ScriptMode(TorchFunctionMode):
 
     dropped  a function was kept from dropping something
     numbers  of Python that the script reads from data that no model had a part in, such as counts of labels, in order
+    measured the script takes a norm of gradients in code of its own, or limits them
     """
 
     def __init__(
         self,
         tell: Tell,
         outside: Callable[[], bool],
+        own: Callable[[], bool],
         take: Take,
         draw: Callable[[Tensor], Tensor],
         dropout: bool,
@@ -100,6 +107,9 @@ class ScriptMode(TorchFunctionMode):
         super().__init__()
         self.dropped = False
         self.numbers: list[float] = []
+        self.measured = False
+        self._gradients: set[int] = set()  # where those lie that the script reads
+        self._own = own  # code of the script, gradients on or off
         self._draw = draw
         self._dropout = dropout
         self._tell = tell
@@ -122,8 +132,26 @@ class ScriptMode(TorchFunctionMode):
         if self._outside() and func.__name__ not in ("__get__", "__set__") and _meets_data(given, named):
             given, named = exchanged([given, named], "target", self._take)
         made = func(*given, **named)
+        self._follow_gradients(func, given, named, made)
         self._follow(func, given, named, made, sys._getframe(1).f_code.co_filename)
         return self._draw(made) if func in _DRAWS and self._outside() and is_data(made) else made
+
+    def _follow_gradients(
+        self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any
+    ) -> None:
+        """Note whether the script measures gradients that it reads."""
+        if self.measured or not self._own():
+            return
+        if getattr(func, "__self__", None) is Tensor.grad:
+            self._gradients |= {_storage(made)} if isinstance(made, Tensor) else set()
+        elif any(isinstance(value, Tensor) and self._of_gradients(value) for value in _values(given, named)):
+            self.measured = func.__name__ in _NORMS
+            for one in made if isinstance(made, tuple | list) else (made,):
+                if isinstance(one, Tensor):
+                    setattr(one, _OF_GRADIENTS, True)
+
+    def _of_gradients(self, tensor: Tensor) -> bool:
+        return hasattr(tensor, _OF_GRADIENTS) or bool(self._gradients and _storage(tensor) in self._gradients)
 
     def _follow(
         self, func: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], made: Any, caller: str
@@ -143,6 +171,11 @@ class ScriptMode(TorchFunctionMode):
 def _values(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
     values = [*given, *named.values()]
     return values + [part for value in given if isinstance(value, tuple | list) for part in value]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return where a tensor lies in memory: what `to_local`, `detach` and views return lies there too."""
+    return 0 if tensor.is_meta else local_value(tensor).untyped_storage().data_ptr()
 
 
 def _meets_data(given: Sequence[Any], named: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,33 @@ from verify.external.parameter_mapping import Addresses, Kind
 Tensors = tuple[Tensor, ...]
 Settings = Mapping[str, float | tuple[float, ...]]  # of a group of parameters
 Events = Mapping[str, tuple[Tensors, ...]]  # "batch 0", "input" or "target" -> what came in, in order
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a script is started on one rank.
+
+    words   of the command line after `torchrun`: a file, or `-m` and a module, and its arguments
+    rank    and how many `ranks` there are
+    store   a file through which they find each other; None: torch is told elsewhere how
+    steps   of each optimizer that are watched
+    double  every floating-point tensor is float64
+    vary    the data are made others on every rank of another number; None: they stay
+    devices that torch.accelerator counts; 0: one for each rank
+    dropout is on
+    louder  factor of every gradient
+    """
+
+    words: tuple[str, ...]
+    rank: int
+    ranks: int
+    store: Path | None
+    steps: int
+    double: bool
+    vary: int | None = None
+    devices: int = 0
+    dropout: bool = False
+    louder: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +111,7 @@ class ScriptRecord:
     dropped  it would drop something, and was kept from it
     draws    random numbers that it drew for itself, outside of its models
     numbers  of Python that it read from its data, outside of its models
+    measured it took norms of gradients by itself, outside of optimizers and of torch's clipping
     """
 
     rank: int
@@ -99,6 +128,7 @@ class ScriptRecord:
     dropped: bool = False
     draws: Tensors = ()
     numbers: tuple[float, ...] = ()
+    measured: bool = False
 
 
 class Stopped(BaseException):

@@ -16,10 +16,9 @@ from nnscaler.atomic_writes import save_tensors
 from verify.external.ranks.run import run_ranks
 from verify.external.ranks.torch_private import FileStore, bare_gloo
 from verify.external.torchrun.feed import Material, RanksFeed, Way
-from verify.external.torchrun.records import ScriptRecord
+from verify.external.torchrun.records import ScriptRecord, Start
 from verify.external.torchrun.reference_processes import NotMatched, redirect, run_apart
 from verify.external.torchrun.run_watched_script import run_script
-from verify.external.torchrun.watch import Start
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class ScriptRunner:
     timeout  seconds of one run
     folder   for what the processes leave
     parts    the mean over the data parts, each by itself, is right
+    louder   factor of every gradient
     """
 
     words: tuple[str, ...]
@@ -40,6 +40,7 @@ class ScriptRunner:
     timeout: float
     folder: Path
     parts: bool = False
+    louder: float = 1.0
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def on_ranks(
@@ -54,7 +55,7 @@ class ScriptRunner:
         def on_rank(rank: int) -> None:
             redirect(folder / f"output-{rank}")
             other = None if vary is None else vary[rank]
-            start = Start(self.words, rank, self.ranks, None, self.steps, double, other, dropout=dropout)
+            start = Start(self.words, rank, self.ranks, None, self.steps, double, other, 0, dropout, self.louder)
             try:
                 run_script(start, _saver(folder, rank))
             finally:
@@ -86,7 +87,8 @@ class ScriptRunner:
             notes: list[str] = []
             add_up = _adder(folder / "parts", part, count) if count > 1 else None
             feed = RanksFeed(material, way, notes.append, part, add_up)
-            start = Start(self.words, 0, 1, folder / f"store-{part}", self.steps, double, devices=self.ranks)
+            store = folder / f"store-{part}"
+            start = Start(self.words, 0, 1, store, self.steps, double, devices=self.ranks, louder=self.louder)
             run_script(start, _saver(folder, part, notes), feed)
 
         run_apart(task, count, self.timeout, folder)

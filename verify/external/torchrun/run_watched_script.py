@@ -16,12 +16,12 @@ from verify.evidence.inputs.random_state import seed_all
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.feed import RanksFeed
-from verify.external.torchrun.records import ScriptRecord, Stopped
-from verify.external.torchrun.watch import ScriptWatch, Start
+from verify.external.torchrun.records import ScriptRecord, Start, Stopped
+from verify.external.torchrun.watch import ScriptWatch
 
 
 def torchrun_environment(start: Start) -> Mapping[str, str]:
-    """Return the variables that torchrun sets."""
+    """Return the variables that torchrun sets, and one by which a library knows that the CPU is meant."""
     rank, size = str(start.rank), str(start.ranks)
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank),
@@ -33,6 +33,7 @@ def torchrun_environment(start: Start) -> Mapping[str, str]:
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RUN_ID": "none",
         "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",  # else accelerate takes ranks without GPUs for processes by themselves
     }
 
 

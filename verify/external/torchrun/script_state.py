@@ -32,17 +32,24 @@ from verify.external.parameter_mapping import (
     layout_words,
     local_value,
 )
+from verify.external.ranks.torch_private import flat_shards
 from verify.external.torchrun.records import HeldInScript
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of a script. `names`: the first one is for reports; `given`: a run on one rank gives it its start."""
+    """A tensor of a script. `names`: the first one is for reports; `given`: a run on one rank gives it its start;
+    `shard`: the whole shape, and the elements, of what FullyShardedDataParallel flattened."""
 
     tensor: Tensor
     names: tuple[str, ...]
     kind: Kind
     given: bool = True
+    shard: tuple[tuple[int, ...], range] | None = None
+
+    def local(self, value: Tensor) -> Tensor:
+        """Return the tensor or its gradient as this rank holds it, without padding."""
+        return value if self.shard is None else value.reshape(-1)[: len(self.shard[1])]
 
 
 class ScriptState:
@@ -110,7 +117,7 @@ class ScriptState:
         """Take the values that tensors have now for those at the start."""
         for one in found:
             self.held[one.names[0]] = held(one)
-            self.start[one.names[0]] = local_value(one.tensor).clone()
+            self.start[one.names[0]] = one.local(local_value(one.tensor)).clone()
 
     def tensors(self) -> list[StateTensor]:
         """Return every tensor that is known, once."""
@@ -135,11 +142,12 @@ class ScriptState:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return copies of the local gradients, by name."""
-        return {name: local_gradient(parameter) for name, parameter in self.parameters().items()}
+        found = {one: local_gradient(one.tensor) for one in self.tensors() if one.kind == "parameter"}
+        return {one.names[0]: None if value is None else one.local(value) for one, value in found.items()}
 
     def values(self) -> dict[str, Tensor]:
         """Return copies of the local values, by name, of what has its shape at the start."""
-        found = {one.names[0]: local_value(one.tensor) for one in self.tensors()}
+        found = {one.names[0]: one.local(local_value(one.tensor)) for one in self.tensors()}
         return {
             name: value.clone()
             for name, value in found.items()
@@ -235,6 +243,7 @@ def outermost(module: nn.Module) -> nn.Module:
 
 def tensors_of_module(root: nn.Module, before: str, aside: bool = False) -> Iterator[StateTensor]:
     """Yield each parameter and buffer of a module once, with all names that it has, each after `before`."""
+    shards = flat_shards(root)
     parameters: Iterable[tuple[str, Tensor]] = root.named_parameters(remove_duplicate=False)
     buffers: Iterable[tuple[str, Tensor]] = root.named_buffers(remove_duplicate=False)
     for named, trains in ((parameters, True), (buffers, False)):
@@ -245,7 +254,8 @@ def tensors_of_module(root: nn.Module, before: str, aside: bool = False) -> Iter
             names.setdefault(id(tensor), []).append(before + (clean_name(name) or name))
         for key, tensor in found.items():
             every = tuple(dict.fromkeys(names[key]))
-            yield StateTensor(tensor, every, "parameter" if trains and not aside else "buffer", trains)
+            kind: Kind = "parameter" if trains and not aside else "buffer"
+            yield StateTensor(tensor, every, kind, trains, shards.get(key))
 
 
 def held(one: StateTensor) -> HeldInScript:
@@ -258,4 +268,7 @@ def held(one: StateTensor) -> HeldInScript:
         shapes = {name: tensor.shape}
         places = claimed(tensor, name, StateMap({name: 0}, shapes, {name: "parameter"}, tensor.numel(), (name,)))
     trained = tensor.requires_grad and one.kind == "parameter"
+    if one.shard is not None:
+        whole, places = one.shard
+        return HeldInScript(name, whole, (len(places),), places, "FSDP", trained, one.names[1:], one.kind)
     return HeldInScript(name, whole, shape, places, layout_words(tensor), trained, one.names[1:], one.kind)

@@ -12,15 +12,17 @@ import torch
 
 from op_registry.spec import SourceLocation
 
-from verify.external.ranks.fsdp_in_float64 import register_policies
+from verify.external.ranks.exact_throughout import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
-from verify.external.torchrun.compare_with_one_rank import SAID, Judged, counts_for_each_rank, judge, replicas
+from verify.external.torchrun.clipped_by_hand import with_larger_gradients
+from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.external.torchrun.run_watched_script import check_words
+from verify.external.torchrun.same_rows import counts_for_each_rank, replicas, same_rows
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -34,7 +36,7 @@ _CHECK_FILE = (
     "let it run as `torchrun --nproc-per-node 1` would start it, with WORLD_SIZE=1, which a test of the number of "
     "ranks may forbid; or write a check file, whose `model()` is the plain model: docs/verify-external.md"
 )
-_SAME_ROWS = "every rank takes in the same data: data-parallel ranks then do the work of one (is a sampler missing?)"
+_SAME_ROWS = "ranks that average their gradients take in the same data, and do the work of one"
 Progress = Callable[[str], None]
 
 
@@ -57,7 +59,7 @@ def verify_script(
     Raises NnscalerError `usage`, `no_such_file`.
     """
     started = time.perf_counter()
-    register_policies()
+    exact_throughout()
     given = check_words(words)
     name = " ".join(given)
     with tempfile.TemporaryDirectory(prefix="nnscaler-torchrun-", ignore_cleanup_errors=True) as folder:
@@ -104,7 +106,8 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
     apart = replicas(judged, layout, records)
     if judged.passes and apart is not None:
         progress(f"{name}, with other data on every rank")
-        return _varied(runner, name, double, notes, used, apart)
+        again = same_rows(records, layout, apart)
+        return _varied(runner, name, double, [*notes, *([] if again else [_SAME_ROWS])], used, apart, again)
     if counts_for_each_rank(judged, layout):
         progress(f"{name}, with other data on every rank")
         other = _on_other_data(runner, name, double, range(runner.ranks))
@@ -113,26 +116,35 @@ def _verify(runner: ScriptRunner, name: str, double: bool, progress: Progress) -
             notes.append(_EQUAL_BY_SEED)
             return *_outcome(other.judged), (*notes, *_said(other.judged, other.layout, other.records)), used
     notes += _said(judged, layout, records)
+    judged = with_larger_gradients(runner, name, judged, records, layout, double)
     return *_outcome(judged), tuple(notes), used
 
 
 def _varied(
-    runner: ScriptRunner, name: str, double: bool, notes: list[str], used: str, apart: Sequence[int]
+    runner: ScriptRunner,
+    name: str,
+    double: bool,
+    notes: list[str],
+    used: str,
+    apart: Sequence[int],
+    again: tuple[Check, Finding] | None,
 ) -> Outcome:
     """Verify a script whose ranks do the same once more, with other data on ranks of other numbers.
 
     As they are, they agree with one rank: that would hide a missing reduction. Where they disagree with other data,
-    nothing is decided, for the script may rely on equal ones.
+    nothing is decided, for the script may rely on equal ones. `again`: what is open though they agree.
     """
-    notes = [*notes, _SAME_ROWS]
-    message = "every rank takes in the same data and computes the same loss: an average over ranks changes nothing"
+    message = "ranks take in the same data and compute the same loss: an average over them changes nothing"
     other = _on_other_data(runner, name, double, apart)
     if isinstance(other, str):
         return *_undecided(f"{message}{other}", None, "not_compared"), tuple(notes), used
     judged = other.judged
     if judged.passes:
         notes.append("with other data on every rank, made from its own, all of the following agrees")
-        return *_outcome(judged), (*notes, *_said(judged, other.layout, other.records)), used
+        judged = with_larger_gradients(runner, name, judged, other.records, other.layout, double, apart)
+        checks, found = _outcome(judged)
+        checks, found = (checks, found) if again is None else ((*checks, again[0]), (*found, again[1]))
+        return checks, found, (*notes, *_said(judged, other.layout, other.records)), used
     why = [f"{finding.message}: {finding.cause}" for finding in judged.findings[:1]]
     why += [reason for _, reason in judged.reasons[:1]] if not why else []
     message = f"{message}. With other data on every rank they do not work together: {'; '.join(why)}"
@@ -238,6 +250,19 @@ def _same_gradient(one: ScriptRecord, other: ScriptRecord, name: str) -> bool:
     return a is not None and b is not None and bool(a.abs().max() > 0) and torch.equal(a, b)
 
 
+def _unequal_settings(records: Sequence[ScriptRecord]) -> str | None:
+    """Say which number of the optimizer is another one on some rank, in the first step in which one is."""
+    for number, steps in enumerate(zip(*(record.steps for record in records), strict=False)):
+        first = steps[0].settings
+        for record, step in zip(records, steps, strict=True):
+            for here, there in zip(step.settings, first, strict=False):
+                for name in here:
+                    if name in there and here[name] != there[name]:
+                        values = f"{here[name]} on rank {record.rank}, and {there[name]} on rank 0"
+                        return f"in step {number}, the optimizer's {name} is {values}"
+    return None
+
+
 def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> list[str]:
     """Say what was assumed."""
     notes = []
@@ -260,6 +285,8 @@ def _said(judged: Judged, layout: Layout, records: Sequence[ScriptRecord]) -> li
         by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
         if by_value:
             notes.append(f"which part a rank holds was found from the values at the start: {', '.join(by_value)}")
+    if not judged.passes and (unequal := _unequal_settings(records)) is not None:
+        notes.append(unequal)
     if any(record.drew for record in records):
         notes.append("the forward pass draws random numbers")
     return notes

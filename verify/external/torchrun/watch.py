@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,35 +29,10 @@ from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied
 from verify.external.torchrun.feed import RanksFeed
-from verify.external.torchrun.records import ScriptRecord, SeenStep, Stopped, Tensors
+from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stopped, Tensors
 from verify.external.torchrun.script_state import ScriptState
 
 _DRAWN = 1_000_000  # elements; larger draws are data sets, of which batches come in
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a script is started on one rank.
-
-    words   of the command line after `torchrun`: a file, or `-m` and a module, and its arguments
-    rank    and how many `ranks` there are
-    store   a file through which they find each other; None: torch is told elsewhere how
-    steps   of each optimizer that are watched
-    double  every floating-point tensor is float64
-    vary    the data are made others on every rank of another number; None: they stay
-    devices that torch.accelerator counts; 0: one for each rank
-    dropout is on
-    """
-
-    words: tuple[str, ...]
-    rank: int
-    ranks: int
-    store: Path | None
-    steps: int
-    double: bool
-    vary: int | None = None
-    devices: int = 0
-    dropout: bool = False
 
 
 class ScriptWatch:
@@ -68,9 +42,9 @@ class ScriptWatch:
         self.notes: dict[str, None] = {}
         self.groups: list[tuple[int, ...]] = []
         self._rank, self._wanted, self._double, self._vary = start.rank, start.steps, start.double, start.vary
-        self._save, self._feed = save, feed
+        self._save, self._feed, self._louder = save, feed, start.louder
         self._inside = 0  # models, backward passes and schedules that run
-        self._stepping = 0
+        self._stepping = self._clips = 0
         self._state = ScriptState()
         self._events: dict[str, list[Tensors]] = {}
         self._draws: list[Tensor] = []
@@ -82,7 +56,7 @@ class ScriptWatch:
         self._steps: list[SeenStep] = []
         self._made: dict[int, int] = {}  # optimizer -> its steps
         self._drew = self._stopped = self._scheduled = False
-        self._mode = ScriptMode(self.tell, self._outside, self._take, self._draw, start.dropout)
+        self._mode = ScriptMode(self.tell, self._outside, self._own_code, self._take, self._draw, start.dropout)
 
     @property
     def stopped(self) -> bool:
@@ -133,12 +107,16 @@ class ScriptWatch:
             self._mode.dropped,
             tuple(self._draws),
             tuple(self._mode.numbers),
+            self._mode.measured,
         )
 
     # Data.
 
     def _outside(self) -> bool:
         return not self._inside and not self._stepping and torch.is_grad_enabled()
+
+    def _own_code(self) -> bool:
+        return not (self._inside or self._stepping or self._clips)
 
     def _take(self, kind: str, tensors: Tensors) -> Tensors:
         """Count an event, and return what is to be used."""
@@ -189,22 +167,18 @@ class ScriptWatch:
                 return autograd(tensors, grad_tensors, *rest, **named)
             roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
             self._losses += [_scalar(root) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+            if self._louder != 1:
+                with torch.enable_grad():
+                    tensors = tuple(root * self._louder if isinstance(root, Tensor) else root for root in roots)
             with self._differentiating():
                 autograd(tensors, grad_tensors, *rest, **named)
             return None
-
-        def tensor_backward(
-            this: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
-        ) -> None:
-            # torch's own would leave our modes for the time that it runs, and with them what is computed again
-            torch.autograd.backward(this, gradient, retain_graph, create_graph, inputs=inputs)
 
         return [
             (nn.Module, "__call__", called),
             (DataLoader, "__iter__", loaded),
             (Optimizer, "add_param_group", added),
             (torch.autograd, "backward", backward),
-            (Tensor, "backward", tensor_backward),
             (schedules.PipelineScheduleSingle, "step", self._schedule(single)),
             (schedules.PipelineScheduleMulti, "step", self._schedule(several)),
             *self._clipping(),
@@ -216,23 +190,31 @@ class ScriptWatch:
         clip, by_norm = nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_
         sharded = FullyShardedDataParallel.clip_grad_norm_
 
-        def clipped(*args: Any, **named: Any) -> Any:
-            return self._noted(clip(*args, **named))
+        def noting(function: Callable[..., Any], norm_of: Callable[..., Any]) -> Callable[..., Any]:
+            def clipped(*args: Any, **named: Any) -> Any:
+                before = len(self._norms)
+                self._clips += 1
+                try:
+                    made = function(*args, **named)
+                finally:
+                    self._clips -= 1
+                if len(self._norms) == before:  # else a function that it calls has noted it
+                    self._noted(norm_of(made, *args, **named))
+                return made
 
-        def clipped_by(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **named: Any) -> None:
-            self._noted(total_norm)
-            by_norm(parameters, max_norm, total_norm, *args, **named)
+            return clipped
 
-        def clipped_sharded(*args: Any, **named: Any) -> Any:
-            before = len(self._norms)
-            norm = sharded(*args, **named)  # one that shards nothing calls torch's function, which is noted
-            return norm if len(self._norms) > before else self._noted(norm)
+        def returned(made: Any, *_: Any, **__: Any) -> Any:
+            return made
 
-        owners = (nn.utils, nn.utils.clip_grad)
+        def given(*args: Any, total_norm: Any = None, **_: Any) -> Any:
+            return args[3] if total_norm is None else total_norm  # after what is returned, parameters and the limit
+
+        owners, by_itself = (nn.utils, nn.utils.clip_grad), noting(clip, returned)
         return [
-            *((owner, "clip_grad_norm_", clipped) for owner in owners),
-            *((owner, "clip_grads_with_norm_", clipped_by) for owner in owners),
-            (FullyShardedDataParallel, "clip_grad_norm_", clipped_sharded),
+            *((owner, "clip_grad_norm_", by_itself) for owner in owners),
+            *((owner, "clip_grads_with_norm_", noting(by_norm, given)) for owner in owners),
+            (FullyShardedDataParallel, "clip_grad_norm_", noting(sharded, returned)),
         ]
 
     def _noted(self, norm: Any) -> Any:
@@ -248,12 +230,15 @@ class ScriptWatch:
             (target,) = self._given("target", (target,) if target is not None else ()) or (None,)
             losses = [] if losses is None else losses
             before = len(losses)
-            self._scheduled = True
+            self._scheduled, loss_of = True, this._loss_fn
+            if self._louder != 1 and loss_of is not None:
+                this._loss_fn = lambda *given: loss_of(*given) * self._louder
             try:
                 with self._differentiating():
                     output = step(this, *args, target=target, losses=losses, **named)
             finally:
-                self._scheduled = False
+                self._scheduled, this._loss_fn = False, loss_of
+            losses[before:] = [loss / self._louder for loss in losses[before:]]
             found = [_scalar(loss) for loss in losses[before:] if isinstance(loss, Tensor) and loss.numel() == 1]
             if found:
                 self._losses.append(torch.stack(found).mean())

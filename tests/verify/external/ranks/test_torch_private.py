@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor.experimental  # loads the module of context parallelism
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
@@ -226,6 +228,29 @@ def test_fake_tensors_are_made_in_memory_that_is_told() -> None:
     part = trace.new_fake_view(mode, whole, (2, 6), (6, 1), 12, torch.device("cpu"))
     assert (whole.shape, part.shape, part.storage_offset()) == ((4, 6), (2, 6), 12)
     assert whole.untyped_storage()._cdata == part.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_flattened_parameters_tell_their_elements(original: bool) -> None:
+    def on_rank(rank: int) -> list[tuple[tuple[int, ...], range, bool]]:
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 5)
+        whole = {(5, 3): plain.weight.detach().flatten(), (5,): plain.bias.detach()}
+        whole[20,] = torch.cat([plain.weight.detach().flatten(), plain.bias.detach()])
+        made = FullyShardedDataParallel(plain, device_id=torch.device("cpu"), use_orig_params=original)
+        shards, found = private.flat_shards(made), []
+        for parameter in made.parameters():
+            shape, places = shards[id(parameter)]
+            same = torch.equal(parameter.detach()[: len(places)], whole[shape][places.start : places.stop])
+            found.append((shape, places, same))
+        return found
+
+    runs = run_ranks(on_rank, 3, "gloo").results
+    assert all(same for run in runs for _, _, same in run)
+    assert sorted(place for run in runs for shape, places, _ in run if shape == (5,) for place in places) == (
+        [0, 1, 2, 3, 4] if original else []
+    )
+    assert sum(len(places) for run in runs for _, places, _ in run) == 20
 
 
 def test_autograd_numbers_its_nodes() -> None:

@@ -22,16 +22,22 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("ddp_toy.py", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("sampler.py", 2, WHOLE, marks=pytest.mark.long),
         ("sampler.py --batch-size 5", 3, WHOLE),
+        ("sampler.py --evaluate", 2, WHOLE),
         pytest.param("sampler.py", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("by_hand.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("by_hand.py --loss sum", 3, OWN, marks=pytest.mark.long),
         pytest.param("by_hand.py", 4, OWN, marks=pytest.mark.long),
         ("by_hand.py --inside", 2, OWN),
         ("by_hand.py --owned", 2, OWN),
+        ("by_hand.py --owned --clip", 2, OWN),
         pytest.param("by_hand.py --owned", 3, OWN, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py", 2, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py", 3, PART, marks=pytest.mark.long),
         pytest.param("fsdp_transformer.py --same-rows", 4, PART, marks=pytest.mark.long),
+        ("flat_shards.py --layers", 2, WHOLE),
+        ("flat_shards.py --original", 3, WHOLE),
+        pytest.param("flat_shards.py", 3, WHOLE, marks=pytest.mark.long),
+        pytest.param("flat_shards.py --layers --original", 2, WHOLE, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 3, OWN, marks=pytest.mark.long),
         pytest.param("tensor_parallel.py", 4, OWN, marks=pytest.mark.long),
@@ -41,6 +47,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("two_dimensions.py --same-rows", 4, WHOLE, marks=pytest.mark.long),
         pytest.param("pipeline.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --schedule 1f1b", 3, OWN, marks=pytest.mark.long),
+        pytest.param("pipeline.py --clip", 2, OWN, marks=pytest.mark.long),
         pytest.param("pipeline.py --schedule 1f1b", 4, OWN, marks=pytest.mark.long),
         ("gpt_train.py", 2, TURNS),
         pytest.param("gpt_train.py --compiled=", 3, TURNS, marks=pytest.mark.long),
@@ -48,6 +55,7 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("accumulate.py", 2, WHOLE, marks=pytest.mark.long),
         ("accumulate.py --batch-norm", 3, PART),
         pytest.param("accumulate.py --batch-norm --unsent", 3, PART, marks=pytest.mark.long),
+        ("accumulate.py --batch-norm --sync", 3, WHOLE),
         ("kept_state.py", 2, OWN),
         pytest.param("accumulate.py --accumulate 3", 4, WHOLE, marks=pytest.mark.long),
         ("loops.py counts", 3, WHOLE),
@@ -56,6 +64,9 @@ TURNS, PART = "in turn", "on each data part by itself"
         pytest.param("loops.py two", 2, WHOLE, marks=pytest.mark.long),
         ("loops.py closure", 2, WHOLE),
         pytest.param("loops.py inside", 2, WHOLE, marks=pytest.mark.long),
+        ("loops.py bf16", 3, WHOLE),
+        ("loops.py again", 2, WHOLE),
+        pytest.param("loops.py again --reentrant", 2, WHOLE, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 2, OWN, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 3, OWN, marks=pytest.mark.long),
         pytest.param("megatron_style.py", 4, OWN, marks=pytest.mark.long),
@@ -87,10 +98,9 @@ def test_data_parts_are_those_of_the_mesh() -> None:
 
 
 @pytest.mark.long
-def test_without_a_sampler_the_reduction_is_tried_on_other_rows() -> None:
-    report = verified("sampler.py --broken sampler", 2)
-    assert report.verdict.passes, told(report)
-    assert any("is a sampler missing?" in note for note in report.notes), told(report)
+def test_equal_rows_that_a_script_draws_are_told_in_a_note() -> None:
+    report = verified("two_dimensions.py --same-rows", 4)
+    assert any("take in the same data, and do the work of one" in note for note in report.notes), told(report)
     assert any(note.startswith("with other data on every rank") for note in report.notes), told(report)
 
 
@@ -128,6 +138,58 @@ for _ in range(4):
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
+"""
+
+
+def test_ranks_of_accelerate_are_those_of_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "accelerated.py"
+    script.write_text(ACCELERATED)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.TESTED_EXACT, told(report)
+    assert "data parts, by what the ranks took in: 0; 1 (ranks)" in report.notes
+
+
+def test_a_script_that_starts_its_ranks_decides_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS)
+    report = verify_script([str(script)], ranks=2)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "the script starts ranks by torch.multiprocessing" in report.findings[0].message
+
+
+SPAWNS = """
+import os
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def train(rank, world):
+    os.environ["MASTER_PORT"] = "29533"
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(2,), nprocs=2)
+"""
+
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+torch.manual_seed(0)
+data = DataLoader(TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,))), batch_size=4, shuffle=True)
+model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), data)
+for x, y in data:
+    with accelerator.accumulate(model):
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
 """
 
 

@@ -42,6 +42,14 @@ from verify.results.verdict import Verdict
             "by_hand.py --owned --broken reduce", 2, "gradient_differs", "missing_reduction", marks=pytest.mark.long
         ),
         ("by_hand.py --broken norm", 2, "gradient_norm_differs", "differs"),
+        ("flat_shards.py --broken clip", 2, "gradient_norm_differs", "missing_reduction"),
+        pytest.param(
+            "flat_shards.py --original --broken ignored",
+            3,
+            "gradient_differs",
+            "missing_reduction",
+            marks=pytest.mark.long,
+        ),
         pytest.param("kept_state.py --broken weights", 2, "buffer_differs", "scaled", marks=pytest.mark.long),
     ],
 )
@@ -56,6 +64,23 @@ def test_only_what_is_not_reduced_is_named() -> None:
     report = verified("by_hand.py --broken late", 2)
     (finding,) = (finding for finding in report.findings if finding.code == "gradient_differs")
     assert finding.counter_example["tensors"] == "0.bias, 2.bias, 2.weight"
+
+
+@pytest.mark.parametrize(
+    "command", ["by_hand.py --owned --clip", pytest.param("pipeline.py --layers 4", marks=pytest.mark.long)]
+)
+def test_clipping_by_hand_is_tried_beyond_its_limit(command: str) -> None:
+    report = verified(f"{command} --broken clip", 2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    assert [check.name for check in report.checks if not check.verdict.passes] == ["gradients beyond a limit"]
+    assert {finding.code for finding in report.findings} == {"gradient_differs"}
+    assert all("16384 times as large" in finding.message for finding in report.findings)
+
+
+def test_numbers_of_optimizers_that_differ_are_told() -> None:
+    report = verified("by_hand.py --broken rate", 2)
+    assert [finding.code for finding in report.findings] == ["parameter_differs"], told(report)
+    assert "in step 0, the optimizer's lr is 0.2 on rank 1, and 0.1 on rank 0" in report.notes, told(report)
 
 
 def test_replicas_that_nobody_made_equal() -> None:
@@ -93,6 +118,28 @@ def test_what_cannot_be_compared_is_named(command: str, words: str) -> None:
     finding = report.findings[-1]
     assert finding.code == "not_compared" and words in finding.message, told(report)
     assert finding.help is not None
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks", "same"),
+    [
+        ("sampler.py --broken sampler", 2, "ranks 0 and 1 take in the same rows"),
+        ("sampler.py --broken pairs", 4, "ranks 0 and 1, ranks 2 and 3 take in the same rows"),
+        pytest.param("by_hand.py --broken same", 3, "ranks 0 and 1 and 2 take in", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_do_the_work_of_one(command: str, ranks: int, same: str) -> None:
+    report = verified(command, ranks)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    (finding,) = report.findings
+    assert finding.code == "same_rows" and finding.message.startswith(same), told(report)
+    assert any(check.name == "gradients" and check.verdict.passes for check in report.checks), told(report)
+
+
+def test_batch_norms_over_some_of_the_ranks_decide_nothing() -> None:
+    report = verified("accumulate.py --batch-norm --sync --broken pairs", 4)
+    assert report.verdict is Verdict.INCONCLUSIVE, told(report)
+    assert "SyncBatchNorm expected input tensor to be on GPU" in report.findings[0].message
 
 
 def test_a_number_that_is_read_from_other_data_decides_nothing() -> None:

@@ -1,6 +1,7 @@
 """DDP with gradient accumulation under `no_sync`, a loader with a sampler, batch norm and a scheduler.
 
 --unsent: every rank goes on with its own statistics; --broken momentum: those of rank 1 take in more of its rows.
+--sync: batch norms see the rows of all ranks; --broken pairs: of two ranks.
 """
 
 import argparse
@@ -34,6 +35,7 @@ def main():
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--batch-norm", action="store_true")
     parser.add_argument("--unsent", action="store_true")
+    parser.add_argument("--sync", action="store_true")
     parser.add_argument("--broken", default="")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -41,6 +43,9 @@ def main():
     plain = build(args.batch_norm)
     if args.broken == "momentum":
         plain[1].momentum = 0.1 + 0.2 * dist.get_rank()
+    if args.sync:
+        pair = dist.new_subgroups(2)[0] if args.broken == "pairs" and dist.get_world_size() > 1 else None
+        plain = nn.SyncBatchNorm.convert_sync_batchnorm(plain, pair)
     model = DistributedDataParallel(plain, broadcast_buffers=not args.unsent)
     data = Images()
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=True), num_workers=2)

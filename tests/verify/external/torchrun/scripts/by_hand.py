@@ -2,7 +2,9 @@
 
 --broken: "reduce" leaves it out, "average" does not divide, "group" averages in pairs of ranks, "late" reduces only the
 first parameter, "init" starts every rank from other values, "norm" clips by that of its own rows, to a high limit,
-"labels" and "rows" take the targets, or the rows, one too early on rank 1, "sent" sends one parameter not (--owned).
+"same" gives all ranks the first rows, "labels" and "rows" take the targets, or the rows, one too early on rank 1,
+"sent" sends one parameter not (--owned), "rate" gives each rank another learning rate,
+"clip" clips what a rank owns by its norm (--clip: by that of all).
 --inside: the optimizer's step averages. --idle: the first step has a rate of 0, and the last layer begins with zeros.
 --owned: a rank updates every so many parameters, of which it alone gets the gradients, and sends them to the others.
 """
@@ -20,6 +22,7 @@ parser.add_argument("--loss", choices=("mean", "sum"), default="mean")
 parser.add_argument("--inside", action="store_true")
 parser.add_argument("--idle", action="store_true")
 parser.add_argument("--owned", action="store_true")
+parser.add_argument("--clip", action="store_true")
 args = parser.parse_args()
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -52,7 +55,11 @@ class Averaging(torch.optim.SGD):
 
 kind = Averaging if args.inside else torch.optim.SGD
 parameters = list(model.parameters())
-optimizer = kind(parameters[rank::world] if args.owned else parameters, lr=0.1, momentum=0.9)
+optimizer = kind(
+    parameters[rank::world] if args.owned else parameters,
+    lr=0.1 * (rank + 1 if args.broken == "rate" else 1),
+    momentum=0.9,
+)
 group = dist.group.WORLD
 if args.broken == "group":
     pairs = [dist.new_group(list(range(first, min(first + 2, world)))) for first in range(0, world, 2)]
@@ -61,14 +68,21 @@ if args.broken == "group":
 for step in range(4):
     rows = slice(step * 12, (step + 1) * 12)
     x, y = inputs[rows], targets[rows]
-    x = x.roll(1 if args.broken == "rows" and rank else 0, 0).chunk(world)[rank]
-    y = y.roll(1 if args.broken in ("rows", "labels") and rank else 0, 0).chunk(world)[rank]
+    part = 0 if args.broken == "same" else rank
+    x = x.roll(1 if args.broken == "rows" and rank else 0, 0).chunk(world)[part]
+    y = y.roll(1 if args.broken in ("rows", "labels") and rank else 0, 0).chunk(world)[part]
     model.zero_grad()
     gap = (model(x) - y) ** 2
     loss = gap.mean() if args.loss == "mean" else gap.sum()
     loss.backward()
     if args.owned:
         average()
+        if args.clip:
+            square = sum(p.grad.norm() ** 2 for p in parameters[rank::world])
+            if args.broken != "clip":
+                dist.all_reduce(square)
+            for p in parameters[rank::world] if square > 100 else ():
+                p.grad.mul_(10 / square.sqrt())
     elif not args.inside:
         own = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
         average()

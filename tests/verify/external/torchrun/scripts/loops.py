@@ -6,6 +6,8 @@
     two      an optimizer for matrices and one for vectors, after one backward pass
     closure  the step runs model and backward pass, as those of Lightning do
     inside   an optimizer for each parameter, which steps within the backward pass
+    bf16     gradients are sent in bfloat16, by a hook of DDP that asks for NCCL
+    again    a layer that casts and drops is computed again in the backward pass; --reentrant: in torch's old way
 
 --broken: "own" counts a rank's own labels, "sync" averages no gradients.
 """
@@ -15,21 +17,37 @@ import argparse
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 parser = argparse.ArgumentParser()
 parser.add_argument("loop")
 parser.add_argument("--tensor", action="store_true")
 parser.add_argument("--slices", action="store_true")
+parser.add_argument("--reentrant", action="store_true")
 parser.add_argument("--broken", default="")
 args = parser.parse_args()
 dist.init_process_group("gloo")
 world = dist.get_world_size()
 torch.manual_seed(0)
-plain = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1 if args.loop == "penalty" else 4))
+
+
+class Again(nn.Module):
+    def forward(self, x):
+        return checkpoint(self.dropped, x, use_reentrant=args.reentrant)
+
+    def dropped(self, x):
+        return nn.functional.dropout(x.float() * x.float().pow(2).mean(-1, keepdim=True).rsqrt(), 0.2).type_as(x)
+
+
+middle = Again() if args.loop == "again" else nn.GELU()
+plain = nn.Sequential(nn.Linear(6, 16), middle, nn.Linear(16, 1 if args.loop == "penalty" else 4))
 by_hand = args.loop == "inside" or args.broken == "sync"
 model = plain if by_hand else DistributedDataParallel(plain)
+if args.loop == "bf16":
+    model.register_comm_hook(None, bf16_compress_hook)
 groups = [[p for p in plain.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
 if args.loop == "inside":
     groups = [[p] for p in plain.parameters()]

@@ -1,6 +1,7 @@
 """Pipelining in the style of its tutorial: each rank keeps the layers of its stage, and a schedule runs micro-batches.
 
---broken: "scale" does not divide the gradients by the number of micro-batches, "layer" leaves one layer out.
+--broken: "scale" does not divide the gradients by the number of micro-batches, "layer" leaves one layer out, "clip"
+clips each stage by its own norm (--clip: all of them by theirs, to a limit that no gradient reaches).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 parser = argparse.ArgumentParser()
 parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="gpipe")
 parser.add_argument("--broken", default="")
+parser.add_argument("--clip", action="store_true")
 parser.add_argument("--layers", type=int, default=12)
 args = parser.parse_args()
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -74,5 +76,11 @@ for _ in range(5):
         print(f"losses: {losses}")
     else:
         schedule.step()
+    if args.clip or args.broken == "clip":
+        gradients = [parameter.grad for parameter in model.parameters()]
+        square = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        if args.broken != "clip":
+            dist.all_reduce(square)
+        torch._foreach_mul_(gradients, (100 / square.sqrt()).clamp(max=1))
     optimizer.step()
 dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """DDP with a DistributedSampler that shuffles, an epoch loop, arguments and a learning rate that grows with the ranks.
 
---broken: "sampler" leaves it out; "frozen" steps a model that is not the one that DDP wraps.
+--broken: "sampler" leaves it out, "pairs" gives two ranks the same rows; "frozen" steps a model that is not the one
+that DDP wraps. --evaluate: after each step, on other rows.
 """
 
 import argparse
@@ -16,8 +17,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class Trainer:
-    def __init__(self, model, loader, optimizer, schedule):
+    def __init__(self, model, loader, optimizer, schedule, held_out):
         self.model, self.loader, self.optimizer, self.schedule = model, loader, optimizer, schedule
+        self.held_out = held_out
 
     def epoch(self, number):
         if isinstance(self.loader.sampler, DistributedSampler):
@@ -28,6 +30,20 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
             self.optimizer.step()
             self.schedule.step()
+            if self.held_out is not None:
+                self.evaluate()
+
+    def evaluate(self):
+        self.model.eval()
+        wrong, count = torch.zeros(()), torch.zeros(())
+        for source, targets in self.held_out:
+            with torch.no_grad():
+                wrong += (self.model(source).argmax(-1) != targets).sum()
+                count += len(targets)
+        dist.all_reduce(wrong)
+        dist.all_reduce(count)
+        print("wrong", (wrong / count).item())
+        self.model.train()
 
 
 def main(args):
@@ -36,14 +52,16 @@ def main(args):
     torch.cuda.set_device(local)
     generator = torch.Generator().manual_seed(7)
     data = TensorDataset(torch.randn(240, 12, generator=generator), torch.randint(0, 4, (240,), generator=generator))
-    sampler = None if args.broken == "sampler" else DistributedSampler(data)
+    pairs = {"num_replicas": (dist.get_world_size() + 1) // 2, "rank": dist.get_rank() // 2}
+    sampler = None if args.broken == "sampler" else DistributedSampler(data, **pairs if args.broken == "pairs" else {})
     torch.manual_seed(1)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler, shuffle=sampler is None, pin_memory=True)
     model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 4)).to(local)
     model = DistributedDataParallel(model, device_ids=[local])
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * dist.get_world_size())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=args.epochs * len(loader))
-    trainer = Trainer(model, loader, optimizer, schedule)
+    held_out = DataLoader(data, 30, sampler=DistributedSampler(data, shuffle=False)) if args.evaluate else None
+    trainer = Trainer(model, loader, optimizer, schedule, held_out)
     for number in range(args.epochs):
         trainer.epoch(number)
     dist.destroy_process_group()
@@ -55,4 +73,5 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--broken", default="")
+    parser.add_argument("--evaluate", action="store_true")
     main(parser.parse_args())
