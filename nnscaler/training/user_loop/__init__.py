@@ -1,1 +1,1 @@
-"""What a loop of the user's does beside the engine: told or refused where nothing of it would be right."""
+"""Tell or refuse mistakes of a user's own loop beside the engine, of which nothing else would be heard."""

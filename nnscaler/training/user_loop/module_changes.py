@@ -1,4 +1,4 @@
-"""What a loop of the user's changes in the module that was compiled, and no program follows."""
+"""Tell changes of the compiled module, made by a user's own loop, that no program follows."""
 
 from __future__ import annotations
 

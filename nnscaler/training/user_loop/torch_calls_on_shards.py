@@ -58,7 +58,7 @@ class Trains(Protocol):
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Trained:
     """A tensor that a live engine trains.
 
     engine  that does
@@ -137,16 +137,16 @@ def _look_first(function: Any, argument: str, look: Callable[[list[Tensor]], Non
     cell.cell_contents = looked
 
 
-def _held() -> dict[int, _Held]:
+def _held() -> dict[int, _Trained]:
     """Return by id what all live engines train."""
     with _lock:
         engines = list(_engines)
-    found: dict[int, _Held] = {}
+    found: dict[int, _Trained] = {}
     for engine in engines:
         for stage in engine.executor.stages.values():
             for name, described in stage.parameters.items():
                 tensor = stage.at_rest[name]
-                found[id(tensor)] = _Held(engine, described.fqn, tensor, _lacks(stage, described, engine.world_size))
+                found[id(tensor)] = _Trained(engine, described.fqn, tensor, _lacks(stage, described, engine.world_size))
     return found
 
 
@@ -159,7 +159,7 @@ def _lacks(stage: Stage, described: Parameter, world_size: int) -> str:
     return f"is on ranks {sorted(ranks)} of {world_size} alone" if len(ranks) < world_size else ""
 
 
-def _refuse_shards(held: Mapping[int, _Held], given: Iterable[int], what: str, help: str) -> None:
+def _refuse_shards(held: Mapping[int, _Trained], given: Iterable[int], what: str, help: str) -> None:
     found = next((held[one] for one in given if one in held and held[one].lacks), None)
     if found is not None:
         message = f"{what} what this rank holds, and `{found.name}` {found.lacks}"

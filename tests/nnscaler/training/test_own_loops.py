@@ -1,4 +1,4 @@
-"""What a loop of the user's does around `engine.step`: as with the eager model, or refused."""
+"""Loops of the user's around `engine.step`: as with the eager model, or refused."""
 
 from __future__ import annotations
 

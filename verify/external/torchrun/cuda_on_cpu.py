@@ -345,7 +345,7 @@ def _wrappers(tell: Tell) -> list[Change]:
     ]
 
 
-class _Idle:
+class _NothingToWaitFor:
     """An event or a stream of a GPU, where nothing runs on one."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -363,7 +363,7 @@ def _calls_of_cuda(here: Callable[[], int]) -> list[Change]:
     return [
         *((cuda, name, lambda *a, **n: None) for name in idle),
         *((cuda, name, lambda *a, **n: 0) for name in numbers),
-        *((cuda, name, _Idle) for name in ("Event", "Stream", "current_stream", "default_stream")),
+        *((cuda, name, _NothingToWaitFor) for name in ("Event", "Stream", "current_stream", "default_stream")),
         (cuda, "stream", lambda *a, **n: nullcontext()),
         (cuda, "get_device_name", lambda *a, **n: "CPU"),
         (cuda, "current_device", here),
