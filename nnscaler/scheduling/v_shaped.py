@@ -10,10 +10,6 @@ from functools import lru_cache
 
 from nnscaler.instructions import Instruction
 from nnscaler.scheduling.schedule import Phase, Schedule, ScheduleFigures, ScheduleKind, in_phases
-from nnscaler.scheduling.search.bound import bound_of
-from nnscaler.scheduling.search.job_shop_graph import orders_of, shop_of
-from nnscaler.scheduling.search.list_scheduling_rules import Portfolio
-from nnscaler.scheduling.search.problem_from_placement import equal_stages, pipeline_problem
 
 
 def v_shape(devices: int, chunks: int) -> tuple[tuple[int, ...], ...]:
@@ -54,6 +50,12 @@ def zb_v(devices: int, chunks: int, micro_batches: int) -> Schedule:
 @lru_cache(maxsize=8)
 def _filled(places: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tuple[Instruction, ...], ...]:
     """Return the orders that rules find for equal passes, in the memory of ZB-V."""
+    # the search is a large import, for a command that lists names
+    from nnscaler.scheduling.search.bound import bound_of
+    from nnscaler.scheduling.search.job_shop_graph import orders_of, shop_of
+    from nnscaler.scheduling.search.list_scheduling_rules import Portfolio
+    from nnscaler.scheduling.search.problem_from_placement import equal_stages, pipeline_problem
+
     shop = shop_of(pipeline_problem(equal_stages(places), micro_batches, float(len(places)), split=True))
     found = Portfolio(shop)
     found.run(bound_of(shop).makespan, rounds=1)

@@ -2,11 +2,13 @@
 
 Nothing here waits by time: a rank that has to wait registers what it waits for, and the rank that registers last when
 every unfinished rank waits has found a deadlock. Sums are taken in the order of the group by the rank that arrives
-last, so results are equal bitwise on all ranks and in all runs.
+last, so results are equal bitwise on all ranks and in all runs. No more ranks work at once than the machine has cores:
+each operator of torch lets go of Python's lock, and all threads that wait for it would take turns at every one.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -63,6 +65,7 @@ class Simulator:
                     torch.enable_grad(),
                     torch.autograd.set_multithreading_enabled(False),
                     self.communicators[rank].watching(),
+                    exchange.cores,
                 ):
                     results[rank] = function(self.communicators[rank])
             except BaseException as error:  # noqa: BLE001 - given to the caller below
@@ -114,10 +117,12 @@ class _Meeting:
 
 
 class _SharedState:
-    """State that the ranks share. Every attribute is guarded by `lock`."""
+    """State that the ranks share. Every attribute is guarded by `lock`, but `cores`, which a rank holds one of while it
+    works and gives back while it waits."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.cores = threading.Semaphore(os.cpu_count() or 1)
         self.lock = threading.Lock()
         self.wake = [threading.Condition(self.lock) for _ in range(world_size)]
         self.reset()
@@ -219,8 +224,12 @@ class _SharedState:
     def _wait(self, rank: int, call: CommunicationCall, ready: Callable[[], bool]) -> None:
         self.waiting[rank] = call
         self._look_for_deadlock()
+        self.cores.release()
         while self.failure is None and not ready():
             self.wake[rank].wait()
+        self.lock.release()  # those who hold cores need it to give them back
+        self.cores.acquire()
+        self.lock.acquire()
         self.waiting.pop(rank, None)
         if not ready():
             self._check_alive(rank, call)

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -68,6 +69,7 @@ def parsed(source: str, filename: str) -> ast.Module:
         return ast.parse(source, filename)
 
 
+@lru_cache(maxsize=16)  # each rank that is simulated loads its role for each of its runs
 def letting_go(source: str, filename: str) -> CodeType:
     """Compile a role so that its methods let go of a value after the last statement that reads it: for `load_role`.
 
