@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import nullcontext
@@ -216,6 +217,43 @@ def test_ranks_that_are_stopped_end_at_their_next_communication() -> None:
     simulator.stop()
     thread.join(240)
     assert str(failures[0]) == "the simulator was stopped"
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_no_more_ranks_work_than_there_are_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    working, most = set[int](), 0
+
+    def work(rank: int) -> None:
+        nonlocal most
+        working.add(rank)
+        time.sleep(0.002)  # without Python's lock, as an operator of torch
+        most = max(most, len(working))
+        working.remove(rank)
+
+    def run(c: SimulatedCommunicator) -> float:
+        total = torch.ones(1)
+        for step in range(5):
+            work(c.rank)
+            total = c.all_reduce(total, (0, 1, 2, 3))
+            if c.rank == step % 4:
+                c.send(total, (c.rank + 1) % 4, key=(step,))
+            if c.rank == (step + 1) % 4:
+                c.recv((1,), torch.float32, step % 4, key=(step,))
+        return total.item()
+
+    simulator = Simulator(4)
+    assert simulator.run(run) == [4.0**5] * 4
+    assert most <= cores
+
+    def stuck(c: SimulatedCommunicator) -> None:
+        if c.rank:
+            c.barrier((0, 1, 2, 3))
+
+    with pytest.raises(CommunicationError, match="deadlock"):
+        simulator.run(stuck)
+    assert simulator.run(run) == [4.0**5] * 4  # those that failed gave their cores back
+    assert most <= cores
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (0, 7), (0, 0)])
