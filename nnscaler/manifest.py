@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 from nnscaler.records_as_json import RecordError, decode, encode
@@ -386,16 +385,11 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a program's folder. Raises ManifestError, and NoManifest where there is none to read."""
     file = folder / MANIFEST
     try:
-        return _decoded(file.read_text(encoding="utf-8"), file)
+        manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         raise NoManifest(f"{folder} has no {MANIFEST}") from None
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{file} is not JSON: {error}") from None
-
-
-@lru_cache(maxsize=4)  # each rank that is simulated reads it for each of its runs
-def _decoded(text: str, file: Path) -> Manifest:
-    manifest = json.loads(text)
     if isinstance(manifest, dict) and manifest.get("format", FORMAT) != FORMAT:
         raise ManifestError(f"{file} has format {manifest['format']!r}, and this nnscaler reads format {FORMAT}")
     try:
