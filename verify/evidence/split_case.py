@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nnscaler.ir.placement import Choice
+from nnscaler.ir.placement import Choice, Split
 from verify.evidence.verify_op_options import Kind
 
 if TYPE_CHECKING:
@@ -47,6 +48,25 @@ class SplitCase:
     choices: tuple[Choice, ...]
     parts: tuple[int, ...]
     uneven: bool = False
+
+    @property
+    def split_in_words(self) -> str:
+        """Say what is split in how many."""
+        return " and ".join(f"{c} in {p}" for c, p in zip(self.choices, self.parts, strict=True))
+
+    def with_sizes(self, identifiers: Mapping[str, int]) -> SplitCase | str:
+        """Return an uneven case with the sizes of its shards, or why there are none; any other as it is.
+
+        `identifiers`: their sizes.
+        """
+        (choice, *_), parts = self.choices, self.parts[0]
+        if not self.uneven:
+            return self
+        assert isinstance(choice, Split)
+        size = identifiers.get(choice.identifier, 0)
+        if size <= parts:
+            return f"`{choice.identifier}` is too small for {parts} unequal shards"
+        return replace(self, choices=(replace(choice, sizes=uneven_sizes(size, parts)),))
 
 
 def uneven_sizes(length: int, parts: int) -> tuple[int, ...]:

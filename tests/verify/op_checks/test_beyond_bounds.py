@@ -56,9 +56,9 @@ def right_on_both_sides(x: Tensor) -> Tensor:
     return x * 2.0 if x.shape[0] > 40 else x + x
 
 
-def verified(function: Any, annotation: str = "b d -> b d") -> Report:
+def verified(function: Any, annotation: str = "b d -> b d", seed: int = 0) -> Report:
     spec = OperatorSpec("planted", annotation, target=function, where=SourceLocation("my_ops.py", 7))
-    return verify_spec(spec, OpOptions())
+    return verify_spec(spec, OpOptions(seed=seed))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,22 @@ def test_what_is_wrong_from_some_size_on_is_refuted(function: Any, annotation: s
     report = verified(function, annotation)
     assert report.verdict is Verdict.REFUTED
     assert {finding.code for finding in report.findings} == {"annotation_wrong"}
+
+
+def negative_alone_changed(x: Tensor) -> Tensor:
+    return torch.where(x < -1.5, x + 1, x) if x.numel() == 1 else x * 1.0
+
+
+def few_rows_of_one(x: Tensor) -> Tensor:
+    return x.abs() if x.shape[1] == 1 and x.shape[0] < 4 else x * 1.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("function", [negative_alone_changed, few_rows_of_one])
+@pytest.mark.parametrize("annotation", ["b d -> b d", "b d^ -> b d^"])
+def test_what_is_wrong_in_shards_of_one_element_is_refuted(function: Any, annotation: str, seed: int) -> None:
+    """On one draw alone no element may be negative enough, and no branch asks of rows before columns are one."""
+    assert verified(function, annotation, seed).verdict is Verdict.REFUTED
 
 
 @pytest.mark.parametrize("function", [right_on_both_sides, lambda x: x * 40, torch.relu])

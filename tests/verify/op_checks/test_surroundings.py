@@ -23,7 +23,9 @@ from op_registry.spec import OperatorSpec, SourceLocation
 from nnscaler.ir.placement import Split
 from tests.verify import stateful_operators
 from tests.verify.lemmas.planted import called, floats, proved, stated
+from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.verify_op_options import OpOptions
+from verify.operators.audit.side_effects import audit
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.verify_spec import verify_spec
 from verify.programs.lemmas import check_claims
@@ -248,6 +250,19 @@ class TripleOfExpanded(torch.autograd.Function):
 def test_values_that_lie_otherwise_are_the_same(function: Any, annotation: str) -> None:
     report = verify_spec(spec_of(function, annotation), OpOptions())
     assert {finding.code for finding in report.findings} == {"strides_matter"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_that_are_nothing_but_rounding_tell_nothing_of_strides(seed: int) -> None:
+    """Those of a sum over a batch norm's output, which is 0 whatever its inputs are."""
+
+    def batch_norm(x: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(x, None, None, training=True)
+
+    x = torch.randn(6, 3, 2, 2, generator=torch.Generator().manual_seed(seed))
+    spec = spec_of(batch_norm, "n^ c h^ w^ -> n^ c h^ w^")
+    checks, findings, _ = audit(spec, make_call(spec.name, (x,), {}), 0)
+    assert not findings and checks[0].verdict is Verdict.TESTED_EXACT
 
 
 def test_what_asks_how_values_lie_and_minds_passes() -> None:

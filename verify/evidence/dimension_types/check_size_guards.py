@@ -47,6 +47,8 @@ def granted(shape_env: Any, split: Symbols, names: Mapping[Any, str]) -> Granted
             if own and split & symbols_of(expression):
                 before = conditions.get(AT_LEAST_TWO, Condition("", sympy.true)).relation
                 conditions[AT_LEAST_TWO] = Condition(AT_LEAST_TWO, sympy.And(before, condition.relation))
+            elif own:  # all ranks go the same way, but what the other way does was never traced
+                conditions[condition.text] = condition
             continue
         conditions[condition.text] = condition
         if split & symbols_of(expression):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -40,12 +41,13 @@ from verify.evidence.oracle.compare_partition import (
 from verify.evidence.oracle.run_random_operators import whole_arguments
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
 from verify.evidence.oracle.size_checked_kernels import runs_checked
-from verify.evidence.oracle.tolerance import NOISE_FACTOR, Bound, float64_bound, low_bound
-from verify.evidence.split_case import Inputs, SplitCase, uneven_sizes
+from verify.evidence.oracle.tolerance import NOISE_FACTOR, Bound, float64_bound, low_bound, noise
+from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import OpOptions
 
 KEPT = 6  # wholes in memory
 NARROW = 0.1  # relative; no narrower dtype inside an operator rounds by more
+VALUES = 64  # whose rounding is measured before a difference counts: of a few, one may happen to move little
 
 
 @dataclass(frozen=True)
@@ -257,10 +259,12 @@ class OperatorRunner:
         with self._asked(dtype):
             return run_whole(function, call, cotangents, dtype, without, random, factor)
 
-    def _moved(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs) -> WholeRun | None:
-        """Return the run with every floating input moved by one unit of rounding, up or down."""
-        generator = torch.Generator().manual_seed(inputs.seed + 3)
-        unit = torch.finfo(torch.float64).eps
+    def _moved(
+        self, run: Callable[..., Any], call: ConcreteCall, inputs: Inputs, units: float = 1.0, draw: int = 0
+    ) -> WholeRun | None:
+        """Return the run with every floating input moved by `units` of rounding, up or down as a `draw` says."""
+        generator = torch.Generator().manual_seed(inputs.seed + 3 + 1000 * draw)
+        unit = units * torch.finfo(torch.float64).eps
 
         def nudged(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point():
@@ -269,8 +273,7 @@ class OperatorRunner:
             return tensor * (1 + unit * signs.double())
 
         try:
-            moved = replace(call, tensors=tuple(nudged(t) for t in call.tensors))
-            return self._run(function, moved, inputs, torch.float64)
+            return self._run(run, replace(call, tensors=tuple(map(nudged, call.tensors))), inputs, torch.float64)
         except Exception:  # noqa: BLE001 - nothing is known of its rounding then
             return None
 
@@ -295,7 +298,7 @@ class OperatorRunner:
         key = self._key(case)
         found = self._partitions.get(key)
         if found is None:
-            sized = with_sizes(case, signature)
+            sized = case.with_sizes({} if signature.bound is None else signature.bound.sizes)
             found = sized if isinstance(sized, str) else self.refusal(signature, sized) or self._make(signature, sized)
             self._partitions[key] = found
         return found
@@ -332,11 +335,24 @@ class OperatorRunner:
                 self._wide._asked = lambda dtype: AskedDtypes(dtype_name(dtype))
             with suppress(Exception):  # it may insist on the dtype that it asked for
                 return self._wide.run(case)
-        rounding = self.prepare(case.inputs).bound.rounding
+        rounding = self._rounding(case.inputs)
         if not all(value <= rounding for value in apart):
             return found
         reason = f"rounding of its inputs changes its result by {rounding / NOISE_FACTOR:.1g}"
         return replace(found, compared=None, refused=f"{reason}, which no wrong one can be told from")
+
+    def _rounding(self, inputs: Inputs) -> float:
+        """Return up to which difference a result that differs may be rounding. Of few values one run tells too little,
+        and a move of one unit is often lost in what follows: some runs, moved by as many units as may be rounding."""
+        prepared = self.prepare(inputs)
+        exact, call, found = prepared.whole, prepared.whole.concrete, [prepared.bound.rounding]
+        values = max((o.numel() for o in exact.outputs if o is not None), default=0)
+        with suppress(Exception):  # no more is known where it does not run in float32
+            most = NOISE_FACTOR * noise(self._run(self.function(call), call, inputs, torch.float32), exact)
+            for draw in range(max(VALUES // max(values, 1), 1)) if inputs.dtype == "float64" else ():
+                moved = self._moved(self.function(call), call, inputs, NOISE_FACTOR, draw)
+                found += [] if moved is None else [min(most, noise(moved, exact))]
+        return max(filter(isfinite, found))
 
     def _run_case(self, case: SplitCase) -> CaseResult:
         prepared = self.prepare(case.inputs)
@@ -346,7 +362,7 @@ class OperatorRunner:
         generator = torch.Generator().manual_seed(case.inputs.seed + 2)
         if self.progress is not None:
             shapes = ", ".join(str(tuple(t.shape)) for t in prepared.whole.concrete.tensors)
-            self.progress(f"shards of a call on shapes {shapes}, {_said(case)}")
+            self.progress(f"shards of a call on shapes {shapes}, {case.split_in_words}")
         try:
             if prepared.on_meta and not partition.communicates:
                 self._preflight(prepared, partition, case)
@@ -382,19 +398,3 @@ def raised_on_meta(spec: OperatorSpec, prepared: Prepared, partition: Partition)
         if isinstance(tried, Exception):
             return ShardRaised(rank, shapes, tried)
     return None
-
-
-def with_sizes(case: SplitCase, signature: Signature) -> SplitCase | str:
-    """Return an uneven case with the sizes of its shards, or why there are none; any other as it is."""
-    (choice, *_), parts = case.choices, case.parts[0]
-    if not case.uneven:
-        return case
-    assert isinstance(choice, Split) and signature.bound is not None
-    size = signature.bound.sizes.get(choice.identifier, 0)
-    if size <= parts:
-        return f"`{choice.identifier}` is too small for {parts} unequal shards"
-    return replace(case, choices=(replace(choice, sizes=uneven_sizes(size, parts)),))
-
-
-def _said(case: SplitCase) -> str:
-    return " and ".join(f"{c} in {p}" for c, p in zip(case.choices, case.parts, strict=True))

@@ -37,8 +37,11 @@ def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Streng
         return
     choice: Choice = Split(target) if isinstance(target, str) else RunPartial(target)
     together = bound.tied.get(target, (target,)) if isinstance(target, str) else ()
-    changes = [change for c in proved.conditions for change in _sizes_beyond(c, bound.sizes, together)]
+    failing = [change for c in proved.conditions for change in _sizes_beyond(c, bound.sizes, together)]
     numbers = _whole_numbers(spec.target)
+    changes = [*failing]
+    for change, name, number in product(failing, together, numbers):  # what else is asked where a condition fails
+        changes += [{name: number + 2 - number % 2, **change}]
     for name, number in product(bound.sizes, numbers):
         even = number + 2 - number % 2
         changes += [{name: even}, {name: 2 * even}] if name in together else [{name: even}]

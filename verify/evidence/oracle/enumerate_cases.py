@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 
 from op_registry.annotation.syntax_tree import UNSPLIT
 from op_registry.annotation.well_formed import parse_checked
@@ -210,8 +210,8 @@ class Enumerator:
         draws = self.draws(sizes)
         for inputs in draws:
             yield from self.forms(target, inputs)
-        if isinstance(target, str) and self.guards.small:
-            yield from self.small(target)
+        if self.guards.small:
+            yield from self.small(target) if isinstance(target, str) else self.ones(target)
         if self.guards.dtypes and draws:
             yield from self.low(target, draws)
 
@@ -268,24 +268,34 @@ class Enumerator:
         return tuple(found)
 
     def small(self, target: str) -> Iterator[SplitCase]:
-        """Yield cases with shards of one element, then with every other identifier of size 1."""
+        """Yield cases with shards of size 1, of one element in all, and with each other identifier of size 1."""
         bound = self.base.signature.bound
         assert bound is not None
         if not self.drawn and not self.runner.given:
             size = bound.sizes[target]
             if max(self.guards.parts) < size <= 6:
-                for inputs in self.draws((), 1):
+                for inputs in self.draws(()):
                     yield SplitCase(inputs, (Split(target),), (size,))
             return
         full = dict(self.sizes_for([target]))
         together = bound.tied.get(target, (target,))
-        for parts in self.guards.parts[:2]:
-            ones = {**full, **{name: parts * (1 + i) for i, name in enumerate(together)}}
-            for inputs in self.draws(tuple(ones.items()), 1):
+        for parts, others in product(self.guards.parts[:2], (full, dict.fromkeys(bound.sizes, 1))):
+            ones = {**others, **{name: parts * (1 + i) for i, name in enumerate(together)}}
+            for inputs in self.draws(tuple(ones.items())):  # so few values of one draw may show nothing
                 yield SplitCase(inputs, (Split(target),), (parts,))
+        yield from self.ones(target)
+
+    def ones(self, target: Target) -> Iterator[SplitCase]:
+        """Yield cases in which each other identifier has size 1."""
+        bound = self.base.signature.bound
+        assert bound is not None
+        if not self.drawn and not self.runner.given:
+            return
+        full = dict(self.sizes_for([target]))
+        together = bound.tied.get(target, (target,)) if isinstance(target, str) else ()
         for other in [n for n in bound.sizes if n not in together][:6]:
             for inputs in self.draws(tuple({**full, other: 1}.items()), 1):
-                yield SplitCase(inputs, (Split(target),), (self.guards.parts[0],))
+                yield SplitCase(inputs, (self.plain(target),), (self.guards.parts[0],))
 
     def low(self, target: Target, draws: Sequence[Inputs]) -> Iterator[SplitCase]:
         """Yield cases in narrower dtypes, where the operator runs in them."""

@@ -31,14 +31,14 @@ class Compared(NamedTuple):
 
 
 def depends_on_layout(
-    function: Callable[..., object], concrete: ConcreteCall, cotangents: Cotangents, names: Sequence[str]
+    function: Callable[..., object], concrete: ConcreteCall, first: Watched, names: Sequence[str]
 ) -> Compared:
-    """Run the operator on the same inputs and cotangents, laid out otherwise; `names`: of its inputs.
+    """Run the operator on the inputs and cotangents of its `first` run, laid out otherwise; `names`: of its inputs.
 
     That it refuses such tensors is no wrong result.
     """
     raised, runs = None, 0
-    for (lay, given), (other_lay, others) in _layouts(concrete.tensors, cotangents):
+    for (lay, given), (other_lay, others) in _layouts(concrete.tensors, first.cotangents):
         leaves = _leaves(concrete, other_lay)
 
         def one(lay: Lay = lay, given: Cotangents = given) -> Watched:
@@ -48,7 +48,7 @@ def depends_on_layout(
             return watch(function, concrete, None, _leaves(concrete, lay), given)
 
         try:
-            facts = apart_in_float64(one, other, names, BOUND)
+            facts = apart_in_float64(one, other, names, BOUND, first.gradients)
         except Exception as error:  # noqa: BLE001 - refusing such inputs is no wrong result
             where = "in its backward " if isinstance(error, BackwardRaised) else ""
             raised = raised or (where, one_line(error.error if isinstance(error, BackwardRaised) else error))

@@ -320,7 +320,7 @@ _DTYPES = "make tensors in the dtype of an input: `torch.zeros(n, dtype=x.dtype)
 def _strides(subject: _Audit, first: Watched) -> None:
     """Compare with runs on the same inputs and cotangents, laid out otherwise in memory."""
     random_state.seed_all(SEEDS + subject.seed)
-    facts, raised, runs = depends_on_layout(subject.function, subject.concrete, first.cotangents, subject.names)
+    facts, raised, runs = depends_on_layout(subject.function, subject.concrete, first, subject.names)
     subject.count += runs
     if raised:
         subject.notes.append(f"`{subject.spec.name}` raises {raised[0]}on non-contiguous tensors: {raised[1]}")

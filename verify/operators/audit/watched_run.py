@@ -102,14 +102,17 @@ def watch(
 Facts = dict[str, str]
 
 
-def apart(a: Watched, b: Watched, names: Sequence[str], bound: float | None = None) -> Facts:
+def apart(
+    a: Watched, b: Watched, names: Sequence[str], bound: float | None = None, usual: Sequence[Tensor | None] = ()
+) -> Facts:
     """Return the first tensor in which two runs differ by more than `bound`, or bitwise without one; empty where none
-    does. Gradients are compared where both runs have some, and are named by `names`."""
+    does. Gradients are compared where both runs have some, and are named by `names`; `usual` ones tell their scale too,
+    where those of these runs may be nothing but rounding."""
     if len(a.outputs) != len(b.outputs):
         return {"difference": f"{len(b.outputs)} outputs instead of {len(a.outputs)}"}
     pairs = [(f"output {n}", x, y, 0.0) for n, (x, y) in enumerate(zip(a.outputs, b.outputs, strict=True))]
     if a.gradients and b.gradients:
-        scale = family_scale(a.gradients)
+        scale = family_scale([*a.gradients, *usual])
         pairs += [
             (f"the gradient of `{n}`", x, y, scale) for n, x, y in zip(names, a.gradients, b.gradients, strict=False)
         ]
@@ -120,19 +123,23 @@ def apart(a: Watched, b: Watched, names: Sequence[str], bound: float | None = No
 
 
 def apart_in_float64(
-    one: Callable[[], Watched], other: Callable[[], Watched], names: Sequence[str], bound: float
+    one: Callable[[], Watched],
+    other: Callable[[], Watched],
+    names: Sequence[str],
+    bound: float,
+    usual: Sequence[Tensor | None] = (),
 ) -> Facts:
     """Return how two runs differ by more than rounding, also that of narrower dtypes inside the operator: both run once
-    more without these. Raises whatever a run raises."""
+    more without these. `usual`: gradients, see `apart`. Raises whatever a run raises."""
     a, b = one(), other()
-    found = apart(a, b, names, bound)
+    found = apart(a, b, names, bound, usual)
     if not found:
         return found
     try:
         with AskedDtypes():
-            return apart(one(), other(), names, bound)
+            return apart(one(), other(), names, bound, usual)
     except Exception:  # noqa: BLE001 - it may insist on the dtype that it asked for
-        return apart(a, b, names, NARROW)
+        return apart(a, b, names, NARROW, usual)
 
 
 def _far(a: Tensor | None, b: Tensor | None, bound: float, scale: float) -> bool:
