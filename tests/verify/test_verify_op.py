@@ -286,3 +286,22 @@ def test_sample_inputs_are_used() -> None:
     assert report.exit_code == 1
     assert report.findings[0].code in ("shard_raises", "annotation_wrong")
     assert report.findings[0].counter_example["identifier"] == "v"
+
+
+def weighted_losses(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    """torch has no derivative for the weights of classes."""
+    return F.cross_entropy(logits, labels, weight, reduction="none")
+
+
+def labelled() -> tuple[Tensor, ...]:
+    return torch.randn(8, 6), torch.randint(0, 6, (8,)), torch.rand(6) + 0.5
+
+
+@pytest.mark.parametrize("sample", [labelled, lambda: (labelled()[:2], {"weight": labelled()[2]}), None])
+@pytest.mark.parametrize(("annotation", "code"), [("n c^, n, c^ -> n", 0), ("n c+, n, c+ -> n", 1)])
+def test_an_input_without_a_derivative_is_a_constant(sample: Callable[[], Any], annotation: str, code: int) -> None:
+    spec = OperatorSpec("weighted_losses", annotation, target=weighted_losses, sample_inputs=sample)
+    report = verify_spec(spec)
+    assert report.exit_code == code
+    assert {finding.code for finding in report.findings} <= {"annotation_wrong", "shard_raises"}
+    assert code or "input 2 asks for no gradient: torch has no derivative for it" in report.notes

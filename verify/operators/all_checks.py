@@ -108,6 +108,8 @@ class Verification:
         detail = "fits its annotation"
         fits = Check("whole operator", Verdict.TESTED_EXACT, len(found), 0, seconds, detail, supporting=True)
         self.checks.append(self.unused(found) or fits)
+        for index in sorted({index for base in found for index in base.inputs.without_gradient}):
+            self.notes[f"input {index} asks for no gradient: torch has no derivative for it"] = None
         for position, name in found[0].inputs.whole_numbers:
             drawn = f"integers below `{name}`" if name else "booleans"
             self.notes[f"input {position} was drawn as {drawn}: `sample_inputs` gives others"] = None

@@ -117,7 +117,8 @@ def from_annotation(
 
 
 def sample_calls(spec: OperatorSpec) -> list[ConcreteCall]:
-    """Return the calls that `sample_inputs` gives: a dict of arguments, a tuple of them, one tensor, or a list of such.
+    """Return the calls that `sample_inputs` gives: a dict of arguments, a tuple of them, a tuple of both (of positional
+    ones, and a dict), one tensor, or a list of such.
     torch is seeded, so that they are the same each time."""
     assert spec.sample_inputs is not None
     with torch.random.fork_rng(devices=[]):
@@ -135,7 +136,12 @@ def _sample_call(spec: OperatorSpec, sample: Any) -> ConcreteCall:
         except (TypeError, ValueError):
             bound = None
         return make_call(spec.name, bound.args, bound.kwargs) if bound else make_call(spec.name, (), sample)
-    return make_call(spec.name, sample if isinstance(sample, tuple) else (sample,), {})
+    match sample:
+        case (tuple() as positional, dict() as named):  # no operator takes a dict
+            return make_call(spec.name, positional, named)
+        case tuple():
+            return make_call(spec.name, sample, {})
+    return make_call(spec.name, (sample,), {})
 
 
 def builtin_call(sample: Sample, kind: Kind, generator: torch.Generator) -> ConcreteCall:

@@ -115,6 +115,7 @@ class OperatorRunner:
     def concrete(self, inputs: Inputs, integers: bool = True) -> ConcreteCall:
         """Return the call with its tensors. `integers`: whether integer tensors of samples are drawn anew too."""
         call = self._drawn(inputs, integers)
+        call = replace(call, constants=call.constants.union(inputs.without_gradient))
         if not inputs.factors:
             return call
         pairs = zip(call.tensors, inputs.factors, strict=False)
@@ -252,12 +253,11 @@ class OperatorRunner:
         return succeeds(run)
 
     def _run(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs, dtype: torch.dtype) -> WholeRun:
-        without = frozenset(inputs.without_gradient) | call.constants
         cotangents = torch.Generator().manual_seed(inputs.seed + 1)
         factor = inputs.factors[-1] if inputs.factors else 1.0
         random = self.options.safeguards.random_cotangents
         with self._asked(dtype):
-            return run_whole(function, call, cotangents, dtype, without, random, factor)
+            return run_whole(function, call, cotangents, dtype, call.constants, random, factor)
 
     def _moved(
         self, run: Callable[..., Any], call: ConcreteCall, inputs: Inputs, units: float = 1.0, draw: int = 0

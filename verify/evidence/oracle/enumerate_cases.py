@@ -22,7 +22,7 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.inputs.draw_calls import OTHER_DIMS, SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes, dims_of
 from verify.evidence.oracle.annotation_claims import Claimed, Target, form_of
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared, WholeRaised
-from verify.evidence.oracle.find_runnable_inputs import Unusable, first_inputs, first_line
+from verify.evidence.oracle.find_runnable_inputs import Unusable, first_inputs, first_line, without_derivatives
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import DRAWS, Kind, OpOptions
 
@@ -115,7 +115,7 @@ def why_unused(runner: OperatorRunner, sample: int) -> str:
 
 def _sample_base(runner: OperatorRunner, index: int) -> Base | None:
     for kind in ("normal", "given"):
-        inputs = Inputs(index, (), kind, runner.options.seed)
+        inputs = without_derivatives(runner, Inputs(index, (), kind, runner.options.seed))
         try:
             signature = runner.prepare(inputs).signature
         except WholeRaised:
@@ -148,6 +148,7 @@ class Enumerator:
         self.options = runner.options
         self.guards = runner.options.safeguards
         self.drawn = base.inputs.sample is None
+        self.users = runner.spec.target is not None  # whose code may ask for a size; torch's kernels are known
         self.seed = runner.options.seed
         self.half_line = False  # whether only positive inputs show anything
 
@@ -200,7 +201,8 @@ class Enumerator:
             return tuple({**dict(self.base.inputs.sizes), **own}.items())
         wanted = zip(names, (SPLIT_SIZE, SECOND_SIZE), strict=False)
         changed = tuple((n, size) for n, size in wanted if self.runner.given and bound.sizes[n] % 6)
-        if changed and self.prepared(Inputs(self.base.inputs.sample, changed, "normal", self.seed)) is not None:
+        other = replace(self.base.inputs, sizes=changed, kind="normal", seed=self.seed)
+        if changed and self.prepared(other) is not None:
             return changed
         return ()
 
@@ -210,7 +212,7 @@ class Enumerator:
         draws = self.draws(sizes)
         for inputs in draws:
             yield from self.forms(target, inputs)
-        if self.guards.small:
+        if self.guards.small and (isinstance(target, str) or self.users):
             yield from self.small(target) if isinstance(target, str) else self.ones(target)
         if self.guards.dtypes and draws:
             yield from self.low(target, draws)
@@ -274,14 +276,15 @@ class Enumerator:
         if not self.drawn and not self.runner.given:
             size = bound.sizes[target]
             if max(self.guards.parts) < size <= 6:
-                for inputs in self.draws(()):
+                for inputs in self.draws((), 1):
                     yield SplitCase(inputs, (Split(target),), (size,))
             return
         full = dict(self.sizes_for([target]))
         together = bound.tied.get(target, (target,))
-        for parts, others in product(self.guards.parts[:2], (full, dict.fromkeys(bound.sizes, 1))):
+        tables = (full, dict.fromkeys(bound.sizes, 1)) if self.users else (full,)
+        for parts, others in product(self.guards.parts[:2], tables):
             ones = {**others, **{name: parts * (1 + i) for i, name in enumerate(together)}}
-            for inputs in self.draws(tuple(ones.items())):  # so few values of one draw may show nothing
+            for inputs in self.draws(tuple(ones.items()), DRAWS if self.users else 1):  # one may show nothing
                 yield SplitCase(inputs, (Split(target),), (parts,))
         yield from self.ones(target)
 
@@ -300,7 +303,7 @@ class Enumerator:
     def low(self, target: Target, draws: Sequence[Inputs]) -> Iterator[SplitCase]:
         """Yield cases in narrower dtypes, where the operator runs in them."""
         inputs = draws[min(1, len(draws) - 1)]
-        for dtype in LOW if self.runner.spec.target is None else USERS_LOW:
+        for dtype in USERS_LOW if self.users else LOW:
             other = replace(inputs, dtype=dtype)
             try:
                 self.runner.prepare(other)

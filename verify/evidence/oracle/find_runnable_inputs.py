@@ -6,9 +6,10 @@ operands' identifiers (ids of a table's rows) or booleans in place of one operan
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, islice, product
+from itertools import chain, combinations, islice, product
 
 from op_registry.annotation.syntax_tree import Annotation, Operand
 from op_registry.annotation.well_formed import parse_checked
@@ -44,6 +45,9 @@ def first_inputs(runner: OperatorRunner) -> tuple[Style, Inputs]:
             return style, inputs
         message = message or problem
     for style in wanted:
+        inputs = without_derivatives(runner, _inputs(runner, annotation, style))
+        if inputs.without_gradient:
+            return style, inputs
         found = _with_whole_numbers(runner, annotation, _inputs(runner, annotation, style))
         if found is not None:
             return style, found
@@ -69,17 +73,38 @@ def _problem(runner: OperatorRunner, inputs: Inputs) -> str | None:
     return message
 
 
+def without_derivatives(runner: OperatorRunner, inputs: Inputs) -> Inputs:
+    """Return the inputs with the tensors as constants for which torch has no derivative: no program asks for theirs."""
+    try:
+        runner.prepare(inputs)
+    except WholeRaised as raised:
+        if _NO_DERIVATIVE.search(str(raised.error)):
+            indices = range(len(raised.shapes))
+            for constant in chain.from_iterable(combinations(indices, count) for count in (1, 2)):
+                candidate = replace(inputs, without_gradient=constant)
+                if _runs(runner, candidate):
+                    return candidate
+    return inputs
+
+
+# What torch's kernels say of one argument in a forward pass.
+_NO_DERIVATIVE = re.compile(
+    r"not differentiable with respect to argument '\w+'|derivative for '\w+' is not implemented"
+)
+
+
 def _with_whole_numbers(runner: OperatorRunner, annotation: Annotation, inputs: Inputs) -> Inputs | None:
     """Return the inputs with integers or booleans in some operand; None where the operator does not run on any, or
     takes floating numbers there that ask for no gradient: then what it raises is about its backward."""
     for choice in islice(_choices(annotation, dict(inputs.sizes)), TRIES):
-        candidate = replace(inputs, whole_numbers=choice)
+        candidate = without_derivatives(runner, replace(inputs, whole_numbers=choice))
         if not _runs(runner, candidate):
             continue
         for operand in choice:
             index = sum(isinstance(o, Operand) for o in annotation.inputs[: operand[0]])
             others = tuple(other for other in choice if other != operand)
-            if _runs(runner, replace(inputs, whole_numbers=others, without_gradient=(index,))):
+            without = (*candidate.without_gradient, index)
+            if _runs(runner, replace(inputs, whole_numbers=others, without_gradient=without)):
                 return None
         return candidate
     return None
