@@ -51,10 +51,8 @@ def tensor(call: Call, position: int, name: str) -> TensorArgument:
 
 
 def output_shape(call: Call) -> tuple[int, ...]:
-    """Return the shape of the first output, which the graph uses."""
-    result = call.outputs[0]
-    assert result is not None, call.operator
-    return result.shape
+    """Return the shape of the first output that the graph uses; all outputs of one call have it."""
+    return next(result.shape for result in call.outputs if result is not None)
 
 
 def whole(dim: int, ndim: int) -> int:

@@ -124,6 +124,29 @@ def test_exact(kind: type[nn.Module], plan: str) -> None:
     assert report.exit_code == 0, report.to_json()
 
 
+class ReadsOneOfTwo(nn.Module):
+    """Of a decomposition one result, of a recurrent layer its state, and of a pool its indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.chain = nn.Linear(8, 8), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)[:, None] * torch.eye(8)
+        _, state = self.chain(h)
+        _, sizes, _ = torch.linalg.svd(h + torch.eye(8))
+        _, upper = torch.linalg.qr(h + state.mT @ state)
+        _, places = F.max_pool1d(upper, 2, return_indices=True)
+        return (sizes[:, None] * upper * (places.sum(-1, keepdim=True) + 1)).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
+def test_one_result_of_several_is_read(plan: str) -> None:
+    torch.manual_seed(0)
+    report = verify.verify_plan(ReadsOneOfTwo(), (X,), ranks=2, plan=plan)
+    assert report.exit_code == 0, report.to_json()
+
+
 class Dense(nn.Module):
     """Classes in the second dim, labels in two, one sample of which is ignored whole."""
 

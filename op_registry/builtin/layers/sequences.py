@@ -140,7 +140,8 @@ def _layers(states: int) -> AnnotationFunction:
         weights = [_sizes(t) for t in listed(call.get(2, "params")) if t is not None]
         before = [_sizes(t, 1) for t in listed(call.get(1, "hx")) if t is not None]
         assert len(before) == states, call.operator
-        return annotate([_sizes(x, batch), *before, *weights], [_sizes(call.outputs[0], batch), *before])
+        each = "?" if call.outputs[0] is None else _sizes(call.outputs[0], batch)  # none reads it where states are read
+        return annotate([_sizes(x, batch), *before, *weights], [each, *before])
 
     return annotation
 

@@ -37,9 +37,10 @@ def _batched(*inner: int, columns: bool = False) -> AnnotationFunction:
         for number, (t, batch) in enumerate(zip(tensors, batches, strict=True)):
             rest = [f"x{number}{i}^" for i in range(t.ndim - len(batch))]
             inputs.append([*aligned(batch, target, names), *rest])
-        outputs = [_result(names, o.shape if o is not None else ()) for o in call.outputs]
+        outputs: list[Dims | str] = ["?" if o is None else _result(names, o.shape) for o in call.outputs]
         if columns:
-            inputs[1][-1], outputs[0][-1] = "n", "n"
+            inputs[1][-1] = "n"
+            outputs[0] = outputs[0] if outputs[0] == "?" else [*outputs[0][:-1], "n"]
         return annotate(inputs, outputs)
 
     return annotation

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from op_registry.bind_annotation import bind_call, linear_sets
 from op_registry.builtin import SPECS
 from op_registry.call import Call
 from op_registry.registry import UNANNOTATED, default_registry, facts_of
@@ -174,3 +176,20 @@ def test_facts_without_an_annotation() -> None:
 def test_an_operator_without_a_record_has_the_default_facts() -> None:
     assert facts_of("my_op") == OperatorSpec("my_op", "")
     assert facts_of("aten.linear.default") is default_registry().lookup("aten.linear.default")
+
+
+def test_an_output_that_nothing_reads_changes_nothing_else() -> None:
+    """A graph does not know its shape."""
+    several = {n for n in OF_TORCH if (overload := overload_of(n)) is not None and len(overload._schema.returns) > 1}
+    asked = 0
+    for w in wholes(several):
+        read = {i for i, output in enumerate(w.call.outputs) if output is not None}
+        for unread in [*({i} for i in read), *(read - {i} for i in read)]:
+            outputs = tuple(None if i in unread else output for i, output in enumerate(w.call.outputs))
+            call = replace(w.call, outputs=outputs)
+            bound = bind_call(w.spec, call)
+            assert (bound.inputs, bound.marks, bound.tied) == (w.bound.inputs, w.bound.marks, w.bound.tied), call
+            assert all(bound.outputs[i] == w.bound.outputs[i] for i in read - unread), call
+            assert linear_sets(w.spec, call) == linear_sets(w.spec, w.call), call
+            asked += 1
+    assert asked >= 300

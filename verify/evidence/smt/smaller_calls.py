@@ -7,7 +7,7 @@ running it and binding the annotation again, so guessing wrong costs time and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
@@ -161,12 +161,17 @@ def _without_outputs(call: Call) -> Call:
 
 
 def same_kind(old: BoundAnnotation, new: BoundAnnotation) -> bool:
-    """Return whether two bindings have the same identifiers at the same places, with the same marks."""
-    return bool(_skeleton(old) == _skeleton(new))
+    """Return whether two bindings have the same identifiers at the same places, with the same marks.
+
+    What nothing reads of `old`'s outputs has no places there: the new call says more of it than is asked.
+    """
+    unread = {i for i, o in enumerate(old.outputs) if o is None}
+    return bool(_skeleton(old, unread) == _skeleton(new, unread))
 
 
-def _skeleton(bound: BoundAnnotation) -> Any:
-    operands: Sequence[BoundOperand | None] = (*bound.inputs, *bound.outputs)
+def _skeleton(bound: BoundAnnotation, unread: Collection[int]) -> Any:
+    outputs = [None if i in unread else o for i, o in enumerate(bound.outputs)]
+    operands: Sequence[BoundOperand | None] = (*bound.inputs, *outputs)
     places = [
         None if o is None else (o.additive, tuple((d.concat, tuple(f.identifier for f in d.factors)) for d in o.dims))
         for o in operands
