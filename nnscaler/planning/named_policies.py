@@ -19,7 +19,7 @@ from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.planning.constraints import Constraint, all_of, megatron, sequence_parallel
 from nnscaler.planning.constraints import replicate as kept_whole
 from nnscaler.planning.coshard import coshard_steps
-from nnscaler.planning.parse_axes import parse_axes, ranks_in
+from nnscaler.planning.parse_axes import BALANCED, parse_axes, ranks_in
 from nnscaler.planning.plan_from_axes import make_plan, steps_of
 from nnscaler.scheduling.schedule import ScheduleKind
 from nnscaler.transform.complete_plan import follow_batch
@@ -29,7 +29,7 @@ from nnscaler.transform.split_candidates import all_candidates
 
 PIECES, REGIONS, RECOMPUTE = "pieces", "regions", "recompute"  # words of a policy that are no axes
 _DATA = (DP, SHARD, "zero", "owned")
-_ALL = (*_DATA, TP, PP)
+_ALL = (*_DATA, TP, PP, BALANCED)
 
 
 @dataclass(frozen=True)

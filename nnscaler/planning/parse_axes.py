@@ -9,8 +9,8 @@ from math import prod
 from nnscaler.errors import NnscalerError
 from nnscaler.transform.plan import CP, DP, EP, PP, SHARD, TP, ZERO
 
-OWNED, SLICES = "owned", "slices"
-_WORDS = ("zero", OWNED)  # that are no sizes
+OWNED, SLICES, BALANCED = "owned", "slices", "balanced"
+_WORDS = ("zero", OWNED, BALANCED)  # that are no sizes
 _INSIDE = (*_WORDS, EP)  # that are no ranks of their own
 AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
@@ -20,6 +20,7 @@ AXES = {
     PP: "pipeline parallel: layers, or else operations, are split into stages; see --micro-batches and --schedule",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
+    BALANCED: "of pp: stages of equal work, cut within layers too, where a head makes the last one heavy (balanced=1)",
     EP: "expert parallel: of the ranks of dp, which ep divides, so many divide the experts (ep=2 is dp=2,ep=2)",
     SLICES: "of tokens, in which each micro-batch runs: slices=4, or shares of the tokens, slices=3:3:2 (TeraPipe)",
 }
@@ -38,7 +39,7 @@ def parse_axes(text: str) -> dict[str, int]:
         if name == SLICES:
             continue
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            legal = {"zero": "1|2|3", OWNED: "1"}
+            legal = {"zero": "1|2|3", OWNED: "1", BALANCED: "1"}
             wrong = f"{part!r} is not one of " + ", ".join(f"{word}={legal.get(word, 'N')}" for word in AXES)
             if name in sizes:
                 wrong = f"{name} is named twice"
@@ -67,6 +68,11 @@ def parse_axes(text: str) -> dict[str, int]:
             f"zero={sizes['zero']}" if "zero" in sizes else "no zero"
         )
         raise NnscalerError("plan_illegal", message, help="zero=1,owned=1 or zero=2,owned=1: parameters rest on owners")
+    if BALANCED in sizes and (sizes[BALANCED] != 1 or sizes.get(PP, 1) == 1):
+        message = f"--plan {text!r}: balanced={sizes[BALANCED]} with " + (f"pp={sizes[PP]}" if PP in sizes else "no pp")
+        raise NnscalerError(
+            "plan_illegal", message, help="pp=2,balanced=1: stages of equal work, cut within layers too"
+        )
     if SHARD in sizes and "zero" not in sizes:
         message = f"--plan {text!r}: shard={sizes[SHARD]} says over which ranks parameters rest in shards"
         raise NnscalerError("plan_illegal", message, help="add zero=1, zero=2 or zero=3; or take more ranks of dp")

@@ -18,7 +18,7 @@ from nnscaler.planning.constraints.interlaced import interlaced_stages, of_layer
 from nnscaler.planning.constraints.kinds import SharedEnds
 from nnscaler.planning.context_parallel import context_parallel
 from nnscaler.planning.experts import batch_axes, expert_steps
-from nnscaler.planning.parse_axes import OWNED
+from nnscaler.planning.parse_axes import BALANCED, OWNED
 from nnscaler.planning.recycling_pipelines import partition_runs, runs_of
 from nnscaler.scheduling.interlaced import around
 from nnscaler.scheduling.registry import DEFAULT, get_schedule, with_schedule
@@ -166,21 +166,31 @@ def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> SplitStep
 # Pipeline parallelism: contiguous stages, balanced by cost, cut between layers or else at borders of modules.
 
 
-def stages_of(graph: Graph, signatures: Mapping[str, Signature], devices: int, stages: int) -> StagePartition:
-    """Cut the operations into stages of equal work, `devices` of them at a time on as many devices.
+def stages_of(
+    graph: Graph, signatures: Mapping[str, Signature], devices: int, stages: int, within: bool = False
+) -> StagePartition:
+    """Cut the operations into stages of equal work, `devices` of them at a time on as many devices; `within` layers
+    too, or between them.
 
     Where a model runs its layers several times and differentiates the last run alone, and there are `devices` stages
     for each run, a part of the layers has one in every run. Raises NnscalerError("plan_illegal") when there are fewer
     operations than stages.
     """
     if stages > devices and stages == devices * len(runs_of(graph)):
+        if within:
+            raise _not_balanced("a model that runs its layers several times, whose parts are layers")
         return partition_runs(graph, signatures, devices)
 
     def cost(op: Operation) -> float:
         return work_of(graph, signatures, op)
 
     random = random_operators(signatures)
-    return partition_stages(graph, stages, cost, finer=stages > devices, random=random)
+    return partition_stages(graph, stages, cost, finer=stages > devices, within=within, random=random)
+
+
+def _not_balanced(what: str) -> NnscalerError:
+    help = "leave balanced away; or take another schedule, such as 1f1b"
+    return NnscalerError("plan_illegal", f"{BALANCED}=1 is not for {what}", help=help)
 
 
 def assign_steps(graph: Graph, found: StagePartition) -> tuple[Step, ...]:
@@ -243,10 +253,12 @@ def _inside(
     given: tuple[Step, ...] = ()  # to experts and tokens
     ends = _ends_of(graph, signatures, plan)
     cut = None
+    if ends is not None and BALANCED in sizes:
+        raise _not_balanced(f"schedule {plan.schedule}, whose ends lie on all devices")
     if ends is not None:
         cut = interlaced_stages(graph, signatures, plan.devices, ends)
     elif plan.stages > 1:
-        cut = stages_of(graph, signatures, plan.devices, plan.stages)
+        cut = stages_of(graph, signatures, plan.devices, plan.stages, BALANCED in sizes)
     if sizes.get(EP, 1) > 1:
         plan = replace(plan, data_axes=(DP, EP))
         given = expert_steps(graph, signatures, plan, plan.device_axes[0], sizes[EP])

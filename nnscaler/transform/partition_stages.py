@@ -4,6 +4,7 @@ The order of the operations is a chain, and stages are its segments: the linear 
 dynamic programming (`balance.balanced_cuts`). Models differ only in the places at which the chain may be cut:
 
 between layers   where the model has as many layers as stages. The least possible largest stage, ties by what crosses
+within layers    where a plan asks for it. The least possible largest stage of all cuts, ties by what crosses
 anywhere         where it has not. Of all partitions whose largest stage is at most `SLACK` above the least possible,
                  the one of which the fewest bytes cross the cuts; each module that a cut goes through makes its bytes
                  count more (`blocks.weight_of`), so that cuts lie at borders of modules where that costs little
@@ -99,6 +100,7 @@ def partition_stages(
     cost: Callable[[Operation], float],
     *,
     finer: bool = False,
+    within: bool = False,
     random: Collection[str] = (),
     rules: StageRules = FREE_STAGES,
 ) -> StagePartition:
@@ -107,7 +109,8 @@ def partition_stages(
     Where there are as many layers as stages, cuts lie between layers: every stage has at least one, and what is outside
     of layers stays with its neighbours in order. Otherwise a cut may lie between any two operations, see the top of
     this file. `finer`: the stages are chunks of an interleaved pipeline; those that are less than a layer are cut for
-    balance alone. Operators in `random` are never repeated. `rules`: what is decided already.
+    balance alone. `within`: cuts may lie within layers, for balance alone, also where there are enough. Operators in
+    `random` are never repeated. `rules`: what is decided already.
 
     Raises NnscalerError("plan_illegal") when there are not enough places to cut.
     """
@@ -118,7 +121,7 @@ def partition_stages(
     forbidden = _forbidden_cuts(graph, anchored) | _inside(index, rules.joined)
     candidates = _part_cuts(anchored, rules.blocks or layers).without(forbidden)
     counts, at = rules.counts, rules.at
-    anywhere = not counts and stages > candidates.largest
+    anywhere = not counts and (within or stages > candidates.largest)
     if counts:
         candidates = candidates.after({sum(counts[: i + 1]) - 1 for i in range(len(counts) - 1)})
     elif anywhere:
@@ -126,7 +129,7 @@ def partition_stages(
     if stages < 1 or stages > candidates.largest:
         raise _too_many_stages(stages, anchored, candidates)
     costs = [cost(op) for op in anchored]
-    by_modules = (anywhere and not (finer and layers)) or bool(rules.blocks)
+    by_modules = (anywhere and not ((finer or within) and layers)) or bool(rules.blocks)
     across = _bytes_across(graph, anchored) if by_modules else _across(graph, anchored, lambda tensor: tensor.elements)
     if by_modules and len(candidates.positions) > PLACES:
         fewer = _thinned(candidates, costs, across)

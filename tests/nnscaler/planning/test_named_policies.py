@@ -19,7 +19,7 @@ from nnscaler.plan_source import CompileRequest, ranks_asked
 from nnscaler.plan_source import check_plan as check_request
 from nnscaler.planning.named_policies import READY, make_ready, parse_ready
 from nnscaler.tracing import trace
-from nnscaler.transform.plan import ChunkStep, Plan, RecomputeStep, SplitStep
+from nnscaler.transform.plan import AssignStep, ChunkStep, Plan, RecomputeStep, SplitStep
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "paper-tables.md"
 
@@ -123,6 +123,8 @@ def test_what_each_does(graph: Graph) -> None:
         ("coshard:pieces=1", 2, "pieces=1"),
         ("megatron:", 2, "ends with a colon"),
         ("pipeline:pp=2", 4, "is for 2 ranks, and there are 4"),
+        ("dp=2,balanced=1", 2, "balanced=1 with no pp"),
+        ("pipeline:pp=2,balanced=2", 2, "balanced=2 with pp=2"),
     ],
 )
 def test_wrong_requests_are_refused_before_the_model_is_loaded(text: str, ranks: int, said: str) -> None:
@@ -136,6 +138,25 @@ def test_a_policy_without_what_it_is_for_is_refused(graph: Graph) -> None:
         plan_of(graph, "coshard:pieces=100")
     with pytest.raises(NnscalerError, match="3f1b runs no backward"):
         nnscaler.parallelize(model_of("data"), inputs(), ranks=2, plan="3f1b", micro_batches=2)
+    for name in ("interlaced", "3f1b"):
+        with pytest.raises(NnscalerError, match="balanced=1 is not for"):
+            plan = f"{name}:pp=2,balanced=1"
+            nnscaler.parallelize(model_of(name), inputs(), ranks=2, plan=plan, micro_batches=2)
+
+
+@pytest.mark.usefixtures("traced_once")
+@pytest.mark.parametrize(("plan", "ranks"), [("pp=2,balanced=1", 2), ("pipeline:dp=2,pp=2,balanced=1", 4)])
+def test_stages_of_equal_work_are_cut_within_layers(plan: str, ranks: int) -> None:
+    def stages(words: str) -> list[set[str]]:
+        program = nnscaler.parallelize(model_of("data"), inputs(), ranks=ranks, plan=words, micro_batches=2)
+        made = [step for step in program.plan.steps if isinstance(step, AssignStep) and len(step.stages) == 1]
+        return [{name for step in made if step.stages == (s,) for name in step.operations} for s in range(2)]
+
+    assert stages(plan) != stages(plan.replace(",balanced=1", ""))
+    report = check_plan(
+        model_of("data"), inputs(), ranks=ranks, plan=plan, micro_batches=2, backend="simulator", steps=1, depth="quick"
+    )
+    assert report.verdict.passes and report.checks, report
 
 
 def test_axes_say_the_ranks() -> None:

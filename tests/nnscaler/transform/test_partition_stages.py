@@ -53,6 +53,17 @@ def test_heavy_head_gets_fewer_layers_and_the_rest_is_even() -> None:
     assert partition_stages(graph, 3, b.cost).costs == (5, 6, 15)
 
 
+def test_within_layers_a_heavy_head_is_balanced() -> None:
+    b, graph = chain(4, per_layer=4)
+    b.costs["head"] = 4
+    assert partition_stages(graph, 2, b.cost).costs == (9, 13)
+    found = partition_stages(graph, 2, b.cost, within=True)
+    assert found.costs == (11, 11) and found.notes == ()
+    assert found.layers == ("blocks.0 .. blocks.2 (part)", "blocks.2 (part) .. blocks.3")
+    b.costs["head"] = 0
+    assert partition_stages(graph, 2, b.cost, within=True).costs == (9, 9)
+
+
 def test_more_stages_than_layers_are_cut_finer() -> None:
     b, graph = chain(4)
     assert partition_stages(graph, 5, b.cost).layers[0] == "blocks.0"  # the border of a module
