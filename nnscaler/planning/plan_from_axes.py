@@ -169,8 +169,9 @@ def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> SplitStep
 def stages_of(
     graph: Graph, signatures: Mapping[str, Signature], devices: int, stages: int, within: bool = False
 ) -> StagePartition:
-    """Cut the operations into stages of equal work, `devices` of them at a time on as many devices; `within` layers
-    too, or between them.
+    """Cut the operations into stages of equal work, `devices` of them at a time on as many devices.
+
+    `within`: cuts may lie within layers, also where there are as many layers as stages.
 
     Where a model runs its layers several times and differentiates the last run alone, and there are `devices` stages
     for each run, a part of the layers has one in every run. Raises NnscalerError("plan_illegal") when there are fewer
