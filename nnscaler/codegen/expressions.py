@@ -97,10 +97,12 @@ def layout_text(shape: Sequence[int], layout: Layout, axes: Sequence[Axis]) -> s
 def conversion_text(move: ConversionStep, sizes: Sequence[int], value: str, axis: str, target: str) -> str:
     """`comm.shard(x, self.tp, dim=0, outer=3)`; `sizes` are those of all axes, `axis` is the text of the move's,
     `target` the variable that it makes: what slices keep is kept under its name."""
-    after = move.target[move.axis]
-    if isinstance(after, Prefix):
-        cut = [f'"{target}"', f"dim={after.dim}", *([f"sizes={after.sizes}"] if after.sizes else [])]
-        return f"comm.{move.row.function}({', '.join([value, axis, *cut])})"
+    ends = move.source[move.axis], move.target[move.axis]
+    prefix = next((state for state in ends if isinstance(state, Prefix)), None)
+    if prefix is not None:
+        cut = [f"dim={prefix.dim}", *([f"sizes={prefix.sizes}"] if prefix.sizes else [])]
+        kept = [f'"{target}"'] if prefix is ends[1] else []
+        return f"comm.{move.row.function}({', '.join([value, axis, *kept, *cut])})"
     return f"comm.{move.row.function}({', '.join([value, axis, *_cut(move, sizes)])})"
 
 

@@ -33,7 +33,7 @@ from nnscaler.communication.stage_builder import StageBuilder
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import ConversionStep, volume
+from nnscaler.ir.layout_conversion import ConversionStep, rows_of, volume
 from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph
@@ -253,6 +253,11 @@ def _place(
         outputs.append(None if name is None else builder.add(name, layout, scope))
     call = _localise(builder, graph, op, signature, choices, made)
     builder.emit(Compute(op, placement, call, inputs, tuple(outputs), circulation(signature, choices)), scope)
+    for name, layout in zip(op.outputs, made, strict=True):
+        own = tuple(map(rows_of, layout))
+        if name is not None and own != layout:  # earlier slices have the other rows
+            builder.obtain(name, own, scope)
+            del builder.known(name, scope)[layout]
 
 
 def _localise(

@@ -112,7 +112,7 @@ def _output_states(signature: Signature, choice: Choice, count: int) -> tuple[St
     assert bound is not None and isinstance(choice, Split)
     states: list[State] = []
     for operand in bound.outputs:
-        state = operand_state(bound, operand, choice)
+        state = _prefix_state(bound, operand, choice) or operand_state(bound, operand, choice)
         if state is not None:
             states.append(state)
         elif bound.marks.get(choice.identifier) == "+" and operand is not None:

@@ -8,8 +8,9 @@
 | Replicated | - / keep first     |                           | slice / place in zeros  | keep first / keep first |
 
 (forward / backward.) Over slices in time, Sharded -> Prefix appends the slice to those before it; its adjoint hands
-their rows of the gradient back to them, which run later. Each row's backward is the adjoint of its forward under the
-pairing of values and gradients that defines the four states. Conversions over several axes are shortest paths over
+their rows of the gradient back to them, which run later. Prefix -> Sharded takes the slice's own rows, the last ones;
+its adjoint places them after zeros. Each row's backward is the adjoint of its forward under the pairing of values and
+gradients that defines the four states. Conversions over several axes are shortest paths over
 layouts, one row at a time: two axes that exchange their places on one dim have no direct order.
 """
 
@@ -67,6 +68,7 @@ ROWS: dict[tuple[type, type], ConversionRow] = {
     (Replicated, Sharded): ConversionRow("shard_replicated", None, None),
     (Replicated, Partial): ConversionRow("keep_first_replicated", None, None),
     (Sharded, Prefix): ConversionRow("append", None, None),
+    (Prefix, Sharded): ConversionRow("own_rows", None, None),
 }
 
 
@@ -110,7 +112,9 @@ def move_cost(
         return inf
     if isinstance(before, Sharded) and isinstance(after, Sharded) and not _exchangeable(before, after, parts):
         return inf
-    if isinstance(after, Prefix) and not (in_time and _is_prefix_of(before, after)):
+    if isinstance(after, Prefix) and not (in_time and before == rows_of(after)):
+        return inf
+    if isinstance(before, Prefix) and not (in_time and after == rows_of(before)):
         return inf
     row = move.row
     elements = prod(full_along(move.source, sizes, shape, move.axis))
@@ -120,8 +124,9 @@ def move_cost(
     return cost + STEP
 
 
-def _is_prefix_of(before: State, after: Prefix) -> bool:
-    return before == Sharded(after.dim, sizes=after.sizes)
+def rows_of(state: State) -> State:
+    """Return how the rows lie that each slice adds to a prefix; any other state as it is."""
+    return Sharded(state.dim, sizes=state.sizes) if isinstance(state, Prefix) else state
 
 
 def _exchangeable(before: Sharded, after: Sharded, parts: int) -> bool:
@@ -130,11 +135,6 @@ def _exchangeable(before: Sharded, after: Sharded, parts: int) -> bool:
     if before.dim != after.dim:
         return True
     return not (before.sizes or after.sizes) and intervals_nest(before.outer, parts, after.outer, parts)
-
-
-def _before(state: State) -> tuple[State, ...]:
-    """Return the states that lead to this one and that neither end of a path need have: rows, before they are kept."""
-    return (Sharded(state.dim, sizes=state.sizes),) if isinstance(state, Prefix) else ()
 
 
 @lru_cache(maxsize=65536)
@@ -153,7 +153,7 @@ def find_path(
     if source == target:
         return 0.0, ()
     options: list[tuple[State, ...]] = [
-        tuple(dict.fromkeys((a, b, INVARIANT, *_before(b)))) for a, b in zip(source, target, strict=True)
+        tuple(dict.fromkeys((a, b, INVARIANT, rows_of(a), rows_of(b)))) for a, b in zip(source, target, strict=True)
     ]
     best: dict[Layout, float] = {source: 0.0}
     came: dict[Layout, ConversionStep] = {}

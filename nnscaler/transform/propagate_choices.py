@@ -15,7 +15,7 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, over_slices, resolve
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import STEP, find_path
+from nnscaler.ir.layout_conversion import STEP, find_path, rows_of
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import IN_STEP, INVARIANT, MICRO, REPLICATED, SLICE, Invariant, Replicated, Sharded, State
@@ -92,7 +92,7 @@ def follow(
         for name, state in zip(op.outputs, output_states(signature, choice, len(op.outputs)), strict=True):
             if name is not None:
                 full = isinstance(state, Replicated) and not graph.tensors[name].needs_grad
-                states[name] = INVARIANT if full else state
+                states[name] = INVARIANT if full else rows_of(state)
     return _follow_readers(following, explicit, choices)
 
 

@@ -89,15 +89,21 @@ def map_identifiers(annotation: Annotation, function: Callable[[Identifier], Ide
 
 
 def with_marks(annotation: Annotation, names: Iterable[str], like: Identifier) -> str:
-    """Write the canonical text with the mark of `like` on every occurrence of `names`."""
+    """Write the canonical text of `marked`."""
+    return print_annotation(marked(annotation, names, like))
+
+
+def marked(annotation: Annotation, names: Iterable[str], like: Identifier) -> Annotation:
+    """Return the annotation with the mark of `like` on every occurrence of `names`. What is read along one of them
+    (`s<q`) is frozen where it gets one."""
     chosen = frozenset(names)
 
     def mark(identifier: Identifier) -> Identifier:
-        if identifier.name not in chosen:
-            return identifier
-        return replace(identifier, mark=like.mark, reduction=like.reduction, rows=like.rows)
+        if identifier.name in chosen:
+            return replace(identifier, mark=like.mark, reduction=like.reduction, rows=like.rows)
+        return replace(identifier, mark="^", rows="") if like.mark and identifier.rows in chosen else identifier
 
-    return print_annotation(map_identifiers(annotation, mark))
+    return map_identifiers(annotation, mark)
 
 
 def _marked(mark: Mark) -> Identifier:

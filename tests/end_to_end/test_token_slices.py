@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nnscaler import register_op
 from nnscaler.compile import parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
@@ -18,6 +20,8 @@ from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.transform.plan import Plan, RecomputeStep
 from tests.sampling import every
 from verify import verify_plan
+from verify.programs.typing import check_program
+from verify.results.verdict import Verdict
 
 
 class Scan(nn.Module):
@@ -54,6 +58,68 @@ def inputs() -> dict[str, Tensor]:
 def test_scans_and_means_over_unequal_slices_are_exact(plan: str) -> None:
     report = verify_plan(scan, inputs(), ranks=2, plan=plan, micro_batches=2, backend="simulator")
     assert report.verdict.passes, [f.message for f in report.findings]
+
+
+OWN = r"comm\.own_rows\((cumsum_1|cummax), self\.slice, dim=1, sizes=\(4, 3, 2\)\)"
+WRONG_ROWS = {
+    "the rows of all slices so far": r"\1 + 0",
+    "no rows are taken": r"comm.invariant(\1, self.slice)",
+    "rows of another dim": r"comm.own_rows(\1, self.slice, dim=2, sizes=(4, 3, 2))",
+    "rows of micro-batches": r"comm.own_rows(\1, self.micro, dim=1)",
+    "rows of equal slices": r"comm.own_rows(\1, self.slice, dim=1)",
+    "rows of other slices": r"comm.own_rows(\1, self.slice, dim=1, sizes=(3, 4, 2))",
+    "no gradient": r"comm.own_rows(\1.detach(), self.slice, dim=1, sizes=(4, 3, 2))",
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ROWS)
+def test_a_slice_takes_its_own_rows_of_a_scan(what: str) -> None:
+    found = parallelize(scan(), inputs(), ranks=2, plan="pp=2,slices=4:3:2", micro_batches=2)
+    assert check_program(found.sources, found.graph, "", found.manifest).proved
+    name, text = next((name, text) for name, text in found.sources.items() if re.search(OWN, text))
+    changed, count = re.subn(OWN, WRONG_ROWS[what], text, count=1)
+    assert count == 1
+    assert not check_program({**found.sources, name: changed}, found.graph, "", found.manifest).proved
+
+
+@register_op("b t< d -> b t< d")
+def decayed(x: Tensor) -> Tensor:
+    before, rows = torch.zeros_like(x[:, 0]), []
+    for i in range(x.shape[1]):
+        before = 0.5 * before + x[:, i]
+        rows.append(before)
+    return torch.stack(rows, 1)
+
+
+@register_op("b t< d -> b t< d", name="decayed_both_ways")
+def decayed_both_ways(x: Tensor) -> Tensor:
+    return decayed(x) + 0.5 * decayed(x.flip(1)).flip(1)
+
+
+class Decays(Scan):
+    operator = staticmethod(decayed)
+
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        x = torch.tanh(self.first(self.embed(ids)))
+        x = torch.tanh(self.second(self.operator(self.operator(x))))
+        return (self.head(x).squeeze(-1) ** 2 * weights).mean()
+
+
+class DecaysBothWays(Decays):
+    operator = staticmethod(decayed_both_ways)
+
+
+@pytest.mark.parametrize("plan", ["pp=2,slices=3", "pp=2,slices=4:3:2"])
+def test_a_scan_of_a_user_runs_in_slices(plan: str) -> None:
+    report = verify_plan(lambda: Decays().double(), inputs(), ranks=2, plan=plan, micro_batches=2, backend="simulator")
+    assert report.verdict.passes, [f.message for f in report.findings]
+
+
+def test_a_scan_that_reads_later_rows_is_refuted() -> None:
+    made = {"ranks": 2, "plan": "pp=2,slices=3", "micro_batches": 2, "backend": "simulator"}
+    report = verify_plan(lambda: DecaysBothWays().double(), inputs(), **made)
+    assert report.verdict is Verdict.REFUTED
+    assert any("in slices of `t`" in f.message for f in report.findings), [f.message for f in report.findings]
 
 
 class Bidirectional(Scan):

@@ -15,7 +15,7 @@ from op_registry.bind_annotation import named_values
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
-from verify.evidence.oracle.annotation_claims import Claimed, Target, claims_of, kind_of, untested
+from verify.evidence.oracle.annotation_claims import Claimed, Target, claims_of, kind_of, slices_of, untested
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.cases_beyond_proved_sizes import beyond_bounds
 from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check, check_target, run_cases
@@ -43,23 +43,11 @@ from verify.operators.audit.watched_run import Probed
 from verify.results.catalogue import INCOMPARABLE
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
-from verify.results.verdict import TESTED, Strength, Verdict, merge, weakest
+from verify.results.verdict import TESTED, Strength, Verdict, weakest
 
 Reproduce = Callable[[str, SplitCase | None], str | None]  # (finding code, the case of it) -> a command line
 AUDITED = 3  # sample calls on which the operator itself is looked at
 PROOF_SHARE = 0.2  # of the limit of one operator: processor time for proofs; what is left then is tested only
-
-
-def _together(one: Check, two: Check) -> Check:
-    """Return the same check on two sample calls."""
-    return replace(
-        one,
-        verdict=merge([one.verdict, two.verdict]),
-        count=one.count + two.count,
-        refuted=one.refuted + two.refuted,
-        seconds=one.seconds + two.seconds,
-        detail=one.detail or two.detail,
-    )
 
 
 @dataclass(frozen=True)
@@ -113,14 +101,14 @@ class Verification:
         for position, name in found[0].inputs.whole_numbers:
             drawn = f"integers below `{name}`" if name else "booleans"
             self.notes[f"input {position} was drawn as {drawn}: `sample_inputs` gives others"] = None
-        if not any(leaders_of(b.signature, ones=True) or b.linear for b in found):
+        if not any(leaders_of(b.signature, ones=True) or b.linear or slices_of(b.signature) for b in found):
             self.notes[f"`{self.spec.name}` claims nothing: no identifier of `{self.text}` can be split"] = None
         for name, value in self.never_changed(found):
             self.notes[f"`{name}` was {value!r} in all calls: `sample_inputs` gives others"] = None
         self.audit(found)
         if any(f.code in INCOMPARABLE for f in self.findings):
             return
-        for step in (self.derivative, self.subsets, self.singles, self.linear, self.pairs):
+        for step in (self.derivative, self.subsets, self.singles, self.slices, self.linear, self.pairs):
             step(found)
             if self.findings and self.options.fail_fast:
                 break
@@ -229,7 +217,7 @@ class Verification:
             if same is None:
                 self.checks.append(replace(check, supporting=True))
             else:
-                self.checks[same] = _together(self.checks[same], check)
+                self.checks[same] = self.checks[same].with_other(check)
         self.findings += [f for f in result.findings if f.code not in {g.code for g in self.findings}]
         self.notes.update(dict.fromkeys(result.notes))
 
@@ -262,6 +250,18 @@ class Verification:
             self.conclude(f"split `{name}` ({kind})", f"a split of `{name}`", outcome, started, needs, alone)
             if outcome.failures and self.options.fail_fast:
                 return
+
+    def slices(self, found: list[Base]) -> None:
+        """Check what is read up to a row in slices in time, which have the rows before them: that is tested only."""
+        for target in dict.fromkeys(target for base in found for target in slices_of(base.signature)):
+            started = time.perf_counter()
+            outcome = TargetOutcome()
+            shown = [(i, base) for i, base in enumerate(found) if target in slices_of(base.signature)]
+            for _, base in shown:
+                if not outcome.failures:
+                    check_target(Enumerator(self.runner, base), target, outcome)
+            outcome.untested = self.untested(outcome, [(base, target) for _, base in shown])
+            self.conclude(str(target), str(target), outcome, started, [(i, target) for i, _ in shown])
 
     def linear(self, found: list[Base]) -> None:
         """Check every set of operands through which partial sums are said to pass."""

@@ -17,7 +17,7 @@ from verify.evidence.oracle.findings import wrong
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.all_checks import Reproduce, Verification, verify_record
 from verify.operators.suggest.ask_oracle import add_derived, claims_hold, with_annotation
-from verify.operators.suggest.repair_annotation import Advice, frozen, plain_name, repair, widen
+from verify.operators.suggest.repair_annotation import Advice, frozen, plain_name, repair, widen, without_slices
 from verify.results.finding import Finding
 from verify.results.report import Report
 
@@ -62,7 +62,7 @@ def _repair(spec: OperatorSpec, result: CaseResult, options: OpOptions) -> Advic
     choice = result.case.choices[0]
     if not isinstance(choice, Split) or len(result.case.choices) > 1 or not options.explain:
         return None
-    return repair(spec, choice.identifier, options)
+    return without_slices(spec, choice.identifier) if choice.prefix else repair(spec, choice.identifier, options)
 
 
 def _together(

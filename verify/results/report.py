@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -56,6 +56,17 @@ class Check:
     seconds: float = 0.0
     detail: str = ""
     supporting: bool = False
+
+    def with_other(self, other: Check) -> Check:
+        """Return the same check of both subjects, such as two sample calls."""
+        return replace(
+            self,
+            verdict=merge([self.verdict, other.verdict]),
+            count=self.count + other.count,
+            refuted=self.refuted + other.refuted,
+            seconds=self.seconds + other.seconds,
+            detail=self.detail or other.detail,
+        )
 
 
 @dataclass(frozen=True)

@@ -304,6 +304,12 @@ def append(x: Tensor, axis: AxisGroup, name: str, dim: int, sizes: Sizes = ()) -
     return cast(Tensor, apart(_Append.apply, x, axis.kept, axis.index, name, dim))
 
 
+def own_rows(x: Tensor, axis: AxisGroup, dim: int, sizes: Sizes = ()) -> Tensor:
+    """Prefix -> Sharded, over slices: the last rows, which the slice has added / those of the gradient after zeros."""
+    rows = sizes[axis.index] if sizes else x.shape[dim] // (axis.index + 1)
+    return x.narrow(dim, x.shape[dim] - rows, rows)
+
+
 # -- the end of a region that runs in pieces --------------------------------------------------------------------------
 
 

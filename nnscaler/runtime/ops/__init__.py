@@ -20,7 +20,6 @@ from nnscaler.runtime.ops.layer_ops import (
     batch_normalise,
     batch_variance,
     causal_rows,
-    cumulated_rows,
     embedding_block,
     grouped_mm,
     recurrent_cell,

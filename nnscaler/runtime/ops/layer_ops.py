@@ -69,18 +69,6 @@ def causal_rows(query: Tensor, key: Tensor, value: Tensor, first: int, scale: fl
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 
-def cumulated_rows(
-    kind: str, x: Tensor, dim: int, first: int, dtype: torch.dtype | None = None
-) -> Tensor | tuple[Tensor, ...]:
-    """Return the rows from `first` on of a cumulative operator (cumsum, cumprod, logcumsumexp, cummax, cummin)."""
-    given = {} if dtype is None else {"dtype": dtype}
-    found = getattr(torch, kind)(x, dim, **given)
-    rows = x.shape[dim] - first
-    if isinstance(found, Tensor):
-        return found.narrow(dim, first, rows)
-    return tuple(result.narrow(dim, first, rows) for result in found)
-
-
 def recurrent_cell(
     kind: str,
     x: Tensor,

@@ -209,17 +209,6 @@ def _along(call: Call) -> int:
     return whole(call.get(1, "dim"), tensor(call, 0, "self").ndim)
 
 
-def _up_to_slice(call: Call, shards: Shards) -> Call:
-    """The rows of a slice, of a call on the rows up to its last one."""
-    x, dim = tensor(call, 0, "self"), _along(call)
-    rows = letters(x.ndim)[dim] if x.ndim else ""
-    if rows not in shards:
-        return call
-    kind = call.operator.removeprefix("aten.").removesuffix(".default")
-    first = block_start(rows, x.shape[dim], shards[rows])
-    return Call("nnscaler.cumulated_rows", (kind, x, dim, first), call.kwargs, call.outputs)
-
-
 def _diff(call: Call) -> str:
     """Differences along a dim, which is frozen in every operand."""
     tensors = call.tensors()
@@ -254,13 +243,10 @@ _SOFTMAXES = "softmax.int log_softmax.int special_softmax.default special_log_so
 _SCANS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", along()) for name in _SOFTMAXES),
     *(OperatorSpec(f"aten.{name}.default", along()) for name in ("_softmax", "_log_softmax", "_safe_softmax")),
-    OperatorSpec("aten.cumsum.default", cumulative(), linear=unless_cast, localize=_up_to_slice, uneven=True),
-    OperatorSpec("aten.cumprod.default", cumulative(), localize=_up_to_slice, uneven=True),
-    OperatorSpec("aten.logcumsumexp.default", cumulative(), localize=_up_to_slice, uneven=True),
-    *(
-        OperatorSpec(f"aten.{name}.default", cumulative(2), localize=_up_to_slice, uneven=True)
-        for name in ("cummax", "cummin")
-    ),
+    OperatorSpec("aten.cumsum.default", cumulative(), linear=unless_cast),
+    OperatorSpec("aten.cumprod.default", cumulative()),
+    OperatorSpec("aten.logcumsumexp.default", cumulative()),
+    *(OperatorSpec(f"aten.{name}.default", cumulative(2)) for name in ("cummax", "cummin")),
     OperatorSpec("aten.diff.default", _diff, linear=linear_in_all),
     *(OperatorSpec(f"aten.{n}.dx", _trapezoid(c), linear=linear_in({0})) for n, c in _TRAPEZOIDS.items()),
     *(OperatorSpec(f"aten.{n}.x", _trapezoid(c), linear=linear_in({0}, {1})) for n, c in _TRAPEZOIDS.items()),

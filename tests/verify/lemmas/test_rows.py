@@ -15,7 +15,7 @@ from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.cut_tensors import piece_of
 from verify.programs.lemmas import check_rows
-from verify.programs.lemmas.conversion_lemmas import APPEND, appends, conversions
+from verify.programs.lemmas.conversion_lemmas import OF_SLICES, conversions, of_slices
 from verify.results.verdict import Verdict
 
 EVERY = sorted({row.function for row in ROWS.values()})
@@ -29,7 +29,7 @@ def test_every_row_is_the_map_that_the_table_says() -> None:
 
 @pytest.mark.parametrize("function", EVERY)
 def test_every_row_is_looked_at(function: str) -> None:
-    cases = list(appends(3) if function == APPEND else conversions(frozenset([function]), 3))
+    cases = list(of_slices(function, 3) if function in OF_SLICES else conversions(frozenset([function]), 3))
     assert cases and all(case.function == function for case in cases)
     if any("outer" in str(case) for case in cases) and function != "all_to_all":
         assert any("sections" in str(case) for case in cases)
@@ -65,7 +65,7 @@ def _begins_elsewhere(
 
 
 def _wrong_rows() -> dict[str, tuple[str, Callable[..., Tensor]]]:
-    convert, same, add = comm._convert, comm._same, comm._sum
+    convert, same, add, own = comm._convert, comm._same, comm._sum, comm.own_rows
     half = lambda t, axis: add(t, axis) / axis.size  # noqa: E731
     last = lambda t, axis: t.clone() if axis.index == axis.size - 1 else torch.zeros_like(t)  # noqa: E731
 
@@ -93,6 +93,9 @@ def _wrong_rows() -> dict[str, tuple[str, Callable[..., Tensor]]]:
             ),
         ),
         "unequal pieces begin where equal ones do": ("shard", _begins_elsewhere),
+        "the first rows in place of its own": ("own_rows", lambda x, a, d, z=(): own(x.flip(d), a, d, z).flip(d)),
+        "unequal slices taken for equal ones": ("own_rows", lambda x, a, d, z=(): own(x, a, d)),
+        "a slice takes no gradient": ("own_rows", lambda x, a, d, z=(): own(x.detach(), a, d, z) + 0 * x.sum()),
         "outer is forgotten": ("all_gather", flat),
     }
 

@@ -65,6 +65,14 @@ def choose_sizes(
     return sizes
 
 
+def with_rows(sizes: Mapping[str, int], rows: Mapping[str, str]) -> dict[str, int]:
+    """Return the sizes with as many rows of what is read up to a row (`s<q`) as there are of those that read it.
+
+    `rows`: along which identifier each is read.
+    """
+    return {**sizes, **{name: sizes[along] for name, along in rows.items() if along in sizes}}
+
+
 def from_annotation(
     spec: OperatorSpec,
     sizes: Mapping[str, int],
@@ -79,6 +87,7 @@ def from_annotation(
     """
     assert isinstance(spec.annotation, str)
     annotation = parse_checked(spec.annotation)
+    sizes = with_rows(sizes, {i.name: i.rows for i in annotation.identifiers() if i.rows})
     operands = iter(annotation.inputs)
     below = {id(annotation.inputs[position]): name for position, name in whole_numbers}
 
@@ -171,6 +180,7 @@ def resize(concrete: ConcreteCall, bound: BoundAnnotation, sizes: Mapping[str, i
 
     None where identifiers stand side by side in a dim, so that its size is not ours to choose.
     """
+    sizes = with_rows(sizes, bound.rows)
     tensors: list[Tensor] = []
     for tensor, operand in zip(concrete.tensors, bound.inputs, strict=True):
         for number, dim in enumerate(operand.dims if operand is not None else ()):

@@ -22,7 +22,19 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import Safeguards
 
-Target = str | frozenset[int]  # an identifier, or a set of operands that hold partial sums
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Slices in time of an identifier, each of which has all rows up to its last one of what is marked `<`."""
+
+    identifier: str
+
+    def __str__(self) -> str:
+        return f"slices of `{self.identifier}`"
+
+
+Target = str | frozenset[int] | Slices  # an identifier over ranks, operands that hold partial sums, or slices
 Form = Literal["contiguous", "strided", "unequal", "sections", "partial"]
 SAID: dict[Form, str] = {
     "contiguous": "contiguous blocks",
@@ -51,8 +63,32 @@ class Claimed:
     text: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        what = f"`{self.target}`" if isinstance(self.target, str) else f"inputs {sorted(self.target)}"
-        return f"{what} in {SAID[self.form]}"
+        return f"{target_text(self.target)} in {SAID[self.form]}"
+
+
+def split_by(target: Target) -> str | None:
+    """Return the identifier that a target splits; None for partial sums."""
+    return target if isinstance(target, str) else target.identifier if isinstance(target, Slices) else None
+
+
+def choice_of(target: Target) -> Choice:
+    """Return the plainest choice that a target allows."""
+    if isinstance(target, frozenset):
+        return RunPartial(target)
+    return Split(target) if isinstance(target, str) else Split(target.identifier, prefix=True)
+
+
+def target_text(target: Target) -> str:
+    """Return a target in words."""
+    if isinstance(target, frozenset):
+        return f"inputs {sorted(target)}"
+    return f"`{target}`" if isinstance(target, str) else str(target)
+
+
+def slices_of(signature: Signature) -> tuple[Slices, ...]:
+    """Return what the annotation says may be cut into slices in time: the rows along which something is read."""
+    assert signature.bound is not None
+    return tuple(Slices(name) for name in dict.fromkeys(signature.bound.rows.values()))
 
 
 def claims_of(signature: Signature, targets: Iterable[Target], guards: Safeguards) -> tuple[Claimed, ...]:
@@ -91,12 +127,17 @@ def _plain(value: object) -> str:
 
 
 def _forms(signature: Signature, target: Target, guards: Safeguards) -> Iterator[Form]:
-    if not isinstance(target, str):
+    if isinstance(target, frozenset):
         yield "partial"
         return
     assert signature.bound is not None
     sized = replace(signature.bound, sizes=dict.fromkeys(signature.bound.sizes, _SIZE))
     asked = Signature(signature.call, signature.spec, sized, signature.linear)
+    if isinstance(target, Slices):
+        yield "contiguous"
+        if guards.uneven:
+            yield "unequal"
+        return
     wanted: list[tuple[Form, Choice]] = [("contiguous", Split(target))]
     wanted += [("strided", Split(target, 2))] if guards.outers else []
     wanted += [("unequal", Split(target, sizes=_UNEQUAL))] if guards.uneven else []
@@ -125,6 +166,8 @@ def exercised_by(case: SplitCase, signature: Signature) -> Claimed | None:
     if not isinstance(choice, Split | RunPartial):
         return None
     target: Target = choice.identifier if isinstance(choice, Split) else choice.slots
+    if isinstance(choice, Split) and choice.prefix:
+        target = Slices(choice.identifier)
     return Claimed(kind_of(signature), target, form_of(case), bound.text)
 
 

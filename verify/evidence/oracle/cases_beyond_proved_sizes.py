@@ -15,9 +15,8 @@ from typing import Any
 from op_registry.code_numbers import numbers_in
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.training.functional_optimizer import Update
-from verify.evidence.oracle.annotation_claims import Target
+from verify.evidence.oracle.annotation_claims import Target, choice_of, split_by
 from verify.evidence.oracle.enumerate_cases import Base
 from verify.evidence.split_case import SplitCase
 from verify.results.verdict import Condition, Strength, Verdict
@@ -35,8 +34,8 @@ def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Streng
     bound = base.signature.bound
     if spec.target is None or proved.verdict is Verdict.PROVED_ALL_SIZES or bound is None:
         return
-    choice: Choice = Split(target) if isinstance(target, str) else RunPartial(target)
-    together = bound.tied.get(target, (target,)) if isinstance(target, str) else ()
+    choice, name = choice_of(target), split_by(target)
+    together = bound.tied.get(name, (name,)) if name is not None else ()
     failing = [change for c in proved.conditions for change in _sizes_beyond(c, bound.sizes, together)]
     numbers = _whole_numbers(spec.target)
     changes = [*failing]

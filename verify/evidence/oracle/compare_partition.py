@@ -325,13 +325,13 @@ class _Comparison:
             return
         value = gather(pieces, lay, lambda a, b: torch.equal(a, b) or self.bound.agree(a, b, scale))
         if value is None:
-            copies = difference(pieces[-1], pieces[0], scale)
+            copies = difference(pieces[-1][tuple(map(slice, pieces[0].shape))], pieces[0], scale)
             problem = copies.problem or f"copies on two ranks differ by {copies.absolute:.6g}"
             self.mismatches.append(Mismatch(what, TensorDifference(float("inf"), problem=problem), _said(states)))
             return
         if torch.equal(value, expected):
             self.exact += 1
-        elif not self.bound.agree(value, expected, scale, max(map(largest, pieces)) if _summed(lay) else 0.0):
+        elif not self.bound.agree(value, expected, scale, max(map(largest, pieces)) if lay.summed else 0.0):
             self.mismatches.append(
                 Mismatch(what, difference(value, expected, scale), _said(states), _shown(value, expected))
             )
@@ -349,7 +349,7 @@ def _growth(totals: Sequence[Tensor | None], lays: Sequence[Lay], pieces: Sequen
     """Return how much larger the drawn terms of partial sums are than their totals; 1 where there are none."""
     found = 1.0
     for index, (total, lay) in enumerate(zip(totals, lays, strict=True)):
-        if total is None or "sum" not in lay.held or not total.numel():
+        if total is None or not lay.summed or not total.numel():
             continue
         terms = max((largest(p) for part in pieces if (p := part[index]) is not None), default=0.0)
         found = max(found, terms / max(largest(total), 1e-6))
@@ -363,11 +363,6 @@ def _tells_nothing(whole: WholeRun, partition: Partition) -> bool:
         if split and not _real(tensor) and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
             return True
     return False
-
-
-def _summed(lay: Lay) -> bool:
-    """Return whether ranks hold terms of a sum."""
-    return any(h == "sum" or (isinstance(h, Prefix) and h.terms) for h in lay.held)
 
 
 def _real(tensor: Tensor) -> bool:

@@ -2,8 +2,9 @@
 
 Each identifier that may be split, alone: 2, 3 and 4 parts (or the smallest number that divides its size), contiguous
 and strided, even and uneven, section by section, on three kinds of draws; shards of one element and other dims of
-size 1; float32 and bfloat16, and float16 of a user's. Each set of operands in which the operator is linear, on partial
-sums. Then pairs of these on a mesh of two axes, and one identifier over both.
+size 1; float32 and bfloat16, and float16 of a user's. The same of slices in time, even and uneven, where `<` marks what
+is read up to a row. Each set of operands in which the operator is linear, on partial sums. Then pairs of these on a
+mesh of two axes, and one identifier over both.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.placement import Choice, Split
 from verify.evidence.inputs.draw_calls import OTHER_DIMS, SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes, dims_of
-from verify.evidence.oracle.annotation_claims import Claimed, Target, form_of
+from verify.evidence.oracle.annotation_claims import Claimed, Target, choice_of, form_of, split_by
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared, WholeRaised
 from verify.evidence.oracle.find_runnable_inputs import Unusable, first_inputs, first_line, without_derivatives
 from verify.evidence.split_case import Inputs, SplitCase
@@ -188,7 +189,7 @@ class Enumerator:
 
     def sizes_for(self, targets: Sequence[Target]) -> tuple[tuple[str, int], ...]:
         """Return sizes under which these targets can be split in 2, 3 and 4."""
-        names = [t for t in targets if isinstance(t, str)]
+        names = [name for t in targets if (name := split_by(t)) is not None]
         bound = self.base.signature.bound
         assert bound is not None
         if self.drawn:
@@ -212,8 +213,8 @@ class Enumerator:
         draws = self.draws(sizes)
         for inputs in draws:
             yield from self.forms(target, inputs)
-        if self.guards.small and (isinstance(target, str) or self.users):
-            yield from self.small(target) if isinstance(target, str) else self.ones(target)
+        if self.guards.small and (split_by(target) is not None or self.users):
+            yield from self.small(target) if split_by(target) is not None else self.ones(target)
         if self.guards.dtypes and draws:
             yield from self.low(target, draws)
 
@@ -228,18 +229,19 @@ class Enumerator:
         for parts in self.parts(target, inputs.sizes):
             for choice in self.choices(target, parts, inputs.sizes):
                 yield SplitCase(inputs, (choice,), (parts,))
-            if isinstance(target, str) and self.guards.uneven:
-                yield SplitCase(inputs, (Split(target),), (parts,), uneven=True)
+            if split_by(target) is not None and self.guards.uneven:
+                yield SplitCase(inputs, (choice_of(target),), (parts,), uneven=True)
 
     def resized(self, claim: Claimed) -> Iterator[SplitCase]:
         """Yield the cases of one claim that no sample's own sizes exercise: the same call with sizes that divide, if it
         runs."""
         bound = self.base.signature.bound
-        if self.drawn or not isinstance(claim.target, str) or bound is None:
+        name = split_by(claim.target)
+        if self.drawn or name is None or bound is None:
             return
-        together = bound.tied.get(claim.target, (claim.target,))
+        together = bound.tied.get(name, (name,))
         for size in (SPLIT_SIZE, 2 * SPLIT_SIZE):
-            for inputs in self.draws(tuple((name, size * (1 + i)) for i, name in enumerate(together))):
+            for inputs in self.draws(tuple((other, size * (1 + i)) for i, other in enumerate(together))):
                 yield from (case for case in self.forms(claim.target, inputs) if form_of(case) == claim.form)
 
     def size(self, target: str, sizes: tuple[tuple[str, int], ...]) -> int:
@@ -248,17 +250,17 @@ class Enumerator:
 
     def parts(self, target: Target, sizes: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
         """Return the numbers of shards; beside the usual ones the smallest that divides, where none of those does."""
-        usual = self.guards.parts
-        if not isinstance(target, str) or any(self.size(target, sizes) % parts == 0 for parts in usual):
+        usual, name = self.guards.parts, split_by(target)
+        if name is None or any(self.size(name, sizes) % parts == 0 for parts in usual):
             return usual
-        size = self.size(target, sizes)
+        size = self.size(name, sizes)
         return (*usual, *(p for p in range(max(usual) + 1, size + 1) if size % p == 0))[: len(usual) + 1]
 
     def choices(self, target: Target, parts: int, sizes: tuple[tuple[str, int], ...]) -> tuple[Choice, ...]:
         """Return the choices to test for a target: contiguous blocks first, then strided ones and sections of unequal
         sizes."""
         if not isinstance(target, str):
-            return (RunPartial(target),)
+            return (choice_of(target),)
         found: list[Choice] = [Split(target)]
         size = self.size(target, sizes)
         outer = next((o for o in range(2, size) if size % (o * parts) == 0), None)
@@ -269,23 +271,23 @@ class Enumerator:
             found.append(Split(target, sections=(first, size - first)))
         return tuple(found)
 
-    def small(self, target: str) -> Iterator[SplitCase]:
+    def small(self, target: Target) -> Iterator[SplitCase]:
         """Yield cases with shards of size 1, of one element in all, and with each other identifier of size 1."""
-        bound = self.base.signature.bound
-        assert bound is not None
+        bound, split, choice = self.base.signature.bound, split_by(target), choice_of(target)
+        assert bound is not None and split is not None
         if not self.drawn and not self.runner.given:
-            size = bound.sizes[target]
+            size = bound.sizes[split]
             if max(self.guards.parts) < size <= 6:
                 for inputs in self.draws((), 1):
-                    yield SplitCase(inputs, (Split(target),), (size,))
+                    yield SplitCase(inputs, (choice,), (size,))
             return
         full = dict(self.sizes_for([target]))
-        together = bound.tied.get(target, (target,))
+        together = bound.tied.get(split, (split,))
         tables = (full, dict.fromkeys(bound.sizes, 1)) if self.users else (full,)
         for parts, others in product(self.guards.parts[:2], tables):
             ones = {**others, **{name: parts * (1 + i) for i, name in enumerate(together)}}
             for inputs in self.draws(tuple(ones.items()), DRAWS if self.users else 1):  # one may show nothing
-                yield SplitCase(inputs, (Split(target),), (parts,))
+                yield SplitCase(inputs, (choice,), (parts,))
         yield from self.ones(target)
 
     def ones(self, target: Target) -> Iterator[SplitCase]:
@@ -294,11 +296,11 @@ class Enumerator:
         assert bound is not None
         if not self.drawn and not self.runner.given:
             return
-        full = dict(self.sizes_for([target]))
-        together = bound.tied.get(target, (target,)) if isinstance(target, str) else ()
+        full, split = dict(self.sizes_for([target])), split_by(target)
+        together = () if split is None else bound.tied.get(split, (split,))
         for other in [n for n in bound.sizes if n not in together][:6]:
             for inputs in self.draws(tuple({**full, other: 1}.items()), 1):
-                yield SplitCase(inputs, (self.plain(target),), (self.guards.parts[0],))
+                yield SplitCase(inputs, (choice_of(target),), (self.guards.parts[0],))
 
     def low(self, target: Target, draws: Sequence[Inputs]) -> Iterator[SplitCase]:
         """Yield cases in narrower dtypes, where the operator runs in them."""
@@ -310,10 +312,7 @@ class Enumerator:
             except (WholeRaised, AnnotationError):
                 continue
             for parts in self.guards.parts[:2]:
-                yield SplitCase(other, (self.plain(target),), (parts,))
-
-    def plain(self, target: Target) -> Choice:
-        return Split(target) if isinstance(target, str) else RunPartial(target)
+                yield SplitCase(other, (choice_of(target),), (parts,))
 
     def pairs(self, targets: Sequence[Target]) -> Iterator[tuple[tuple[Target, Target], SplitCase]]:
         """Yield two targets on a mesh of two axes, and one identifier over both of them."""
@@ -330,7 +329,7 @@ class Enumerator:
                 if same and isinstance(first, str):
                     yield pair, SplitCase(inputs, (Split(first, 2), Split(first)), (3, 2))
                     continue
-                yield pair, SplitCase(inputs, (self.plain(first), self.plain(second)), NESTED)
+                yield pair, SplitCase(inputs, (choice_of(first), choice_of(second)), NESTED)
 
 
 def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Iterator[tuple[OperatorRunner, SplitCase]]:

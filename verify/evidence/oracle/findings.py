@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from op_registry.annotation.sizes import BoundAnnotation
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from verify.evidence.oracle.annotation_claims import Claimed
+from verify.evidence.oracle.annotation_claims import Claimed, split_by, target_text
 from verify.evidence.oracle.case_runner import CaseResult
 from verify.evidence.oracle.check_by_cases import one_way
 from verify.evidence.oracle.enumerate_cases import Unusable
@@ -37,7 +38,8 @@ def wrong_split(spec: OperatorSpec, result: CaseResult) -> Finding:
         return Finding("shard_raises", message, spec.where, facts)
     assert result.compared is not None
     what = result.compared.mismatches[0].what
-    message = f"{what} of `{spec.name}` is wrong when {names} is split, as `{bound.text}` allows"
+    how = f"in slices of {names}" if choices and choices[0].prefix else f"when {names} is split"
+    message = f"{what} of `{spec.name}` is wrong {how}, as `{bound.text}` allows"
     if len(result.case.choices) > 1:
         message = f"{what} of `{spec.name}` is wrong on a mesh of two axes that split {names}"
     return Finding("annotation_wrong", message, spec.where, facts, _cause(result))
@@ -104,11 +106,22 @@ def _cause(result: CaseResult) -> str | None:
     if bound is None or not isinstance(choice, Split):
         return None
     name = choice.identifier
+    if choice.prefix:
+        return _cause_in_slices(bound, name)
     if result.case.inputs.dtype != "float64":
         return f"float64 agrees, {result.case.inputs.dtype} does not: the operator treats dtypes differently on a shard"
     if bound.marks.get(name) == "+":
         return f"`{name}` is marked as a reduction, but shards of it do not add up to the whole"
     return f"`{name}` has no mark, but what a shard computes depends on the other shards"
+
+
+def _cause_in_slices(bound: BoundAnnotation, name: str) -> str:
+    read = [other for other, along in bound.rows.items() if along == name]
+    if name in read:
+        return f"a slice is given the rows of `{name}` up to its last one, and makes other results of these rows"
+    marked = " and ".join(f"`{other}`" for other in read)
+    given = f"a slice is given its rows of `{name}`, and those of {marked} up to its last one"
+    return f"{given}: its last row of `{name}` has to be read as that of the last row of {marked}"
 
 
 def refuted_by_proof(spec: OperatorSpec, claim: str, text: str, example: Mapping[str, str]) -> Finding:
@@ -137,7 +150,7 @@ def does_not_fit(spec: OperatorSpec, error: AnnotationError) -> Finding:
 def not_tested(spec: OperatorSpec, claims: Sequence[Claimed], reasons: Sequence[str]) -> Finding:
     """Make the finding on claims that no inputs exercise: a split of a dim whose size does not divide shows nothing."""
     first = claims[0]
-    what = f"`{first.target}`" if isinstance(first.target, str) else f"partial sums in inputs {sorted(first.target)}"
+    what = ("partial sums in " if isinstance(first.target, frozenset) else "") + target_text(first.target)
     message = f"no inputs of `{spec.name}` test all of what `{first.text}` says of {what}"
     facts: dict[str, list[str]] = {}
     for claim in claims[:SHOWN]:
@@ -146,10 +159,11 @@ def not_tested(spec: OperatorSpec, claims: Sequence[Claimed], reasons: Sequence[
     if len(claims) > SHOWN:
         shown["and"] = f"{len(claims) - SHOWN} more"
     help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs that do"
-    if isinstance(first.target, str):
+    name = split_by(first.target)
+    if name is not None:
         help = (
-            f"give a sample in which `{first.target}` is 12 (sample_inputs=): it divides by 2, 3 and 4, and into"
-            f" strided and unequal shards; or freeze it: `{first.target}^`"
+            f"give a sample in which `{name}` is 12 (sample_inputs=): it divides by 2, 3 and 4, and into"
+            f" strided and unequal shards; or freeze it: `{name}^`"
         )
     return Finding("claim_not_tested", message, spec.where, shown, cause="; ".join(reasons[:SHOWN]) or None, help=help)
 

@@ -16,9 +16,8 @@ from math import ceil, inf, prod, sqrt
 from op_registry.code_numbers import numbers_in
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.training.functional_optimizer import Update
-from verify.evidence.oracle.annotation_claims import Target
+from verify.evidence.oracle.annotation_claims import Target, choice_of, split_by
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.check_by_cases import TargetOutcome, run_cases
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator
@@ -49,7 +48,7 @@ def try_values(runner: OperatorRunner, base: Base, target: Target, proved: Stren
     proved at small sizes is run at those only at which a share of the elements is a few."""
     if proved.verdict is Verdict.PROVED_ALL_SIZES or not has_own_values(runner.spec):
         return TargetOutcome()
-    choice: Choice = Split(target) if isinstance(target, str) else RunPartial(target)
+    choice, split = choice_of(target), split_by(target)
     sizes = dict(Enumerator(runner, base).sizes_for([target]))
     search = ValueSearch(runner, lambda tried: (SplitCase(tried, (choice,), (parts,)) for parts in PARTS))
     if proved.verdict is Verdict.TESTED_EXACT:
@@ -57,12 +56,12 @@ def try_values(runner: OperatorRunner, base: Base, target: Target, proved: Stren
     assert base.signature.bound is not None
     full = {**base.signature.bound.sizes, **sizes}
     for share in (n for n in numbers_in(runner.spec.target) if SHARES[0] <= n <= SHARES[1]):
-        if not isinstance(target, str):
+        if split is None:
             break
-        others = prod(full.values()) // full[target]
+        others = prod(full.values()) // full[split]
         size = 12 * ceil(1.5 / share / others / 12)
         if size * others <= LARGEST:
-            larger = replace(base.inputs, sizes=tuple({**sizes, target: size}.items()))
+            larger = replace(base.inputs, sizes=tuple({**sizes, split: size}.items()))
             search.along(next(search.ways(larger)))
     return search.outcome
 

@@ -23,7 +23,7 @@ from op_registry.call import Call, DType, TensorArgument
 from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
-from nnscaler.layout import Sharded
+from nnscaler.layout import Prefix, Sharded
 from nnscaler.runtime.cut_tensors import piece_of
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.inputs.operand_shards import Lay, spread
@@ -102,6 +102,8 @@ def _indices(lay: Lay, rank: Sequence[int], shape: Sequence[int]) -> list[list[i
             before = found[held.dim]
             along = torch.arange(shape[held.dim]) if before is None else torch.tensor(before)
             found[held.dim] = piece_of(along, replace(held, dim=0), lay.parts[axis], rank[axis]).tolist()
+        elif isinstance(held, Prefix):
+            found[held.dim] = list(range(held.ends(shape[held.dim], lay.parts[axis])[rank[axis]]))
     return found
 
 
@@ -341,7 +343,7 @@ def _leaf_text(tensor: Tensor) -> str:
 
 def _pieces(tensor: Tensor, lay: Lay, generator: torch.Generator, name: str) -> list[str]:
     """Return the text of each rank's input: pieces by their indices, partial sums written out."""
-    if "sum" in lay.held:
+    if lay.summed:
         asks = ".requires_grad_()" if tensor.requires_grad else ""
         return [f"{tensor_text(piece)}{asks}" for piece in spread(tensor.detach(), lay, generator)]
     return [f"take({name}, {piece_text(lay, rank, tensor.shape)})" for rank in lay.ranks()]
@@ -352,7 +354,7 @@ def _compared(lay: Lay, expected: Tensor, whole: str, parts: Sequence[str], fami
     pieces = [piece_text(lay, rank, expected.shape) for rank in lay.ranks()]
     if "max" in lay.held:
         raise NotWritable("partial maxima have no short test")
-    if "sum" not in lay.held:
+    if not lay.summed:
         rows = zip(parts, pieces, strict=True)
         return [f"agree({part}, take({whole}, {piece}), {whole}{family})" for part, piece in rows]
     groups: dict[tuple[int, ...], list[str]] = {}

@@ -92,7 +92,8 @@ def _case(case: SplitCase) -> dict[str, Any]:
 
 def _choice(choice: Choice) -> dict[str, Any]:
     if isinstance(choice, Split):
-        return {"split": choice.identifier, "outer": choice.outer, "sections": list(choice.sections)}
+        slices = {"slices": True} if choice.prefix else {}
+        return {"split": choice.identifier, "outer": choice.outer, "sections": list(choice.sections), **slices}
     if isinstance(choice, RunPartial):
         return {"partial": sorted(choice.slots)}
     raise TypeError(f"{choice} is no choice of a case")
@@ -116,4 +117,5 @@ def _tuples(value: Any) -> Any:
 def _read_choice(document: Mapping[str, Any]) -> Choice:
     if "partial" in document:
         return RunPartial(frozenset(map(int, document["partial"])))
-    return Split(str(document["split"]), int(document["outer"]), tuple(map(int, document["sections"])))
+    sections = tuple(map(int, document["sections"]))
+    return Split(str(document["split"]), int(document["outer"]), sections, prefix=bool(document.get("slices")))

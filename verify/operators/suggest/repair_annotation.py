@@ -22,7 +22,7 @@ from op_registry.annotation.syntax_tree import (
     print_dim,
     print_operand,
 )
-from op_registry.annotation.well_formed import map_identifiers, tied_identifiers, with_marks
+from op_registry.annotation.well_formed import marked, tied_identifiers, with_marks
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
@@ -92,6 +92,16 @@ def frozen(text: str, name: str) -> str:
     return with_marks(_without_additives(annotation, name), _together(annotation, name), FROZEN)
 
 
+def without_slices(spec: OperatorSpec, identifier: str) -> Advice | None:
+    """Freeze what is read up to a row of an identifier, since its slices in time were refuted; None for a function."""
+    if not isinstance(spec.annotation, str):
+        return None
+    annotation = parse(spec.annotation)
+    names = {i.name for i in annotation.identifiers() if i.mark == "<" and (i.rows or i.name) == identifier}
+    sentence = f"then `{identifier}` is cut into no slices in time"
+    return Advice(with_marks(annotation, names, FROZEN), sentence, freezes=True)
+
+
 def plain_name(identifier: str) -> str:
     """Return an identifier as the annotation writes it: `*` for `*0`."""
     return "*" if identifier.startswith("*") else identifier
@@ -122,10 +132,10 @@ def _marked(annotation: Annotation, name: str) -> Iterator[_Candidate]:
     before = with_marks_of(annotation, name)
 
     def candidate(of: Annotation, like: Identifier, reason: str) -> _Candidate:
-        marked = _with_marks(of, names, like)
-        after = with_marks_of(marked, name)
+        changed = marked(of, names, like)
+        after = with_marks_of(changed, name)
         change = f"under a split of `{after}`" if after == before else f"`{before}` should be `{after}`"
-        return _Candidate(marked, names, f"{change}: {reason}")
+        return _Candidate(changed, names, f"{change}: {reason}")
 
     yield candidate(bare, SPATIAL, "each shard computes its own part of the output")
     yield candidate(bare, SUM, "the outputs of the shards sum to the right answer")
@@ -157,7 +167,7 @@ def _reordered(annotation: Annotation, name: str) -> Iterator[_Candidate]:
             if not others:
                 yield candidate
             elif rest:
-                yield replace(candidate, annotation=_with_marks(candidate.annotation, rest, FROZEN), names=(name,))
+                yield replace(candidate, annotation=marked(candidate.annotation, rest, FROZEN), names=(name,))
 
 
 def _orders(annotation: Annotation, name: str) -> Iterator[_Candidate]:
@@ -200,13 +210,6 @@ def _with_group(annotation: Annotation, group: Group, other: Group, place: int |
         return replace(operand, dims=tuple(dims))
 
     return Annotation(tuple(map(on_operand, annotation.inputs)), tuple(map(on_operand, annotation.outputs)))
-
-
-def _with_marks(annotation: Annotation, names: Iterable[str], like: Identifier) -> Annotation:
-    chosen = frozenset(names)
-    return map_identifiers(
-        annotation, lambda i: replace(i, mark=like.mark, reduction=like.reduction) if i.name in chosen else i
-    )
 
 
 def _has(operand: Operand, names: Iterable[str]) -> bool:

@@ -56,7 +56,8 @@ NAME = "conversions"
 PARTS = (2, 3, 4)
 UNEQUAL = (3, 2, 4, 5)  # sizes of shards, as many as there are parts
 MAXIMUM = "all_reduce(max)"
-APPEND = "append"  # what slices keep for each other: over an axis in time alone
+APPEND = "append"  # what slices keep for each other
+OF_SLICES = frozenset({APPEND, "own_rows"})  # over an axis in time alone
 _PLAIN: Mapping[type, State] = {Invariant: INVARIANT, Replicated: REPLICATED, Partial: PARTIAL}
 
 
@@ -93,9 +94,10 @@ def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> CheckO
     count = len(wrong)
     for size in parts:
         cases = list(conversions(wanted, size))
-        slices = list(appends(size)) if APPEND in wanted else []
-        wrong += run_conversions(slices, size, in_time=True)
-        count += len(slices)
+        for function in sorted(OF_SLICES & wanted):
+            slices = list(of_slices(function, size))
+            wrong += run_conversions(slices, size, in_time=True)
+            count += len(slices)
         wrong += run_conversions(cases, size)
         count += len(cases)
         if JOIN in wanted:
@@ -126,7 +128,7 @@ def conversions(functions: frozenset[str], parts: int) -> Iterator[Conversion]:
         (Sharded(2, 1, (), sizes), sum(sizes)),
     )
     for (source, target), row in ROWS.items():
-        if row.function not in functions or row.function == APPEND:
+        if row.function not in functions or row.function in OF_SLICES:
             continue
         if source is Sharded and target is Sharded:
             yield from _exchanges(row.function, parts)
@@ -161,13 +163,17 @@ def _exchanges(function: str, parts: int) -> Iterator[Conversion]:
             yield Conversion(function, Sharded(1, one), Sharded(1, other), (1, 1, (one, other)), shape, parts)
 
 
-def appends(parts: int) -> Iterator[Conversion]:
-    """Yield all ways in which slices keep rows for later ones. They run forward in order, and then backward in reverse
-    order, on an axis in time."""
+def of_slices(function: str, parts: int) -> Iterator[Conversion]:
+    """Yield all ways in which slices keep rows for later ones, or take their own. They run forward in order, and then
+    backward in reverse order, on an axis in time."""
     sizes = UNEQUAL[:parts]
     for dim, cut, long in ((1, (), 2 * parts), (2, (), 2 * parts), (1, sizes, sum(sizes)), (2, sizes, sum(sizes))):
         shape = (2, long) if dim == 2 else (long, 2)
-        yield Conversion(APPEND, Sharded(dim, 1, (), cut), Prefix(dim, cut), ("rows", dim, cut), shape, parts)
+        own, rows = Sharded(dim, 1, (), cut), Prefix(dim, cut)
+        if function == APPEND:
+            yield Conversion(function, own, rows, ("rows", dim, cut), shape, parts)
+        else:
+            yield Conversion(function, rows, own, (dim, cut), shape, parts)
 
 
 def joins(parts: int) -> Iterator[Conversion]:
@@ -271,9 +277,9 @@ def _basis(state: State, shape: tuple[int, ...], parts: int) -> list[Tensor]:
     if isinstance(state, Partial):
         zeros = torch.zeros_like(unit)
         return [torch.cat([unit if other == rank else zeros for other in range(parts)]) for rank in range(parts)]
-    if isinstance(state, Prefix):  # terms: of each slice, the rows up to its last one
+    if isinstance(state, Prefix) and state.terms:  # of each slice, for the rows up to its last one
         return _basis_of_terms(state, shape, parts)
-    if isinstance(state, Sharded):
+    if isinstance(state, Sharded | Prefix):
         return [piece.contiguous() for piece in pieces_of(unit, state, parts)]
     return [unit] * parts
 

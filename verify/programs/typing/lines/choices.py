@@ -17,6 +17,7 @@ from op_registry.annotation.splits import balanced
 from op_registry.rank_expression import Expression
 
 from nnscaler.ir.derive import around_axis, is_legal, over_slices, resolve
+from nnscaler.ir.layout_conversion import rows_of
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.layout import Invariant, Prefix, Replicated, Sharded, State
@@ -117,8 +118,7 @@ def _resolved(signature: Signature, states: Sequence[State], parts: int) -> Iter
     if signature.bound is not None:
         prefixes = any(isinstance(state, Prefix) for state in states)
         for operand, state in zip(signature.bound.inputs, states, strict=True):
-            rows = Sharded(state.dim, sizes=state.sizes) if isinstance(state, Prefix) else state
-            split = resolve(operand, rows, parts)
+            split = resolve(operand, rows_of(state), parts)
             if split is not None:
                 yield over_slices(signature, split) if prefixes else split
                 around = around_axis(signature, split)

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from nnscaler.ir.graph import LogicalTensor
-from nnscaler.ir.layout_conversion import ROWS, ConversionRow
+from nnscaler.ir.layout_conversion import ROWS, ConversionRow, rows_of
 from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.layout import (
     INVARIANT,
@@ -161,6 +161,10 @@ def _check_source(
             raise Mistake("layouts_disagree", message, cause, tensor.name)
         if wanted == "max" and tensor.needs_grad:
             raise Mistake("layouts_disagree", f"a maximum of `{tensor.name}` has no gradient", tensor=tensor.name)
+    if isinstance(have, Prefix) and given.joined != rows_of(have):
+        told = _cut_text(given.joined.dim, given.joined.outer, given.joined.sections, given.joined.sizes)
+        message = f"`{line.text}` is told {told}, and the rows of `{tensor.name}` are {have}"
+        raise Mistake("layouts_disagree", message, "rows of another slice are taken for its own", tensor.name)
     if not isinstance(have, Sharded):
         return
     dim, outer, sections, sizes = given.joined.dim, given.joined.outer, given.joined.sections, given.joined.sizes
