@@ -44,11 +44,11 @@ class Cumulated(torch.autograd.Function):
     """The derivative counts the rows that there are."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(_: Any, x: Tensor) -> Tensor:
         return x.cumsum(1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
         return gradients[0].flip(1).cumsum(1).flip(1) * (gradients[0].shape[1] / 6)
 
 
@@ -98,9 +98,7 @@ def planted(annotation: str, function: Any) -> OperatorSpec:
     count = annotation.partition("->")[0].count(",") + 1
     parameters = tuple(SchemaParameter(name, tensor=True) for name in "qkv"[:count])
     where = SourceLocation("my_ops.py", 7)
-    return OperatorSpec(
-        "planted", annotation, target=function, where=where, gradient="custom", parameters=parameters
-    )
+    return OperatorSpec("planted", annotation, target=function, where=where, gradient="custom", parameters=parameters)
 
 
 def verified(annotation: str, function: Any, seed: int = 0) -> Report:
@@ -146,14 +144,20 @@ def test_operators_of_torch_are_right_in_slices(name: str) -> None:
     assert count > 20
     if spec.localize is not None:  # it tells a slice where its rows begin
         wrong = OperatorRunner(replace(spec, localize=None), OpOptions())
-        outcomes = (check_target(Enumerator(wrong, b), Slices("q")) for b in bases(wrong) if "q" in str(b.signature.bound))
+        outcomes = (
+            check_target(Enumerator(wrong, b), Slices("q")) for b in bases(wrong) if "q" in str(b.signature.bound)
+        )
         assert any(outcome.failures for outcome in outcomes)
 
 
 def test_a_finding_in_slices_is_run_again_from_its_line() -> None:
     said: dict[str, Any] = {}
-    verify_spec(planted(*WRONG["the row after"]), OpOptions(), reproduce=lambda code, case: said.setdefault(code, case) and None)
+    verify_spec(
+        planted(*WRONG["the row after"]), OpOptions(), reproduce=lambda code, case: said.setdefault(code, case) and None
+    )
     case = said["annotation_wrong"]
     assert case.choices == (Split("t", prefix=True),)
-    token = Token("my_ops.py::planted", None, None, "annotation_wrong", 0, case, (), environment()["nnscaler"], torch.__version__)
+    token = Token(
+        "my_ops.py::planted", None, None, "annotation_wrong", 0, case, (), environment()["nnscaler"], torch.__version__
+    )
     assert decode(encode(token)).case == case

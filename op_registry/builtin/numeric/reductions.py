@@ -22,7 +22,6 @@ from op_registry.builtin._dims import (
     whole_dims,
 )
 from op_registry.call import Call, TensorArgument
-from op_registry.rank_expression import block_start
 from op_registry.spec import AnnotationFunction, LinearSets, OperatorSpec, Shards
 
 

@@ -23,7 +23,6 @@ from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import Safeguards
 
 
-
 @dataclass(frozen=True, slots=True)
 class Slices:
     """Slices in time of an identifier, each of which has all rows up to its last one of what is marked `<`."""
