@@ -10,8 +10,8 @@
 (forward / backward.) Over slices in time, Sharded -> Prefix appends the slice to those before it; its adjoint hands
 their rows of the gradient back to them, which run later. Prefix -> Sharded takes the slice's own rows, the last ones;
 its adjoint places them after zeros. Each row's backward is the adjoint of its forward under the pairing of values and
-gradients that defines the four states. Conversions over several axes are shortest paths over
-layouts, one row at a time: two axes that exchange their places on one dim have no direct order.
+gradients that defines the four states. Conversions over several axes are shortest paths over layouts, one row at a
+time: two axes that exchange their places on one dim have no direct order.
 """
 
 from __future__ import annotations

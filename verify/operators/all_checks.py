@@ -260,7 +260,7 @@ class Verification:
             for _, base in shown:
                 if not outcome.failures:
                     check_target(Enumerator(self.runner, base), target, outcome)
-            outcome.untested = self.untested(outcome, [(base, target) for _, base in shown])
+            outcome.untested = self.retried(outcome, target, [base for _, base in shown])
             self.conclude(str(target), str(target), outcome, started, [(i, target) for i, _ in shown])
 
     def linear(self, found: list[Base]) -> None:
@@ -277,14 +277,14 @@ class Verification:
         outcome.untested = self.untested(outcome, [(base, slots) for base in found for slots in base.linear])
         self.conclude("partial sums pass through", "partial sums", outcome, started, needs)
 
-    def retried(self, outcome: TargetOutcome, name: str, group: list[Base]) -> tuple[Claimed, ...]:
-        """Test the claims about splits of `name` again at other sizes; return those that still no sample has shown."""
-        for claim in self.untested(outcome, [(base, name) for base in group]):
+    def retried(self, outcome: TargetOutcome, target: Target, group: list[Base]) -> tuple[Claimed, ...]:
+        """Test the claims about a target again at other sizes; return those that still no sample has shown."""
+        for claim in self.untested(outcome, [(base, target) for base in group]):
             for base in group:
                 tried = claim in outcome.exercised or outcome.failures
                 if not tried and kind_of(base.signature) == claim.kind:
                     run_cases(self.runner, Enumerator(self.runner, base).resized(claim), outcome)
-        return untested(self.untested(outcome, [(base, name) for base in group]), (), outcome.declined)
+        return untested(self.untested(outcome, [(base, target) for base in group]), (), outcome.declined)
 
     def untested(self, outcome: TargetOutcome, targets: list[tuple[Base, Target]]) -> tuple[Claimed, ...]:
         """Return the claims about these targets that no case has shown; none where a case failed."""
