@@ -59,7 +59,7 @@ def test_every_row(before: State, after: State, function: str, forward: str | No
 
 
 def test_the_table_is_complete() -> None:
-    in_time = {(Sharded, Prefix)}  # over slices alone: `test_what_is_before_a_slice_is_there_in_time_alone`
+    in_time = {(Sharded, Prefix), (Prefix, Sharded)}  # `test_what_is_before_a_slice_is_there_in_time_alone`
     assert {(type(a), type(b)) for a, b, *_ in TABLE} == set(ROWS) - in_time
     states = (Invariant, Replicated, Sharded, Partial)
     missing = {(a, b) for a in states for b in states} - set(ROWS)
@@ -72,6 +72,10 @@ def test_what_is_before_a_slice_is_there_in_time_alone() -> None:
     assert found is not None and [move.row.function for move in found[1]] == ["append"]
     assert find_path(source, (Prefix(1, sizes),), (2,), (4, 8), True) is None
     assert find_path(source, (Prefix(1),), (2,), (4, 8), True, 0) is None
+    back = find_path((Prefix(1, sizes),), source, (2,), (4, 8), True, 0)
+    assert back is not None and [move.row.function for move in back[1]] == ["own_rows"]
+    assert find_path((Prefix(1, sizes),), source, (2,), (4, 8), True) is None
+    assert find_path((Prefix(1),), source, (2,), (4, 8), True, 0) is None
     assert local_shape((Prefix(1, sizes),), (2,), (4, 8), (0,)) == (4, 3)
     assert local_shape((Prefix(1, sizes),), (2,), (4, 8), (1,)) == (4, 8)
     assert parse_state(str(Prefix(1, sizes, True))) == Prefix(1, sizes, True)
