@@ -82,6 +82,7 @@ class AxisShard:
     sizes      of unequal pieces of each block; empty: they are equal
     sections   sizes of concatenated parts, each of which is cut into `parts` equal pieces
     circulates whether the ranks of the axis pass their pieces around, inside of the operator
+    prefix     whether the pieces are slices in time, each with all that is before it
     """
 
     axis: str
@@ -90,6 +91,7 @@ class AxisShard:
     sizes: tuple[int, ...] = ()
     sections: tuple[int, ...] = ()
     circulates: bool = False
+    prefix: bool = False
 
     @property
     def contiguous(self) -> bool:

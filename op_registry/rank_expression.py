@@ -94,11 +94,14 @@ def by_index(axis: str, values: Sequence[int]) -> Expression:
 
 
 def local_size(total: int, axes: Sequence[AxisShard]) -> int | Expression:
-    """Return the size of one rank's part of `total`: a multiple of the size of an identifier that these axes split.
+    """Return the size of one rank's part of `total`: a multiple of the size of an identifier that these axes split. Of
+    a slice that has what is before it, that is where it ends.
 
     Raises `Refusal` where it does not divide.
     """
     axes = [a for a in axes if a.parts > 1]
+    if any(a.prefix for a in axes):
+        return _end_of_slice(total, axes)
     uneven = next((a for a in axes if a.sizes), None)
     if uneven is None:
         parts = prod(a.parts for a in axes)
@@ -112,6 +115,16 @@ def local_size(total: int, axes: Sequence[AxisShard]) -> int | Expression:
         raise Refusal(f"{total} does not divide into the sizes {uneven.sizes}")
     times = total // whole * uneven.outer
     return by_index(uneven.axis, [size * times for size in uneven.sizes])
+
+
+def _end_of_slice(total: int, axes: Sequence[AxisShard]) -> Expression:
+    sizes = axes[0].sizes or (1,) * axes[0].parts
+    if len(axes) > 1 or total % sum(sizes):
+        raise Refusal(f"{total} does not divide into slices")
+    unit = total // sum(sizes)
+    if axes[0].sizes:
+        return by_index(axes[0].axis, [unit * end for end in accumulate(sizes)])
+    return unit + unit * index(axes[0].axis)
 
 
 def block_start(identifier: str, size: int, axes: Sequence[AxisShard]) -> Expression:

@@ -150,7 +150,8 @@ def shards_of(
     for choice, (axis, parts) in zip(choices, axes, strict=True):
         if isinstance(choice, Split) and signature.bound is not None:
             around = (choice.circulating,) if choice.circulating else ()
-            shard = AxisShard(axis, parts, choice.outer, choice.sizes, choice.sections, bool(around))
+            own = choice.prefix and signature.bound.rows.get(choice.identifier) == choice.identifier
+            shard = AxisShard(axis, parts, choice.outer, choice.sizes, choice.sections, bool(around), own)
             for identifier in (*signature.bound.tied.get(choice.identifier, (choice.identifier,)), *around):
                 result[identifier] = (*result.get(identifier, ()), shard)
     return result

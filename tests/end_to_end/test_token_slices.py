@@ -83,7 +83,8 @@ def test_a_slice_takes_its_own_rows_of_a_scan(what: str) -> None:
 
 
 @register_op("b t< d -> b t< d")
-def decayed(x: Tensor) -> Tensor:
+def decayed(x: Tensor, *, t: int) -> Tensor:
+    assert x.shape[1] == t, (x.shape, t)
     before, rows = torch.zeros_like(x[:, 0]), []
     for i in range(x.shape[1]):
         before = 0.5 * before + x[:, i]
@@ -92,8 +93,8 @@ def decayed(x: Tensor) -> Tensor:
 
 
 @register_op("b t< d -> b t< d", name="decayed_both_ways")
-def decayed_both_ways(x: Tensor) -> Tensor:
-    return decayed(x) + 0.5 * decayed(x.flip(1)).flip(1)
+def decayed_both_ways(x: Tensor, *, t: int) -> Tensor:
+    return decayed(x, t=t) + 0.5 * decayed(x.flip(1), t=t).flip(1)
 
 
 class Decays(Scan):
@@ -101,7 +102,7 @@ class Decays(Scan):
 
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
         x = torch.tanh(self.first(self.embed(ids)))
-        x = torch.tanh(self.second(self.operator(self.operator(x))))
+        x = torch.tanh(self.second(self.operator(self.operator(x, t=x.shape[1]), t=x.shape[1])))
         return (self.head(x).squeeze(-1) ** 2 * weights).mean()
 
 
