@@ -61,12 +61,13 @@ def register_op(
         import torch
 
         registered: Any
+        called = replace(draft, callers=_callers())
         if isinstance(target, type) and issubclass(target, torch.autograd.Function):
-            registered = _register_autograd_function(draft, target)
+            registered = _register_autograd_function(called, target)
         elif _is_library_operator(target):
-            registered = _annotate_library_operator(draft, target, _caller())
+            registered = _annotate_library_operator(called, target, _caller())
         elif isinstance(target, FunctionType):
-            registered = _register_function(draft, target)
+            registered = _register_function(called, target)
         else:
             raise _error(getattr(target, "__name__", repr(type(target))), _caller(), "it is no function", _TARGETS)
         return registered  # type: ignore[no-any-return]
@@ -257,6 +258,18 @@ def _caller() -> SourceLocation:
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return _location(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _callers() -> tuple[str, ...]:
+    """Return the files that are running, the innermost first; what imports them is left out."""
+    found: dict[str, None] = {}
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        file = frame.f_code.co_filename
+        if file != __file__ and file.endswith(".py"):
+            found[str(Path(file).absolute())] = None
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
 
 
 def _place_of(target: Any) -> SourceLocation:

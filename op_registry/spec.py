@@ -79,7 +79,8 @@ class OperatorSpec:
     backward_flops floating point operations of backward for each of forward: two products for one
     target         the Python callable of a registered operator
     parameters     the schema's parameters in order, of a registered operator; empty: not known
-    origin         file and line of the registration of a user's operator, and its name in that file
+    where          file and line of a user's operator, and `qualname`, its name in that file
+    callers        the files that were running when it was registered, the innermost first, up to an import
     """
 
     name: str
@@ -104,6 +105,7 @@ class OperatorSpec:
     target: Callable[..., Any] | None = None
     where: SourceLocation | None = None
     qualname: str | None = None
+    callers: tuple[str, ...] = ()
     parameters: tuple[SchemaParameter, ...] = ()
 
     @property

@@ -138,7 +138,7 @@ def _users(files: Iterable[str]) -> list[OperatorSpec]:
         registered_in(file, empty=True)
     registry = default_registry()
     specs = [spec for name in registry.names() if (spec := registry.lookup(name)) is not None]
-    found = [spec for spec in specs if spec.where is not None and is_users(spec.where.file)]
+    found = [s for s in specs if s.where is not None and any(map(is_users, (s.where.file, *s.callers)))]
     if not found:
         raise NnscalerError("unknown_operator", "the models register no operator", help="take `user = true` out of ops")
     return found

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -149,16 +150,20 @@ def registered_in(file: str, empty: bool = False) -> list[OperatorSpec]:
 
 
 def registered_at(files: Iterable[str | Path]) -> list[OperatorSpec]:
-    """Return the operators of the registry that stand in these files, by file and line."""
+    """Return the operators of the registry that stand in these files, or that they register: by file and line, and
+    what stands elsewhere last."""
     order = {str(Path(file).resolve()): number for number, file in enumerate(files)}
     registry = default_registry()
-    found: list[tuple[int, int, OperatorSpec]] = []
+    found: list[tuple[int, float, OperatorSpec]] = []
     for name in registry.names():
         spec = registry.lookup(name)
         if spec is not None and spec.where is not None:
             number = order.get(str(Path(spec.where.file).resolve()))
+            callers = [n for file in spec.callers if (n := order.get(str(Path(file).resolve()))) is not None]
             if number is not None:
                 found.append((number, spec.where.line, spec))
+            elif callers:
+                found.append((min(callers), inf, spec))
     return [spec for _, _, spec in sorted(found, key=lambda item: item[:2])]
 
 
@@ -227,8 +232,8 @@ def _members(module: Any, name: str, text: str, registered: Iterable[OperatorSpe
         member = getattr(member, part, None)
         if member is None:
             break
-    if member is None and name in by_name:
-        return [by_name[name]]
+    if name in by_name and not isinstance(getattr(member, "spec", None), OperatorSpec):
+        return [by_name[name]]  # a function of that name may be what another file registers from here
     if member is None:
         functions = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
         own = [n for n, v in functions.items() if getattr(v, "__module__", "") == module.__name__]

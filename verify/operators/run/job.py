@@ -13,6 +13,7 @@ from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError, NnscalerError
+from nnscaler.is_user_file import is_users
 from nnscaler.model_file import shown_path
 from verify.evidence.inputs.find_operator import annotated
 
@@ -91,6 +92,9 @@ def address_of(spec: OperatorSpec) -> str | None:
     file = Path(spec.where.file)
     if not file.is_file():
         return None
+    callers = [caller for caller in spec.callers if is_users(caller) and Path(caller).is_file()]
+    if registered is not None and callers and callers[-1] != str(file.absolute()):  # which defines it, and no more
+        return f"{shown_path(Path(callers[-1]).resolve())}::{spec.name}"
     name = spec.qualname
     if name is None or "<" in name:  # made inside a function: its registered name finds it
         name = spec.name if registered is not None and registered.where == spec.where else None
