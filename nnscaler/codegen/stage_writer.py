@@ -27,6 +27,7 @@ from nnscaler.communication.communicated_graph import (
 from nnscaler.ir.graph import Graph, Operation, Region
 from nnscaler.ir.placement import Chunk, Stage
 from nnscaler.layout import MICRO, Invariant, Layout, Replicated
+from nnscaler.transform.hoist_batch_values import SUFFIX
 
 # The comments that say where in the model one is: its layers, and its lines.
 
@@ -291,11 +292,13 @@ class StageWriter:
         return f"{left} = {function_text(operator)}({', '.join(given)})"
 
     def _place_of_draws(self, statement: Compute) -> list[str]:
-        """A random number depends on the place of its element in the logical tensor, not on the rank."""
-        version = statement.outputs[0]
-        assert version is not None, statement.operation.name
+        """A random number depends on the place of its element in the logical tensor, not on the rank, nor on whether it
+        is drawn once per step for all micro-batches."""
+        version, name = statement.outputs[0], statement.operation.name
+        assert version is not None, name
+        name = name.removesuffix(SUFFIX) if statement.placement.prepare else name
         shape = self.graph.tensors[version.tensor].shape
-        return ["self", repr(statement.operation.name), states_text(version.layout, self.stage), repr(shape)]
+        return ["self", repr(name), states_text(version.layout, self.stage), repr(shape)]
 
     def _convert(self, statement: Convert) -> str:
         axis = f"self.{self.stage.names[statement.move.axis]}"

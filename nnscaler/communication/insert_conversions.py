@@ -36,19 +36,21 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout_conversion import ConversionStep, rows_of, volume
 from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
-from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph
+from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph, Split, Stage
 from nnscaler.ir.ring_rotation_calls import ROTATE, Direction, circulation, rotations
 from nnscaler.layout import INVARIANT, REPLICATED, Layout, Partial, Sharded, local_shape, with_state
 
 # Tensors that go to a later stage: rank to rank where the meshes have one shape, by regions where they do not.
 
 
-def bring(builders: list[StageBuilder], target: StageBuilder, tensor: str, layout: Layout) -> Version:
+def bring(
+    builders: list[StageBuilder], target: StageBuilder, tensor: str, layout: Layout, kept: Collection[int] = ()
+) -> Version:
     """Send `tensor` to the target stage, so that it has it in `layout` there.
 
     Between meshes of one shape every state can travel, rank to rank; the conversion is done on the side where it is
     cheaper, or split between both: among the versions that the producer has or can make, the one with the least
-    volume sent plus converted is chosen.
+    volume sent plus converted is chosen. `kept`: axes in time on which it travels as the producer has it.
     """
     source = _holder(builders, target, tensor)
     if not source.stage.mesh.same_shape(target.stage.mesh):
@@ -56,6 +58,8 @@ def bring(builders: list[StageBuilder], target: StageBuilder, tensor: str, layou
     choices: list[tuple[float, int, Version, tuple[ConversionStep, ...], Layout]] = []
     for version in source.known(tensor).values():
         for goal in dict.fromkeys((version.layout, layout)):
+            for axis in kept:
+                goal = with_state(goal, axis, version.layout[axis])
             made = source.path(version.layout, goal, tensor)
             rest = target.path(goal, layout, tensor)
             if made is not None and rest is not None:
@@ -242,7 +246,7 @@ def _place(
         builder.border = len(builder.forward)
     needed = input_layouts(graph, op, signature, choices)
     inputs = tuple(
-        _obtain(builders, builder, name, layout, placement.prepare)
+        _obtain(builders, builder, partitioned, name, layout, placement.prepare)
         if chunk is None
         else _in_piece(builders, builder, partitioned, name, layout, chunk)
         for name, layout in zip(op.inputs, needed, strict=True)
@@ -281,12 +285,28 @@ def _localise(
     return localise(signature.spec, signature.call, shards, shapes)
 
 
-def _obtain(builders: list[StageBuilder], builder: StageBuilder, name: str, layout: Layout, prepare: bool) -> Version:
+def _obtain(
+    builders: list[StageBuilder],
+    builder: StageBuilder,
+    partitioned: PartitionedGraph,
+    name: str,
+    layout: Layout,
+    prepare: bool,
+) -> Version:
     if not prepare and not builder.known(name) and builder.graph.tensors[name].role != "input":
         if not builder.known(name, prepare=True):
-            return bring(builders, builder, name, layout)
+            return bring(builders, builder, name, layout, _needed_whole(partitioned, builder.stage, name))
         _pass_on(builder, name)
     return builder.obtain(name, layout, prepare)
+
+
+def _needed_whole(partitioned: PartitionedGraph, stage: Stage, name: str) -> list[int]:
+    """Return the axes in time over which an operation of the stage reads a tensor and is not split: a part of it would
+    not do for all of its readers."""
+    readers = [partitioned.placements[op.name] for op, _ in partitioned.graph.consumers[name]]
+    here = [placement.choices[stage.index] for placement in readers if stage.index in placement.stages]
+    axes = range(stage.first_in_time, len(stage.sizes))
+    return [axis for axis in axes if any(not isinstance(choices[axis], Split) for choices in here)]
 
 
 def _in_piece(
@@ -305,7 +325,7 @@ def _in_piece(
     producer = builder.graph.producers.get(name)
     if producer is None or partitioned.placements[producer.name].chunk != chunk:
         stage = builder.stage
-        outside = _obtain(builders, builder, name, outside_region(layout, stage), False)
+        outside = _obtain(builders, builder, partitioned, name, outside_region(layout, stage), False)
         state = REPLICATED if builder.graph.tensors[name].needs_grad else INVARIANT
         entered = with_state(outside.layout, stage.names.index(chunk.axis), state)
         builder.add(name, entered, chunk, outside.variable)

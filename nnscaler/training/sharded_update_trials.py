@@ -78,8 +78,16 @@ class UpdateTrial:
             return trajectory(self.cls, self.defaults, parameters, given, self.skipped)
 
     def is_coupled(self, whole: Mapping[str, Tensor]) -> bool:
-        """Return whether the parameter becomes something else beside another one."""
-        return not _same(self.run([lambda t: t, lambda t: 3 * t + 1])[0], whole)
+        """Return whether the parameter becomes something else before, behind or between others."""
+
+        def other(tensor: Tensor) -> Tensor:
+            return 3 * tensor + 1
+
+        def same(tensor: Tensor) -> Tensor:
+            return tensor
+
+        beside = (self.run([same, other])[0], self.run([other, same, other])[1])
+        return not all(_same(found, whole) for found in beside)
 
     def survives(self, whole: Mapping[str, Tensor], dim: int) -> bool:
         """Return whether pieces along the dim become what these pieces of the whole became; also in number of one row,

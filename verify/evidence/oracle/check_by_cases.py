@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from op_registry.spec import Refusal
+
 from verify.evidence.oracle.annotation_claims import Claimed, exercised_by
 from verify.evidence.oracle.case_runner import CaseResult, Declined, OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import Enumerator, Target
@@ -126,7 +128,7 @@ def run_cases(
             break
         try:
             outcome.add(runner.run(case))
-        except WholeRaised as raised:
+        except (WholeRaised, Refusal) as raised:  # the second where the sizes of a sample cannot be others
             outcome.skipped[str(raised)] = None
         if outcome.failures:
             break

@@ -99,7 +99,11 @@ def key_of(job: Job, options: OpOptions, profile: str = "") -> str:
     `profile`: how the job is verified. Raises Opaque where a dependency cannot be seen.
     """
     spec = job.spec
-    seen = {field.name: getattr(spec, field.name) for field in fields(OperatorSpec) if field.name not in ("where", "callers")}
+    seen = {
+        field.name: getattr(spec, field.name)
+        for field in fields(OperatorSpec)
+        if field.name not in ("where", "callers")
+    }
     if spec.target is None:  # built in: its annotation, hooks and samples are in our own source
         seen = {"name": spec.name, "annotation": job.given}
     place = None if spec.where is None else spec.where.file

@@ -149,7 +149,7 @@ def explain_draw(line: Assignment, op: Operation, layout: Layout, axes: Axes, sh
     stage, name, states, told = place_of_draw(line)
     if stage is not Mark.STAGE or not isinstance(states, dict) or not isinstance(told, list | tuple):
         return f"`{line.text}` does not say where its numbers lie"
-    if name not in (op.name, f"{op.name}_of_step"):
+    if name != op.name:
         return f"`{line.text}` draws the numbers of `{name}`, and is `{op.name}`"
     if not all(isinstance(state, State) for state in states.values()):
         return f"`{line.text}` does not say in which layout its numbers lie"

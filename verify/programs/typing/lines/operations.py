@@ -365,7 +365,7 @@ def _random_fits(op: Operation, line: Assignment) -> bool:
     if not draws_numbers(line.function):
         return True
     stage, name, *_ = place_of_draw(line)
-    return stage is Mark.STAGE and name in (op.name, f"{op.name}_of_step")
+    return stage is Mark.STAGE and name == op.name
 
 
 def _told(typing: Typing, shapes: Sequence[tuple[int, ...] | None], axes: Sequence[Axis]) -> str:
