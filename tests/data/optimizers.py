@@ -55,6 +55,21 @@ class RowNorm(Optimizer):
                 p.add_(p.grad / (square.sqrt() + 1e-6).unsqueeze(1), alpha=-group["lr"])
 
 
+class AfterTheFirst(Optimizer):
+    """Divides every gradient but the first by what the first one's norm makes of it."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            first, *_ = group["params"]
+            for p in group["params"]:
+                scale = 1.0 if p is first else 1.0 / (1.0 + first.grad.norm())
+                p.add_(p.grad * scale, alpha=-group["lr"])
+
+
 class Clipped(Optimizer):
     """Divides every gradient by the norm of all."""
 

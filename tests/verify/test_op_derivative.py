@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.verify.backwards import (
     Clamped,
@@ -175,6 +176,21 @@ def test_a_backward_that_is_wrong_in_one_dtype(dtype: torch.dtype) -> None:
     half = with_backward(torch.sin, lambda g, y, x: (g * x.cos() * (0.5 if g.dtype == dtype else 1.0),))
     found = finding(half, normal(6, 5))
     assert str(dtype).removeprefix("torch.") in found.message
+
+
+def test_what_packs_saved_values_is_hand_written() -> None:
+    def rounded(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.round(), lambda t: t):
+            return x * x
+
+    def kept(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            return x * x
+
+    assert finding(rounded, normal(4, 3)).code == "gradient_is_not_derivative"
+    assert_right(kept, normal(4, 3))
+    found = handwritten(*call(lambda x: checkpoint(torch.sin, x, use_reentrant=False), normal(4, 3)))
+    assert not found  # torch's own
 
 
 def test_hooks_are_hand_written() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from op_registry.bind_annotation import named_values
+from op_registry.call import TensorArgument
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
+from verify.evidence.inputs.draw_calls import left_out_as_none
 from verify.evidence.oracle.annotation_claims import Claimed, Target, claims_of, kind_of, slices_of, untested
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.cases_beyond_proved_sizes import beyond_bounds
@@ -46,6 +47,7 @@ from verify.results.report import Check, Report, environment
 from verify.results.verdict import TESTED, Strength, Verdict, weakest
 
 Reproduce = Callable[[str, SplitCase | None], str | None]  # (finding code, the case of it) -> a command line
+FLAGS = bool | str | int | float  # types of defaults
 AUDITED = 3  # sample calls on which the operator itself is looked at
 PROOF_SHARE = 0.2  # of the limit of one operator: processor time for proofs; what is left then is tested only
 
@@ -104,7 +106,7 @@ class Verification:
         if not any(leaders_of(b.signature, ones=True) or b.linear or slices_of(b.signature) for b in found):
             self.notes[f"`{self.spec.name}` claims nothing: no identifier of `{self.text}` can be split"] = None
         for name, value in self.never_changed(found):
-            self.notes[f"`{name}` was {value!r} in all calls: `sample_inputs` gives others"] = None
+            self.notes[f"`{name}` was {value} in all calls: `sample_inputs` gives others"] = None
         self.audit(found)
         if any(f.code in INCOMPARABLE for f in self.findings):
             return
@@ -130,13 +132,14 @@ class Verification:
                 self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
 
-    def never_changed(self, found: list[Base]) -> Iterator[tuple[str, Any]]:
-        """Yield optional flags of a user's function, with the only value that they had: another may do anything."""
-        calls = [base.signature.call for base in found]
+    def never_changed(self, found: list[Base]) -> Iterator[tuple[str, str]]:
+        """Yield optional arguments of a user's function, with all that they were: another value may do anything."""
+        calls, optional = [base.signature.call for base in found], left_out_as_none(self.spec)
         for parameter in self.spec.parameters if self.spec.target is not None else ():
             values = [dict(named_values(self.spec, call)).get(parameter.name) for call in calls]
-            if isinstance(parameter.default, bool | str | int | float) and all(value == values[0] for value in values):
-                yield parameter.name, values[0]
+            shown = {"a tensor" if isinstance(value, TensorArgument) else repr(value) for value in values}
+            if len(shown) == 1 and (parameter.name in optional or isinstance(parameter.default, FLAGS)):
+                yield parameter.name, shown.pop()
 
     def unused(self, found: list[Base]) -> Check | None:
         """Report sample calls on which the operator raises, as a check that is open: what they were to show is not

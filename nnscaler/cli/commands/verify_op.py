@@ -205,6 +205,6 @@ def _emit(results: list[JobResult], file: Path, asked: OpOptions, console: Conso
     for problem in problems:
         console.warning(problem)
     if written:
-        console.progress(f"wrote {file}" + (f" and {written - 1} beside it" if written > 1 else ""))
+        console.progress(f"wrote {file}" if written == 1 else f"wrote {written} files {file.stem}_*{file.suffix}")
     elif not problems:
         console.progress(f"no finding, so {file} was not written")

@@ -88,6 +88,7 @@ def test_users_optimizers_are_tested_on_the_spot() -> None:
     assert not any(split_of(OWN.LAMB, {}).free.values())
     assert str(split_of(OWN.RowNorm, {})) == "2 dims: 0"
     assert split_of(OWN.Clipped, {}).coupled
+    assert split_of(OWN.AfterTheFirst, {}).coupled  # and the first one is not
     assert not split_of(OWN.Late, {}).elementwise  # after ten steps
     assert split_of(OWN.LAMB, {"lr": 0.5}) is split_of(OWN.LAMB, {"lr": 0.5})
 

@@ -79,6 +79,30 @@ def test_a_registered_name_without_a_variable(write: Callable[[str], str]) -> No
     assert job.spec.name == name and job.address == f"{file}::{name}"
 
 
+KERNELS = """
+def centre(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+def register(decorate):
+    @decorate("a b -> a b", name="NAME_inner")
+    def inner(x: Tensor) -> Tensor:
+        return x - x.mean(0)
+"""
+
+
+def test_a_file_gives_what_it_registers_of_others(write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found again in another process through the file that registers them."""
+    kernels = Path(write(KERNELS)).resolve()
+    monkeypatch.syspath_prepend(str(kernels.parent))
+    text = f"import {kernels.stem} as kernels\n"
+    text += 'nnscaler.register_op("a b -> a b", name="NAME_centre")(kernels.centre)\n'
+    file = write(f"{text}kernels.register(nnscaler.register_op)\n")
+    found = find_jobs([file])
+    assert {job.spec.name.split("_")[-1] for job in found} == {"centre", "inner"}
+    assert [job.address for job in found] == [f"{file}::{job.spec.name}" for job in found]
+    assert [names([str(job.address)]) for job in found] == [[job.spec.name] for job in found]
+
+
 def test_an_unregistered_function_needs_an_annotation(write: Callable[[str], str]) -> None:
     file = write(TWO)
     assert error_of(f"{file}::plain").code == "not_annotated"

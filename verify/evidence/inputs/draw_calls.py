@@ -259,6 +259,11 @@ def _parameters(spec: OperatorSpec, inputs: int) -> list[inspect.Parameter]:
     return found or [inspect.Parameter(f"input_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(inputs)]
 
 
+def left_out_as_none(spec: OperatorSpec) -> frozenset[str]:
+    """Return the parameters of an operator's Python function whose default is None."""
+    return frozenset(p.name for p in _parameters(spec, 0) if p.default is None)
+
+
 def _is_tensor(spec: OperatorSpec, parameter: inspect.Parameter) -> bool:
     known = {p.name: p.tensor for p in spec.parameters}
     if parameter.name in known:

@@ -1,7 +1,8 @@
 """Find the parts of a backward that a person has written, and test them in narrow dtypes.
 Torch's own derivatives are taken for right. What is looked for: nodes of an `autograd.Function` in the graph that one
 run records (`torch.library`'s `register_autograd` makes such nodes too), C++ functions of that kind, and hooks on
-tensors. A `detach` or `no_grad` leaves no trace and is no backward: it says what is a constant.
+tensors and on what is saved for backward. A `detach` or `no_grad` leaves no trace and is no backward: it says what is
+a constant.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import inspect
 import linecache
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,7 +29,7 @@ from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, outp
 from verify.evidence.oracle.run_whole_operator import as_leaves, draw_cotangent, gradients_of
 from verify.operators.audit.central_differences import moved_from
 
-Way = Literal["autograd.Function", "register_autograd", "C++ autograd function", "tensor hook"]
+Way = Literal["autograd.Function", "register_autograd", "C++ autograd function", "tensor hook", "saved tensor hook"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class Handwritten:
     function_class: type[torch.autograd.Function] | None = None
 
     def __str__(self) -> str:
-        return "a tensor hook" if self.way == "tensor hook" else f"`{self.name}`"
+        return f"a {self.way}" if self.way.endswith("hook") else f"`{self.name}`"
 
 
 def handwritten(
@@ -58,7 +62,7 @@ def handwritten(
     leaves = as_leaves(concrete.tensors, torch.float64, concrete.constants)
     args, kwargs = with_tensors(concrete.call, [t.clone() for t in leaves], {})
     hooks = _Hooks()
-    with torch.enable_grad(), hooks:
+    with torch.enable_grad(), hooks, _saved_values_seen(hooks.found):
         outputs = outputs_of(function(*args, **kwargs))
     found = dict.fromkeys(h for node in nodes_of(outputs) if (h := _of_node(node)) is not None)
     return (*found, *dict.fromkeys(hooks.found))
@@ -137,6 +141,27 @@ class _Hooks(TorchFunctionMode):
             hook = args[1] if func is Tensor.register_hook and len(args) > 1 else None
             self.found.append(Handwritten("hook", "tensor hook", location(hook)))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _saved_values_seen(found: list[Handwritten]) -> Iterator[None]:
+    """Note what packs values for backward inside, other than torch's own (checkpoints, values kept on the CPU)."""
+    enter = saved_tensors_hooks.__enter__
+
+    def noted(hooks: saved_tensors_hooks) -> None:
+        where = location(hooks.pack_hook)
+        if where is None or not where.file.startswith(_TORCH):
+            found.append(Handwritten("hook", "saved tensor hook", where))
+        enter(hooks)
+
+    saved_tensors_hooks.__enter__ = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 # Test a hand-written backward in narrow dtypes: its gradients in float32 and bfloat16 against those in float64.

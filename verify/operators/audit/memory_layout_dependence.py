@@ -17,8 +17,10 @@ from verify.operators.audit.watched_run import BackwardRaised, Facts, Watched, a
 
 BOUND = 1e-8  # relative; another kernel may run on other strides
 
+MOST = 4  # inputs that are laid otherwise one at a time
 Cotangents = Sequence[Tensor | None]
 Lay = Callable[[Tensor], Tensor]
+Laid = tuple[Sequence[Lay], Cotangents]  # how each input lies, and the cotangents
 
 
 class Compared(NamedTuple):
@@ -31,21 +33,27 @@ class Compared(NamedTuple):
 
 
 def depends_on_layout(
-    function: Callable[..., object], concrete: ConcreteCall, first: Watched, names: Sequence[str]
+    function: Callable[..., object],
+    concrete: ConcreteCall,
+    first: Watched,
+    names: Sequence[str],
+    *,
+    users: bool = False,
 ) -> Compared:
     """Run the operator on the inputs and cotangents of its `first` run, laid out otherwise; `names`: of its inputs.
 
-    That it refuses such tensors is no wrong result.
+    `users`: its code is a user's, of which more layouts are tried. That it refuses such tensors is no wrong result.
     """
     raised, runs = None, 0
-    for (lay, given), (other_lay, others) in _layouts(concrete.tensors, first.cotangents):
-        leaves = _leaves(concrete, other_lay)
+    ways = [*_layouts(concrete.tensors, first.cotangents)]
+    for (lays, given), (other_lays, others) in [*ways, *(_more(concrete.tensors, first.cotangents) if users else ())]:
+        leaves = _leaves(concrete, other_lays)
 
-        def one(lay: Lay = lay, given: Cotangents = given) -> Watched:
-            return watch(function, concrete, None, _leaves(concrete, lay), given)
+        def one(lays: Sequence[Lay] = lays, given: Cotangents = given) -> Watched:
+            return watch(function, concrete, None, _leaves(concrete, lays), given)
 
-        def other(lay: Lay = other_lay, given: Cotangents = others) -> Watched:
-            return watch(function, concrete, None, _leaves(concrete, lay), given)
+        def other(lays: Sequence[Lay] = other_lays, given: Cotangents = others) -> Watched:
+            return watch(function, concrete, None, _leaves(concrete, lays), given)
 
         try:
             facts = apart_in_float64(one, other, names, BOUND, first.gradients)
@@ -59,30 +67,75 @@ def depends_on_layout(
     return Compared({}, raised, runs)
 
 
-def _layouts(tensors: Sequence[Tensor], cotangents: Cotangents) -> Iterator[tuple[tuple[Lay, Cotangents], ...]]:
+def _layouts(tensors: Sequence[Tensor], cotangents: Cotangents) -> Iterator[tuple[Laid, Laid]]:
     """Yield two ways in which the same inputs and cotangents may lie, of which the first is the usual one."""
-    usual = contiguous, [None if c is None else contiguous(c) for c in cotangents]
+    count = len(tensors)
+    usual = [contiguous] * count, _all(contiguous, cotangents)
     others: list[Lay] = [strided]
     if any(_last(t) is not None for t in (*tensors, *cotangents) if t is not None):
         others.append(channels_last)
     for lay in others:
-        laid = [None if c is None else lay(c) for c in cotangents]
         if not all(lay(t).is_contiguous() for t in tensors):
-            yield usual, (lay, laid)
+            yield usual, ([lay] * count, _all(lay, cotangents))
     ones = [None if c is None else contiguous(torch.ones_like(c)) for c in cotangents]
     if any(c is not None and c.numel() > 1 for c in ones):
-        expanded = [None if c is None else torch.ones((), dtype=c.dtype).expand(c.shape) for c in ones]
-        yield (contiguous, ones), (contiguous, expanded)
+        one_number = [None if c is None else torch.ones((), dtype=c.dtype).expand(c.shape) for c in ones]
+        yield ([contiguous] * count, ones), ([contiguous] * count, one_number)
 
 
-def _leaves(concrete: ConcreteCall, lay: Lay) -> list[Tensor]:
+def _more(tensors: Sequence[Tensor], cotangents: Cotangents) -> Iterator[tuple[Laid, Laid]]:
+    """Yield more such ways: parts of wider rows, as of a packed projection; outer dims in another order; one input at a
+    time; inputs that are expanded."""
+    count = len(tensors)
+    usual = [contiguous] * count, _all(contiguous, cotangents)
+    for lay in (rows_apart, outer_exchanged):
+        if not all(lay(t).is_contiguous() for t in tensors):
+            yield usual, ([lay] * count, _all(lay, cotangents))
+    for lay in (strided, rows_apart) if count > 1 else ():
+        for index in range(min(count, MOST)):
+            lays = [lay if i == index else contiguous for i in range(count)]
+            if not lay(tensors[index]).is_contiguous():
+                yield usual, (lays, usual[1])
+    if any(t.dim() and t.shape[0] > 1 for t in tensors):
+        yield ([repeated] * count, usual[1]), ([expanded] * count, usual[1])
+
+
+def _all(lay: Lay, cotangents: Cotangents) -> list[Tensor | None]:
+    return [None if c is None else lay(c) for c in cotangents]
+
+
+def _leaves(concrete: ConcreteCall, lays: Sequence[Lay]) -> list[Tensor]:
     leaves: list[Tensor] = []
-    for index, tensor in enumerate(concrete.tensors):
+    for index, (tensor, lay) in enumerate(zip(concrete.tensors, lays, strict=True)):
         differentiable = tensor.is_floating_point() or tensor.is_complex()
         wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) if differentiable else tensor
         laid = lay(wide).detach()
         leaves.append(laid.requires_grad_() if differentiable and index not in concrete.constants else laid)
     return leaves
+
+
+def rows_apart(tensor: Tensor) -> Tensor:
+    """Return the same values as a part of wider rows: side by side in the last dim, with gaps between rows."""
+    values = tensor.detach()
+    if values.dim() < 2 or values.numel() < 2:
+        return contiguous(values)
+    filler = torch.full_like(values, float("nan")) if values.is_floating_point() else values.flip(0)
+    return torch.cat([values, filler], -1).narrow(-1, 0, values.shape[-1])
+
+
+def outer_exchanged(tensor: Tensor) -> Tensor:
+    """Return a copy whose first two dims lie in the other order, where there are more."""
+    return contiguous(tensor.transpose(0, 1)).transpose(0, 1) if tensor.dim() > 2 else contiguous(tensor)
+
+
+def expanded(tensor: Tensor) -> Tensor:
+    """Return the first entry of dim 0 in place of each, with a stride of zero."""
+    return tensor[:1].expand(tensor.shape) if tensor.dim() and tensor.shape[0] > 1 else contiguous(tensor)
+
+
+def repeated(tensor: Tensor) -> Tensor:
+    """Return the values of `expanded`, each in memory of its own."""
+    return contiguous(expanded(tensor))
 
 
 def strided(tensor: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from op_registry.spec import OperatorSpec
 
 from verify.evidence.inputs import random_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
+from verify.evidence.oracle.run_whole_operator import as_leaves
 from verify.operators.audit.earlier_call_dependence import depends_on_history
 from verify.operators.audit.handwritten_backward import plain
 from verify.operators.audit.memory_layout_dependence import depends_on_layout
@@ -53,6 +55,7 @@ NAME = "audit"
 ASKS_RANKS = "asks_ranks"  # the one code that refutes nothing
 ROUNDING = 1e-13  # relative; what threads that add in another order can make of float64
 OTHER_ALGORITHM = 1e-6  # relative; torch's optimizers count steps in float32 where they are compiled
+PAIRS = 3  # of inputs of one shape, which may be one tensor
 SEEDS = 0x5EED0000  # seeds of global generators start here: an operator that seeds them itself uses another one
 
 
@@ -136,6 +139,7 @@ def _probe(subject: _Audit, strides: bool) -> None:
         _depends_on_modes(subject)
         _depends_on_rank(subject, first, asked)
         _depends_on_history(subject)
+        _depends_on_identity(subject)
     _dtypes(subject)
     if strides and subject.compare and not subject.found("random_operator", "not_repeatable"):
         _strides(subject, first)
@@ -283,6 +287,41 @@ def _depends_on_history(subject: _Audit) -> None:
         subject.find("not_repeatable", message, facts, cause, help)
 
 
+def _depends_on_identity(subject: _Audit) -> None:
+    """Compare calls in which two inputs are one tensor with calls in which they are equal."""
+    if subject.found("input_mutated", "random_operator", "not_repeatable") or not subject.compare:
+        return
+    tensors, constants = subject.concrete.tensors, subject.concrete.constants
+    alike = [
+        (i, j)
+        for i, j in combinations(range(len(tensors)), 2)
+        if tensors[i].shape == tensors[j].shape and tensors[i].dtype == tensors[j].dtype
+    ]
+    for i, j in alike[:PAIRS]:
+        equal = replace(subject.concrete, tensors=(*tensors[:j], tensors[i], *tensors[j + 1 :]))
+        leaves = list(as_leaves(equal.tensors, torch.float64, constants))
+        leaves[j] = leaves[i]
+        with suppress(Exception):  # it may refuse either
+            two = watch(subject.function, equal, torch.Generator().manual_seed(subject.seed))
+            one = watch(subject.function, equal, None, leaves, two.cotangents)
+            subject.count += 1
+            facts = _apart(subject, _added(two, i, j), one, ROUNDING)
+            if facts:
+                names = f"`{subject.names[i]}` and `{subject.names[j]}`"
+                facts = {"runs": f"the same inputs, {names} being two equal tensors and one tensor", **facts}
+                message = f"`{subject.spec.name}` computes something else where {names} are one tensor"
+                subject.find("not_repeatable", message, facts, "it asks whether two inputs are one object")
+                return
+
+
+def _added(run: Watched, i: int, j: int) -> Watched:
+    """Return the run with the sum of two gradients in place of each."""
+    found = list(run.gradients)
+    both = [g for g in (found[i], found[j]) if g is not None]
+    found[i] = found[j] = sum(both[1:], both[0]) if both else None
+    return replace(run, gradients=tuple(found))
+
+
 def _dtypes(subject: _Audit) -> None:
     """Check that float32 inputs give the same dtypes under either default dtype, and no float64."""
     floating = [t for t in subject.concrete.tensors if t.is_floating_point()]
@@ -320,7 +359,8 @@ _DTYPES = "make tensors in the dtype of an input: `torch.zeros(n, dtype=x.dtype)
 def _strides(subject: _Audit, first: Watched) -> None:
     """Compare with runs on the same inputs and cotangents, laid out otherwise in memory."""
     random_state.seed_all(SEEDS + subject.seed)
-    facts, raised, runs = depends_on_layout(subject.function, subject.concrete, first, subject.names)
+    users = subject.spec.target is not None
+    facts, raised, runs = depends_on_layout(subject.function, subject.concrete, first, subject.names, users=users)
     subject.count += runs
     if raised:
         subject.notes.append(f"`{subject.spec.name}` raises {raised[0]}on non-contiguous tensors: {raised[1]}")
