@@ -1,0 +1,44 @@
+"""Inputs as models have them: parts of packed rows, expanded ones, one tensor in two places."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from tests.verify.test_op_audit import Function, finding, normal, run
+from verify import Verdict
+
+
+def by_columns(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+LAYOUTS: list[tuple[str, Function, int]] = [
+    ("rows that lie side by side", lambda x: by_columns(x).as_strided(x.shape, (x.shape[1], 1)) * 2, 1),
+    ("strides of the other", lambda x, y: x + by_columns(y).as_strided(y.shape, x.stride()), 2),
+    ("no stride of zero", lambda x: x * 2 if x.stride(0) else x * 3, 1),
+]
+
+
+@pytest.mark.parametrize(("function", "inputs"), [c[1:] for c in LAYOUTS], ids=[c[0] for c in LAYOUTS])
+def test_layouts_that_models_have(function: Function, inputs: int) -> None:
+    found = finding(function, *(normal(4, 3, seed=i) for i in range(inputs)))
+    assert found.code == "strides_matter" and "strides" in found.counter_example
+
+
+def test_an_order_of_outer_dims_in_memory() -> None:
+    def dense(x: Tensor) -> Tensor:
+        return by_columns(x).as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1)) * 2
+
+    assert finding(dense, normal(4, 3, 2)).code == "strides_matter"
+
+
+# one tensor in two places
+
+
+def test_two_inputs_that_are_one_tensor() -> None:
+    found = finding(lambda x, y: x * y / 3 if x is y else x * y, normal(4, 3), normal(4, 3, seed=1))
+    assert found.code == "not_repeatable" and "one tensor" in found.message
+    for right in (lambda x, y: x * y, lambda x, y: x.sin() - y * y * x, lambda x, y: x + y.detach()):
+        (check,), findings, _ = run(right, normal(4, 3), normal(4, 3, seed=1))
+        assert check.verdict is Verdict.TESTED_EXACT and not findings
