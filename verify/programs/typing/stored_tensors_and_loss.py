@@ -138,7 +138,8 @@ def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph
     groups: dict[object, list[tuple[Reading, StoredText]]] = {}
     for reading, stored in ordered:
         if stored.kind == "parameter" or stored.copies:  # without gradient and unlisted, each is a tensor of its own
-            axes = tuple(reading.stage.axes.items())  # copies are summed position by position
+            # gradients of copies are summed position by position
+            axes = tuple(reading.stage.axes.items()) if tensor.needs_grad else ()
             lies = tuple(tuple(sorted(states.items(), key=str)) for states in (stored.states, stored.rest))
             key = (lies, stored.scatter, stored.master, stored.sums, tuple(sorted(stored.reduce)), axes, stored.fqn)
             groups.setdefault(key, []).append((reading, stored))
