@@ -1,4 +1,4 @@
-"""A parameter without gradient that stages of unlike meshes hold: there is no sum over its copies that could be wrong."""
+"""A frozen parameter that stages of unlike meshes hold: no sum over its copies could be wrong."""
 
 from __future__ import annotations
 
