@@ -173,6 +173,18 @@ def test_a_value_set_from_outside_misses(tmp_path: Path) -> None:
     assert key_of(found, OpOptions()) != before
 
 
+@pytest.mark.parametrize("owner", [torch, torch.nn.functional, torch.Tensor])
+def test_what_is_put_into_torch_is_looked_into(owner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "def operator(x):\n    return torch.own(F.own(x)).own()\n"
+    keys = []
+    for amount in (1, 2):
+        patches = load("patches", f"AMOUNT = {amount}\ndef own(x):\n    return x * AMOUNT\n", tmp_path)
+        monkeypatch.setattr(owner, "own", patches.own, raising=False)
+        source = f"import torch\nfrom torch.nn import functional as F\n{body}"
+        keys.append(key_of(job(tmp_path, source=source), OpOptions()))
+    assert keys[0] != keys[1]
+
+
 def test_what_belongs_to_the_record_misses(tmp_path: Path) -> None:
     plain = key_of(job(tmp_path), OpOptions())
     sampled = key_of(job(tmp_path, sample_inputs="sample_inputs"), OpOptions())

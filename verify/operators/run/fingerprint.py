@@ -8,6 +8,7 @@ fetched by a name made at run time.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import dis
 import enum
@@ -147,6 +148,8 @@ class _Walk:
         """Digest the values of the names that the code has, and the modules that it imports."""
         names = sorted(set(names_in(function.__code__)))
         scope = function.__globals__
+        self._patched(torch.Tensor, names)
+        self._patched(builtins, names)
         for name in names:
             if name in scope:
                 self.write("global", name)
@@ -182,6 +185,7 @@ class _Walk:
         if module is torch.ops or isinstance(module, torch._ops._OpNamespace):
             return
         if _stands_for_itself(module.__name__, file):
+            self._patched(module, names)
             return
         try:
             self.write(b"" if file is None else Path(file).read_bytes())
@@ -195,6 +199,15 @@ class _Walk:
             if name in vars(module):
                 self.write("attribute", name)
                 self._named(vars(module)[name], names)
+
+    def _patched(self, owner: Any, names: Iterable[str]) -> None:
+        """Digest what a user has put into torch, or another package, under these names."""
+        for name in names:
+            value = vars(owner).get(name)
+            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+            if code is not None and is_users(code.co_filename):
+                self.write("patched", name)
+                self.visit(value)
 
     def _operators_named(self, module: types.ModuleType, names: Iterable[str]) -> None:
         """Digest operators that the code reaches as `torch.ops.my_lib.my_op`, from wherever on the way it starts."""
@@ -219,7 +232,7 @@ class _Walk:
             if name not in skipped and not inspect.isgetsetdescriptor(value) and not inspect.ismemberdescriptor(value):
                 self.write(name)
                 self.visit(value)
-        self.visit_all(cls.__bases__)
+        self.visit_all((*cls.__bases__, type(cls)))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.write(str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.device), tensor.requires_grad)
