@@ -13,7 +13,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.verify_op_options import OpOptions
-from verify.operators.run.emitted_test import LARGEST, NotWritable, tensor_text
+from verify.operators.run.python_text import LARGEST, NotWritable, tensor_text
 from verify.operators.run.replay import emit_tests
 from verify.operators.run.targets import find_jobs
 from verify.operators.run.verify_many import PoolSettings, run_many
@@ -46,6 +46,21 @@ class Counts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * 2 * FACTOR
+"""
+
+
+ASKED = """
+@nnscaler.register_op("a b, a b -> a b", name="NAME_asked")
+class Asked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, g):
+        x, y = ctx.saved_tensors
+        return g * y, g * x * (1 if ctx.needs_input_grad[0] else 3)
 """
 
 
@@ -141,3 +156,10 @@ def test_tensors_are_written_exactly(tensor: torch.Tensor) -> None:
 def test_a_large_tensor_is_not_written() -> None:
     with pytest.raises(NotWritable, match="too large"):
         tensor_text(torch.zeros(LARGEST + 1))
+
+
+def test_what_a_test_would_not_show_is_not_written(write: Callable[[str], str], tmp_path: Path) -> None:
+    """Its gradient is wrong where one input alone asks for it."""
+    count, problems = emit(write(ASKED), tmp_path / "test_asked.py")
+    assert count == 0 and not list(tmp_path.glob("test_asked*"))
+    assert any("a plain call, as a test makes it, is right" in problem for problem in problems), problems

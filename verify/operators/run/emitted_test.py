@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.call import Call, DType, TensorArgument
-from op_registry.rank_expression import Expression
 from op_registry.spec import OperatorSpec
 
-from nnscaler.layout import Prefix, Sharded
-from nnscaler.runtime.cut_tensors import piece_of
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.inputs.operand_shards import Lay, spread
 from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
@@ -34,84 +30,10 @@ from verify.evidence.oracle.run_whole_operator import as_leaves
 from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.audit.derivative import ABOUT
+from verify.operators.run.python_text import NotWritable, call_text, piece_text, tensor_text
 from verify.operators.run.reproduce_token import Token
 from verify.results.finding import Finding
 from verify.results.tolerance import FAMILY_SHARE
-
-# Python text of tensors, calls and pieces, for tests that are written out.
-
-WIDTH = 110
-LARGEST = 4000  # elements of a tensor that is written out
-
-
-class NotWritable(Exception):
-    """Something has no text; the message says what."""
-
-
-def tensor_text(tensor: Tensor) -> str:
-    """`torch.tensor([[1.0, 2.0]], dtype=torch.float64)`, exact, over several lines where it is long."""
-    if tensor.numel() > LARGEST:
-        raise NotWritable(f"a tensor of shape {tuple(tensor.shape)} is too large to write out")
-    values = repr(tensor.detach().tolist())
-    shape = tuple(tensor.shape)
-    tail = "" if 0 not in shape else f".reshape({shape})"
-    values = "[]" if tail else values
-    text = f"torch.tensor({values}, dtype={tensor.dtype}){tail}"
-    if any(word in text for word in ("nan", "inf")):
-        text = text.replace("nan", 'float("nan")').replace("inf", 'float("inf")')
-    if len(text) + 4 <= WIDTH:
-        return text
-    wrapped = textwrap.fill(text, WIDTH - 8, break_long_words=False, break_on_hyphens=False)
-    return wrapped.replace("\n", "\n" + " " * 8)
-
-
-def call_text(call: Call, operator: str, coordinates: Mapping[str, int], dtype: torch.dtype) -> str:
-    """`operator(x0, x1, 4)`: tensors by the names x0, x1, ..., expressions evaluated at a rank's coordinates."""
-    args = [_value_text(value, coordinates, dtype) for value in call.args]
-    args += [f"{name}={_value_text(value, coordinates, dtype)}" for name, value in call.kwargs.items()]
-    return f"{operator}({', '.join(args)})"
-
-
-def _value_text(value: Any, coordinates: Mapping[str, int], dtype: torch.dtype) -> str:
-    if isinstance(value, TensorArgument):
-        return f"x{value.index}"
-    if isinstance(value, Expression):
-        return repr(value.evaluate(coordinates))
-    if isinstance(value, DType):
-        named: torch.dtype = getattr(torch, value.name)
-        return str(dtype if named.is_floating_point else named)
-    if isinstance(value, list | tuple):
-        inside = ", ".join(_value_text(item, coordinates, dtype) for item in value)
-        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
-    if value is None or isinstance(value, bool | int | float | str):
-        return f'float("{value}")' if value != value or value in (float("inf"), float("-inf")) else repr(value)
-    raise NotWritable(f"an argument of type {type(value).__name__}")
-
-
-def piece_text(lay: Lay, rank: Sequence[int], shape: Sequence[int]) -> str:
-    """Return the piece of a rank as text, the indices along each dim: `(ALL, range(0, 6))`."""
-    texts = [_indices_text(found) if found is not None else "ALL" for found in _indices(lay, rank, shape)]
-    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
-
-
-def _indices(lay: Lay, rank: Sequence[int], shape: Sequence[int]) -> list[list[int] | None]:
-    found: list[list[int] | None] = [None] * len(shape)
-    for axis in lay.order:
-        held = lay.held[axis]
-        if isinstance(held, Sharded):
-            before = found[held.dim]
-            along = torch.arange(shape[held.dim]) if before is None else torch.tensor(before)
-            found[held.dim] = piece_of(along, replace(held, dim=0), lay.parts[axis], rank[axis]).tolist()
-        elif isinstance(held, Prefix):
-            found[held.dim] = list(range(held.ends(shape[held.dim], lay.parts[axis])[rank[axis]]))
-    return found
-
-
-def _indices_text(found: list[int]) -> str:
-    if found and found == list(range(found[0], found[-1] + 1)):
-        return f"range({found[0]}, {found[-1] + 1})"
-    return repr(found)
-
 
 HEADER = '''"""{title}
 
@@ -190,25 +112,50 @@ class EmittedFinding:
 def write_tests(wanted: Sequence[EmittedFinding], file: Path, options: OpOptions) -> str:
     """Return the text of a test file for the findings of one operator; `file` is where it will stand.
 
-    Runs the operator. A finding that no test can show is named in a comment. Raises NotWritable where none can.
+    Runs the operator, and each test once: it has to fail on the operator as it is. A finding that no test can show is
+    named in a comment. Raises NotWritable where none can.
     """
     spec = wanted[0].spec
     names = _Names(wanted[0], file)
+    title = f"`{spec.name}` against its annotation."
     bodies: list[str] = []
     problems: list[str] = []
     bounds = [64 * torch.finfo(torch.float64).eps]
+
+    def text_of(bodies: Sequence[str]) -> str:
+        head = HEADER.format(title=title, imports=names.imports, bound=max(bounds), load=names.load)
+        return "\n\n".join([head.replace("SHARE", repr(FAMILY_SHARE)), *bodies])
+
     for number, one in enumerate(wanted):
         try:
-            bodies.append(_test(one, names, options, number, bounds))
+            body = _test(one, names, options, number, bounds)
         except NotWritable as problem:
             problems.append(f"{one.finding.code}: {problem}")
+            continue
+        if _passes(text_of([body]), file):
+            problems.append(f"{one.finding.code}: a plain call, as a test makes it, is right")
+        else:
+            bodies.append(body)
     if not bodies:
         raise NotWritable("; ".join(problems))
-    bodies += [f"# No test shows {problem}.\n" for problem in problems]
-    head = HEADER.format(
-        title=f"`{spec.name}` against its annotation.", imports=names.imports, bound=max(bounds), load=names.load
-    ).replace("SHARE", repr(FAMILY_SHARE))
-    return "\n\n".join([head, *bodies])
+    return text_of([*bodies, *(f"# No test shows {problem}.\n" for problem in problems)])
+
+
+def _passes(text: str, file: Path) -> bool:
+    """Run the tests of a file's text; return whether none fails."""
+    path, modules = list(sys.path), dict(sys.modules)
+    scope: dict[str, Any] = {"__name__": file.stem, "__file__": str(file.resolve())}
+    try:
+        exec(compile(text, str(file), "exec"), scope)
+        for test in [value for name, value in scope.items() if name.startswith("test_")]:
+            test()
+    except Exception:  # noqa: BLE001 - the operator may raise anything
+        return False
+    finally:
+        sys.path[:] = path
+        for name in sys.modules.keys() - modules.keys():
+            del sys.modules[name]
+    return True
 
 
 class _Names:
