@@ -305,7 +305,7 @@ def _depends_on_identity(subject: _Audit) -> None:
             two = watch(subject.function, equal, torch.Generator().manual_seed(subject.seed))
             one = watch(subject.function, equal, None, leaves, two.cotangents)
             subject.count += 1
-            facts = _apart(subject, _added(two, i, j), one, ROUNDING)
+            facts = apart(_added(two, i, j), one, subject.names, ROUNDING, two.gradients)  # whose sum may be rounding
             if facts:
                 names = f"`{subject.names[i]}` and `{subject.names[j]}`"
                 facts = {"runs": f"the same inputs, {names} being two equal tensors and one tensor", **facts}
