@@ -181,6 +181,11 @@ class Prefix:
         """Return the shape of what the slice of `index` has, from that of the whole."""
         return (*whole[: self.dim], self.ends(whole[self.dim], parts)[index], *whole[self.dim + 1 :])
 
+    @property
+    def own(self) -> Sharded:
+        """Return how the rows lie that each slice adds."""
+        return Sharded(self.dim, sizes=self.sizes)
+
 
 State = Invariant | Replicated | Sharded | Partial | Prefix
 Layout = tuple[State, ...]
@@ -189,6 +194,11 @@ States = Mapping[str, State]  # by axis name; an axis that is missing is Invaria
 INVARIANT = Invariant()
 REPLICATED = Replicated()
 PARTIAL = Partial()
+
+
+def rows_of(state: State) -> State:
+    """Return how the rows lie that each slice adds to a prefix; any other state as it is."""
+    return state.own if isinstance(state, Prefix) else state
 
 
 def gradient_state(state: State) -> State:

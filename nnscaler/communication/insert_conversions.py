@@ -33,12 +33,12 @@ from nnscaler.communication.stage_builder import StageBuilder
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import ConversionStep, rows_of, volume
+from nnscaler.ir.layout_conversion import ConversionStep, volume
 from nnscaler.ir.legal_layout import shape_of_rank
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, Chunk, PartitionedGraph, Split, Stage
 from nnscaler.ir.ring_rotation_calls import ROTATE, Direction, circulation, rotations
-from nnscaler.layout import INVARIANT, REPLICATED, Layout, Partial, Sharded, local_shape, with_state
+from nnscaler.layout import INVARIANT, REPLICATED, Layout, Partial, Sharded, local_shape, rows_of, with_state
 
 # Tensors that go to a later stage: rank to rank where the meshes have one shape, by regions where they do not.
 

@@ -34,6 +34,7 @@ from nnscaler.layout import (
     State,
     full_along,
     intervals_nest,
+    rows_of,
 )
 
 STEP = 0.01  # tie-break: fewer conversions
@@ -122,11 +123,6 @@ def move_cost(
     if in_time and (row.forward or (row.backward and needs_grad)):
         return inf
     return cost + STEP
-
-
-def rows_of(state: State) -> State:
-    """Return how the rows lie that each slice adds to a prefix; any other state as it is."""
-    return Sharded(state.dim, sizes=state.sizes) if isinstance(state, Prefix) else state
 
 
 def _exchangeable(before: Sharded, after: Sharded, parts: int) -> bool:

@@ -18,7 +18,7 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int], 
     alone: dict[int, str] = {}  # dims that one axis takes whole, and how they are
     for state, parts in zip(layout, sizes, strict=True):
         if isinstance(state, Prefix):  # the same rows as shards, kept: alone on their dim
-            shards = Sharded(state.dim, sizes=state.sizes)
+            shards = state.own
             reason = explain_illegal((shards,), (parts,), shape)
             if reason:
                 return reason

@@ -15,10 +15,10 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, over_slices, resolve
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout_conversion import STEP, find_path, rows_of
+from nnscaler.ir.layout_conversion import STEP, find_path
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.layout import IN_STEP, INVARIANT, MICRO, REPLICATED, SLICE, Invariant, Replicated, Sharded, State
+from nnscaler.layout import IN_STEP, INVARIANT, MICRO, REPLICATED, SLICE, Invariant, Replicated, Sharded, State, rows_of
 from nnscaler.transform.split_candidates import split_of
 
 

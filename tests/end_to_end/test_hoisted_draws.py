@@ -1,4 +1,4 @@
-"""What is drawn once per step for all micro-batches is what each of them draws for its own rows."""
+"""Draws made once per step for all micro-batches are those that each of them makes for its own rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `<` says is tested in slices in time: an operator that reads later rows, or counts them, is refuted."""
+"""The mark `<` is tested in slices in time: an operator that reads later rows, or counts them, is refuted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
 
 from nnscaler.ir.placement import Split
-from verify.evidence.oracle.annotation_claims import Slices
+from verify.evidence.oracle.annotation_claims import Slices, slices_of
 from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.oracle.check_by_cases import check_target
 from verify.evidence.oracle.enumerate_cases import Enumerator, bases
@@ -137,8 +137,8 @@ def test_operators_of_torch_are_right_in_slices(name: str) -> None:
     assert spec is not None
     runner, count = OperatorRunner(spec, OpOptions()), 0
     for base in bases(runner):
-        for along in dict.fromkeys(base.signature.bound.rows.values() if base.signature.bound is not None else ()):
-            outcome = check_target(Enumerator(runner, base), Slices(along))
+        for target in slices_of(base.signature):
+            outcome = check_target(Enumerator(runner, base), target)
             assert not outcome.failures
             count += outcome.count
     assert count > 20

@@ -34,7 +34,7 @@ class Lay:
 
     @property
     def summed(self) -> bool:
-        """Whether ranks, or slices, hold terms of a sum."""
+        """Say if ranks, or slices, hold terms of a sum."""
         return any(held == "sum" or (isinstance(held, Prefix) and held.terms) for held in self.held)
 
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -110,7 +110,7 @@ def spread(tensor: Tensor, lay: Lay, generator: torch.Generator) -> list[Tensor]
 
 def _cut(tensor: Tensor, held: Held, parts: int, generator: torch.Generator) -> list[Tensor]:
     if isinstance(held, Prefix) and held.terms:  # of a slice's rows it has a term, and each later slice another
-        own = pieces_of(tensor, Sharded(held.dim, sizes=held.sizes), parts)
+        own = pieces_of(tensor, held.own, parts)
         terms = [random_terms(rows, parts - number, generator) for number, rows in enumerate(own)]
         return [torch.cat([terms[j][i - j] for j in range(i + 1)], held.dim) for i in range(parts)]
     if isinstance(held, Sharded | Prefix):

@@ -155,6 +155,7 @@ def _passes(text: str, file: Path) -> bool:
         sys.path[:] = path
         for name in sys.modules.keys() - modules.keys():
             del sys.modules[name]
+        sys.modules.update(modules)
     return True
 
 

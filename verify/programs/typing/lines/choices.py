@@ -17,10 +17,9 @@ from op_registry.annotation.splits import balanced
 from op_registry.rank_expression import Expression
 
 from nnscaler.ir.derive import around_axis, is_legal, over_slices, resolve
-from nnscaler.ir.layout_conversion import rows_of
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.layout import Invariant, Prefix, Replicated, Sharded, State
+from nnscaler.layout import Invariant, Prefix, Replicated, Sharded, State, rows_of
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.rank_program_syntax import Assignment
 from verify.programs.typing.typed_value import Axes

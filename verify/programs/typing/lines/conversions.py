@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from nnscaler.ir.graph import LogicalTensor
-from nnscaler.ir.layout_conversion import ROWS, ConversionRow, rows_of
+from nnscaler.ir.layout_conversion import ROWS, ConversionRow
 from nnscaler.ir.legal_layout import explain_illegal
 from nnscaler.layout import (
     INVARIANT,
@@ -25,6 +25,7 @@ from nnscaler.layout import (
     full_along,
     intervals_nest,
     local_outer,
+    rows_of,
 )
 from verify.programs.typing.explain_layout_mismatch import converted, disagreement
 from verify.programs.typing.lines.uniform_value_dims import NO_DIMS, Dims, same_piece
