@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.communication_buckets import SHARED_BYTES
-from nnscaler.runtime.communication.communicator import CommunicationCall
+from nnscaler.runtime.communication.communicator import CommunicationCall, Key
 from nnscaler.runtime.communication.cross_memory_attach import OfferedTensors
 
 _ALIGNED = 16  # bytes: places in a message, for tensors of any dtype
@@ -35,9 +36,45 @@ def wait_for(works: Sequence[Awaited | None]) -> None:
             work.wait()
 
 
+def is_read(work: Awaited) -> bool:
+    """Return whether a message is known to have been read. A socket does not tell."""
+    return isinstance(work, OfferedTensors) and work.is_read()
+
+
 Post = Callable[[Tensor, int, str], Awaited | None]  # memory, the other rank, and what both must agree on
 # what comes and what goes, the other rank, and what both must agree on; None where memory is not read
 Read = Callable[[Sequence[Tensor], Sequence[Tensor], int, str], tuple[Awaited | None, Awaited | None] | None]
+
+
+class SentMessages:
+    """Messages that were sent, each with its call and the memory that it is read from, by destination and key."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, Key], deque[tuple[CommunicationCall, Awaited, Tensor]]] = {}
+
+    def add(self, call: CommunicationCall, work: Awaited, content: Tensor) -> None:
+        self._sent.setdefault((call.ranks[1], call.key), deque()).append((call, work, content))
+
+    def let_go(self) -> None:
+        """Let go of those that are known to have been read."""
+        for waiting in self._sent.values():
+            while waiting and is_read(waiting[0][1]):
+                waiting.popleft()
+
+    def settle(self, destination: int, key: Key | None) -> None:
+        """Let go of one message of this key to `destination`, which has arrived."""
+        waiting = None if key is None else self._sent.get((destination, key))
+        if waiting:
+            waiting.popleft()[1].wait()
+
+    def finish(self, inside: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Wait until all have been read. `inside`: opened while one is waited for, with what is waited for."""
+        for (destination, _), waiting in self._sent.items():
+            while waiting:
+                with inside(f"waits until rank {destination} takes: {waiting[0][0]}"):
+                    waiting[0][1].wait()
+                waiting.popleft()
+        self._sent.clear()
 
 
 class Outbox:
@@ -51,7 +88,7 @@ class Outbox:
 
     def add(self, work: Awaited, memory: object) -> None:
         """Take a message, and let go of those that are known to have been read."""
-        while self._leaving and isinstance(first := self._leaving[0][0], OfferedTensors) and first.is_read():
+        while self._leaving and is_read(self._leaving[0][0]):
             self._leaving.popleft()
         self._leaving.append((work, memory))
 

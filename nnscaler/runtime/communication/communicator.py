@@ -229,7 +229,10 @@ class Communicator:
             self._barrier(call)
 
     def send(self, tensor: Tensor, destination: int, key: Key) -> None:
-        """Hand the message over and return; `key` names it for the receiver."""
+        """Hand the message over and return; `key` names it for the receiver.
+
+        The tensor is not written before it has arrived, for which `finish` waits: it may be read where it lies.
+        """
         made = CommunicationCall("send", (self.rank, destination), _shapes([tensor]), tensor.dtype, key=key)
         self._send(tensor.detach().contiguous(), self._record(made))
 

@@ -25,7 +25,16 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nnscaler.runtime.communication.async_gloo import Awaited, OneRound, Outbox, gathering, post, summing, wait_for
+from nnscaler.runtime.communication.async_gloo import (
+    Awaited,
+    OneRound,
+    Outbox,
+    SentMessages,
+    gathering,
+    post,
+    summing,
+    wait_for,
+)
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.cross_memory_attach import PeerMemory
 from nnscaler.runtime.communication.ordered_collective_thread import Lane
@@ -73,7 +82,7 @@ class GlooCommunicator(TorchCommunicator):
                 self._groups[members] = made
         self._tags: dict[str, int] = {}
         self._names: dict[tuple[int, int], str] = {}  # (peer, tag) -> what the tag was made from
-        self._sent: dict[tuple[int, Key], deque[tuple[CommunicationCall, Awaited, Tensor]]] = {}
+        self._sent = SentMessages()
         self._own: dict[tuple[Key, str], deque[Tensor]] = {}  # messages of this rank to itself
         self._lanes: dict[tuple[int, ...], Lane] = {}  # by group, of what is begun
         self._scratch: dict[tuple[int, ...], Tensor] = {}  # by lane, for what arrives and is added up
@@ -92,15 +101,17 @@ class GlooCommunicator(TorchCommunicator):
 
     def _send(self, tensor: Tensor, call: CommunicationCall) -> None:
         destination = call.ranks[1]
-        content = _host_copy(tensor)
         if destination == self.rank:
-            self._own.setdefault((call.key, _agreement(call)), deque()).append(content)
+            self._own.setdefault((call.key, _agreement(call)), deque()).append(_host_copy(tensor))
             return
+        self._sent.let_go()
+        part = tensor.untyped_storage().nbytes() > tensor.nbytes  # which would keep all of it
+        content = _host_copy(tensor) if part else _host(tensor)
         with self._inside(call):
             work = self._start_send(content, destination, _agreement(call))
         if work is not None:
-            # gloo reads the memory later, when the receiver asks for it: it is kept until then
-            self._sent.setdefault((destination, call.key), deque()).append((call, work, content))
+            # it is read later, when the receiver asks for it, and is kept until then
+            self._sent.add(call, work, content)
 
     def _recv(self, call: CommunicationCall) -> Tensor:
         source = call.ranks[0]
@@ -110,20 +121,15 @@ class GlooCommunicator(TorchCommunicator):
             if not waiting:
                 raise CommunicationError(f"rank {self.rank}: {call}: receives from itself what it has not sent")
             return waiting.popleft().to(self.device)
+        self._sent.let_go()
         content = torch.empty(call.shapes[0], dtype=call.dtype)
         with self._inside(call):
             work = self._start_recv(content, source, _agreement(call))
             if work is not None:
                 work.wait()
-        self._settle(source, forward_of(call.key))
-        self._settle(source, gradient_of(call.key))
+        self._sent.settle(source, forward_of(call.key))
+        self._sent.settle(source, gradient_of(call.key))
         return content.to(self.device)
-
-    def _settle(self, destination: int, key: Key | None) -> None:
-        """Let go of one message of this key to `destination`, which has arrived."""
-        waiting = None if key is None else self._sent.get((destination, key))
-        if waiting:
-            waiting.popleft()[1].wait()
 
     def settle(self) -> None:
         if self._outbox:
@@ -132,12 +138,7 @@ class GlooCommunicator(TorchCommunicator):
 
     def finish(self) -> None:
         super().finish()
-        for (destination, _), waiting in self._sent.items():
-            while waiting:
-                with self._inside(f"waits until rank {destination} takes: {waiting[0][0]}"):
-                    waiting[0][1].wait()
-                waiting.popleft()
-        self._sent.clear()
+        self._sent.finish(self._inside)
 
     def close(self) -> None:
         super().close()
@@ -204,6 +205,7 @@ class GlooCommunicator(TorchCommunicator):
         source = call.ranks[0]
         if source == self.rank:
             return super()._begin(call, [], [into])
+        self._sent.let_go()
         content = into if into.device.type == "cpu" else torch.empty(into.shape, dtype=into.dtype)
         with self._inside(call):
             work = self._start_recv(content, source, _agreement(call))
@@ -212,8 +214,8 @@ class GlooCommunicator(TorchCommunicator):
             with self._inside(call):
                 if work is not None:
                     work.wait()
-            self._settle(source, forward_of(call.key))
-            self._settle(source, gradient_of(call.key))
+            self._sent.settle(source, forward_of(call.key))
+            self._sent.settle(source, gradient_of(call.key))
             if content is not into:
                 into.copy_(content)
 

@@ -70,6 +70,8 @@ class Mail:
 
     def send_value(self, stage: Stage, send: Send | Exchange, value: Tensor, micro: int) -> None:
         key: Key = (send.key, stage.index, send.stage, micro, "F")
+        if (value if value._base is None else value._base).is_leaf:
+            value = value.clone()  # it may show a parameter, which an update writes
         if isinstance(send, Send):
             self._send(value, send.peers[_position(stage)], key)
         else:
