@@ -9,6 +9,9 @@ W, for the gradients that leave the trunk. A group can wait for W if none of its
 trunk: what is started at the upper one would run through the lower one again, and count it twice. A group that cannot,
 since its parameter is used again further down, or that hangs off a node which computes all of its gradients at once, is
 *early*: I runs it. Groups that can wait and share a start are one, so that the start runs once more, and not twice.
+
+So is a group that hangs off the trunk and leads to nothing but vectors, such as the scale and the shift of a norm: its
+gradients are sums over what arrives, and to keep that, and what the norm read, costs more than to add it up at once.
 """
 
 from __future__ import annotations
@@ -38,12 +41,15 @@ class Halves(Generic[T]):
         return node not in self.trunk and self.groups[node] not in self.early
 
 
-def halves_of(below: Mapping[T, Sequence[T]], received: Collection[T], at_once: Callable[[T], bool]) -> Halves[T]:
+def halves_of(
+    below: Mapping[T, Sequence[T]], received: Collection[T], at_once: Callable[[T], bool], vectors: Collection[T] = ()
+) -> Halves[T]:
     """Divide a graph.
 
     below     each node, after all those that it leads to -> those that it leads to directly
     received  the nodes that are gradients of received tensors
     at_once   whether a node computes all of its gradients at once
+    vectors   the nodes that are gradients of parameters with one dim, or none
     """
     trunk: set[T] = set()
     for node, found in below.items():
@@ -53,7 +59,10 @@ def halves_of(below: Mapping[T, Sequence[T]], received: Collection[T], at_once: 
     apart = _early(below, trunk, groups, at_once)  # or a shared bias would hold back the weights beside it
     groups = _groups(below, trunk, lambda node: not apart >> groups[node] & 1)
     early = _early(below, trunk, groups, at_once)
-    return Halves(frozenset(trunk), groups, frozenset(g for g in groups.values() if early >> g & 1))
+    hanging = {groups[n] for node in trunk for n in below[node] if n not in trunk}
+    larger = {groups[node] for node, found in below.items() if not found and node not in trunk and node not in vectors}
+    now = {g for g in groups.values() if early >> g & 1}
+    return Halves(frozenset(trunk), groups, frozenset(now | (hanging - larger)))
 
 
 def _early(

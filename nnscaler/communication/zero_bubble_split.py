@@ -63,7 +63,8 @@ def statement_halves(graph: Graph, program: StageProgram) -> tuple[StatementHalv
         statement = statements[node] if isinstance(node, int) else None
         return isinstance(statement, Compute) and _at_once(statement.operation.operator)
 
-    halves = halves_of(below, received, at_once)
+    vectors = {s.variable for s in program.stored if len(graph.tensors[s.tensor].shape) <= 1}
+    halves = halves_of(below, received, at_once, vectors)
     shares: list[float] = []
     for i in range(len(statements)):
         if i in halves.trunk:

@@ -6,6 +6,7 @@ from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.user_operators import user_operators
+from nnscaler.runtime.recomputed_regions import recompute
 from nnscaler.runtime.role import (
     Buffer,
     Constant,
@@ -17,7 +18,6 @@ from nnscaler.runtime.role import (
     Result,
     Send,
     Stage,
-    recompute,
 )
 from nnscaler.runtime.training.autocast import dtypes
 from nnscaler.runtime.training.executor import RankExecutor

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from nnscaler.instructions import FORM, SLICES, Instruction, StagePasses, batches_written, check_order, shows_its_middle
 from nnscaler.layout import MICRO, SLICE, State
@@ -21,7 +20,6 @@ from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.shards import ravel
-from nnscaler.runtime.split_backward import recompute_in_halves
 
 
 def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instruction, ...]:
@@ -356,13 +354,6 @@ def may_gather_again(stage: Stage) -> bool:
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return any(name in ("all_gather", "all_gather_replicated") for code in codes for name in code.co_names)
-
-
-def recompute(function: Callable[..., Any], *tensors: Any) -> Any:
-    """Call `function(*tensors)`, whose activations are computed again in backward instead of being kept."""
-    # what is compiled has one backward, in which nothing is split
-    found = None if torch.compiler.is_compiling() else recompute_in_halves(function, tensors)
-    return found[0] if found else checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def place_of(stage: Stage) -> str:

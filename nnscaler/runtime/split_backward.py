@@ -19,20 +19,21 @@ saved tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from nnscaler.backward_halves import Halves, halves_of
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
-from nnscaler.runtime.saved_tensor_hooks import GONE, SavedValues
+from nnscaler.runtime.recomputed_regions import regions_in
+from nnscaler.runtime.saved_tensor_hooks import SavedValues
 
 Root = tuple[GradientEdge, Tensor]  # where backward enters the graph, and the gradient of that output
 Received = tuple[Tensor | None, ...]  # by output of a node, the gradient that arrived
@@ -53,12 +54,44 @@ class _Group:
 
     def run(self) -> None:
         """Add the gradients to those of the parameters."""
+        product = _product_of(self)
+        if product is not None:
+            product.add_up()
+            return
         begin = list(self.roots)
         for node, arrived in self.starts.items():
             begin += [(GradientEdge(node, i), gradient) for i, gradient in enumerate(arrived) if gradient is not None]
         if begin and self.leaves:
             edges, gradients = zip(*begin, strict=True)
             torch.autograd.backward(edges, gradients, inputs=self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A group that is the weight, and the bias, of one linear layer: `x @ weight.t() + bias`, as autograd records it.
+
+    A run of autograd's engine takes half as long again. The products and sums are those that it would make.
+
+    node     of the product, with the values that autograd saved as attributes
+    arrived  the gradient of what the layer makes
+    """
+
+    node: Any
+    arrived: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def is_whole(self) -> bool:
+        """Return whether the bias is added as it is, to each row."""
+        return self.bias is None or (self.bias.dim() == 1 and self.node._saved_alpha == self.node._saved_beta == 1)
+
+    def add_up(self) -> None:
+        """Add the gradients to those of the parameters."""
+        with torch.no_grad():
+            x = self.node._saved_mat1 if self.bias is not None else self.node._saved_self
+            _accumulate(self.weight, self.arrived.t().mm(x))
+            if self.bias is not None:
+                _accumulate(self.bias, self.arrived.sum(0))
 
 
 class SplitBackward:
@@ -76,26 +109,21 @@ class SplitBackward:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Run a forward inside whose backward is split."""
-        token = _recording.set(self._saved)
-        try:
-            with self._saved.hooks():
-                yield
-        finally:
-            _recording.reset(token)
+        with regions_in(self._saved), self._saved.hooks():
+            yield
 
     def inputs(self, roots: Sequence[Root], received: Sequence[Tensor]) -> None:
         """Compute the gradients of `received`, from those of the `roots`: I."""
-        ends = {get_gradient_edge(tensor).node: tensor for tensor in received}
-        below = _below([edge.node for edge, _ in roots])
-        halves = halves_of(below, ends.keys(), lambda node: isinstance(node, BackwardCFunction))
-        groups = _waiting(below, halves, roots)
-        now = [tensor for node, tensor in ends.items() if node in halves.trunk]
-        for parameter in self._parameters:
-            number = halves.groups.get(get_gradient_edge(parameter).node)
-            if number is not None:  # it was read
-                (now if number in halves.early else groups[number].leaves).append(parameter)
+        graph = _below([edge.node for edge, _ in roots])
+        ends, leaves = (_numbered(graph, tensors) for tensors in (received, self._parameters))
+        halves = graph.halves(ends, [number for number, leaf in leaves.items() if leaf.dim() <= 1])
+        groups = _waiting(graph, halves, roots)
+        now = [tensor for number, tensor in ends.items() if number in halves.trunk]
+        for number, parameter in leaves.items():
+            early = halves.groups[number] in halves.early
+            (now if early else groups[halves.groups[number]].leaves).append(parameter)
         self._later = list(groups.values())
-        begin = [(edge, gradient) for edge, gradient in roots if not halves.waits(edge.node)]
+        begin = [(edge, gradient) for edge, gradient in roots if not halves.waits(graph.numbers[edge.node])]
         if not begin or not now:
             return
         with ExitStack() as hooks:
@@ -124,116 +152,98 @@ class SplitBackward:
         self._saved.keep = False
 
 
-def _below(roots: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
-    """Return the graph below some nodes: each after all those that it leads to."""
-    below: dict[Node, tuple[Node, ...]] = {}
+def _product_of(group: _Group) -> _Product | None:
+    """Return the linear layer that a group is; None for anything else."""
+    if group.roots or len(group.starts) != 1:
+        return None
+    ((node, (arrived, *more)),) = group.starts.items()
+    edges = [n for n, _ in node.next_functions]
+    added = node.name() == "AddmmBackward0"  # to the bias, its first edge
+    if arrived is None or more or not (added or node.name() == "MmBackward0"):
+        return None
+    turned, ends = edges[-1], edges[:1] if added else []
+    if turned is None or turned.name() != "TBackward0":
+        return None
+    found: list[Any] = [getattr(n, "variable", None) for n in (turned.next_functions[0][0], *ends)]
+    if {*map(id, found)} != {*map(id, group.leaves)} or not all(map(_is_plain, group.leaves)):
+        return None
+    product = _Product(node, arrived, *found)
+    return product if product.is_whole() else None
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Return whether nothing but an addition happens when its gradient arrives."""
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return not any(hooks) and parameter.layout == torch.strided and not parameter.is_complex()
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """The graph below some nodes, each after all those that it leads to.
+
+    numbers  by node, its place
+    below    by number, those of the nodes that it leads to directly
+    """
+
+    numbers: dict[Node, int]
+    below: tuple[tuple[int, ...], ...]
+
+    def halves(self, ends: Iterable[int], vectors: Iterable[int]) -> Halves[int]:
+        """Return what I and W run. `ends`: the nodes of what was received; `vectors`: as `halves_of` has them."""
+        at_once = (number for node, number in self.numbers.items() if isinstance(node, BackwardCFunction))
+        return _halves(self.below, tuple(ends), tuple(at_once), tuple(vectors))
+
+
+@lru_cache(maxsize=64)  # the graph of a stage is the same for each micro-batch
+def _halves(
+    below: tuple[tuple[int, ...], ...], ends: tuple[int, ...], at_once: tuple[int, ...], vectors: tuple[int, ...]
+) -> Halves[int]:
+    return halves_of(dict(enumerate(below)), frozenset(ends), at_once.__contains__, frozenset(vectors))
+
+
+def _below(roots: Sequence[Node]) -> _Graph:
+    """Return the graph below some nodes."""
+    numbers: dict[Node, int] = {}
+    below: list[tuple[int, ...]] = []
     entered: dict[Node, tuple[Node, ...]] = {}
     path = list(reversed(roots))
     while path:
         node = path[-1]
-        if node in below:
+        if node in numbers:
             path.pop()
         elif node in entered:
-            below[node] = entered.pop(node)
+            numbers[node] = len(below)
+            below.append(tuple(numbers[n] for n in entered.pop(node)))
             path.pop()
         else:
             found = tuple(dict.fromkeys(n for n, _ in node.next_functions if n is not None))
             entered[node] = found
-            path += [n for n in reversed(found) if n not in below]
-    return below
+            path += [n for n in reversed(found) if n not in numbers]
+    return _Graph(numbers, tuple(below))
 
 
-def _waiting(below: dict[Node, tuple[Node, ...]], halves: Halves[Node], roots: Sequence[Root]) -> dict[int, _Group]:
+def _numbered(graph: _Graph, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return the leaves in a graph by the number of their node."""
+    found = ((graph.numbers.get(get_gradient_edge(tensor).node), tensor) for tensor in tensors)
+    return {number: tensor for number, tensor in found if number is not None}
+
+
+def _waiting(graph: _Graph, halves: Halves[int], roots: Sequence[Root]) -> dict[int, _Group]:
     """Return the groups that wait for W, without their leaves, by number, in the order in which I comes to them."""
     groups: dict[int, _Group] = {}
     for edge, gradient in roots:
-        if halves.waits(edge.node):
-            groups.setdefault(halves.groups[edge.node], _Group()).roots.append((edge, gradient))
-    for node in reversed(below):
-        for n in below[node] if node in halves.trunk else ():
+        number = graph.numbers[edge.node]
+        if halves.waits(number):
+            groups.setdefault(halves.groups[number], _Group()).roots.append((edge, gradient))
+    for node, number in reversed(graph.numbers.items()):
+        for n in graph.below[number] if number in halves.trunk else ():
             if halves.waits(n):
                 groups.setdefault(halves.groups[n], _Group()).starts[node] = ()
     return groups
-
-
-# Regions that are computed again.
-
-_recording: ContextVar[SavedValues | None] = ContextVar("recording", default=None)
-
-
-def recompute_in_halves(function: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any] | None:
-    """Call `function(*tensors)`, whose activations are computed again in the first half of backward that needs them.
-
-    Returns the result in a tuple; None where no forward is recorded.
-    """
-    saved = _recording.get()
-    if saved is None or not torch.is_grad_enabled():
-        return None
-    region = _Region(function, tensors, saved)
-    with saved_tensors_hooks(region.pack, region.unpack):
-        return (function(*tensors),)
-
-
-class _Stop(Exception):
-    """The last value that backward reads was computed again."""
-
-
-class _Region:
-    """A recomputed call: it keeps its arguments instead of its activations, as torch.utils.checkpoint does.
-
-    That one computes a region again in each run of autograd, of which W makes several.
-    """
-
-    def __init__(self, function: Callable[..., Any], tensors: Sequence[Any], saved: SavedValues) -> None:
-        self._function: Callable[..., Any] | None = function  # until it is computed again
-        self._tensors = [(saved.save(t), t.requires_grad) if isinstance(t, Tensor) else (t, None) for t in tensors]
-        self._saved = saved
-        self._packed: list[tuple[torch.Size, torch.dtype]] = []
-        self._values: dict[int, Tensor] = {}
-        kinds = sorted({t.device.type for t in tensors if isinstance(t, Tensor)})  # entered in this order: "cpu" first
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in kinds
-            if torch.amp.is_autocast_available(kind)
-        ]
-
-    def pack(self, value: Tensor) -> int:
-        self._packed.append((value.shape, value.dtype))
-        return len(self._packed) - 1
-
-    def unpack(self, index: int) -> Tensor:
-        if index not in self._values:
-            self._compute_again()
-        return self._values[index] if self._saved.keep else self._values.pop(index)
-
-    def _compute_again(self) -> None:
-        values: list[Tensor] = []
-
-        def collect(value: Tensor) -> None:
-            values.append(value.detach())
-            if len(values) == len(self._packed):
-                raise _Stop
-
-        def refuse(_: None) -> Tensor:
-            raise RuntimeError("a recomputed region runs backward itself")
-
-        function, self._function = self._function, None
-        if function is None:
-            raise RuntimeError(GONE)
-        take = self._saved.take
-        own = [t if needs is None else take(t).detach().requires_grad_(needs) for t, needs in self._tensors]
-        token = _recording.set(self._saved)
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.enable_grad())
-                for kind, dtype, enabled in self._autocast:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-                stack.enter_context(saved_tensors_hooks(collect, refuse))
-                function(*own)
-        except _Stop:
-            pass
-        finally:
-            _recording.reset(token)
-        if [(value.shape, value.dtype) for value in values] != self._packed:
-            raise RuntimeError("a recomputed region computes other tensors than in forward")
-        self._values, self._tensors = dict(enumerate(values)), []

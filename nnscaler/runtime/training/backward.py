@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nnscaler.instructions import Instruction
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
+from nnscaler.runtime.recomputed_regions import regions_in
 from nnscaler.runtime.role import Stage, may_gather_again, number_of, place_of
 from nnscaler.runtime.saved_tensor_hooks import SavedValues
 from nnscaler.runtime.split_backward import Root, SplitBackward
@@ -76,7 +77,7 @@ class BackwardPasses:
         gathers = self._may_gather[stage.index] and self._reads.gathers((stage.index, "F"))
         reads = self._reads if gathers else None
         if forward not in self._in_halves:
-            return nullcontext() if reads is None else SavedValues(reads).hooks()
+            return _whole(reads)
         split = SplitBackward([getattr(stage, name) for name in stage.parameters], reads)
         self._split[forward] = split
         return split.recording()
@@ -144,6 +145,14 @@ class BackwardPasses:
             gradients["loss"] = _gradient_of_loss(flight.outputs["loss"], loss_scale)
         edges = {name: flight.outputs[name].edge for name in gradients}
         return [(edge, gradients[name]) for name, edge in edges.items() if edge is not None]
+
+
+@contextmanager
+def _whole(reads: ParameterReads | None) -> Iterator[None]:
+    """Run a forward inside whose backward runs at once. `reads`: gathers parameters again; None: all are kept."""
+    saved = SavedValues(reads)
+    with regions_in(saved), nullcontext() if reads is None else saved.hooks():
+        yield
 
 
 def _output(value: Tensor) -> _Output:

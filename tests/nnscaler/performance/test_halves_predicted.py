@@ -44,7 +44,7 @@ def test_gradients_travel_before_those_of_parameters_are_computed(monkeypatch: p
     first, last = after.weights
     assert (before.weights, before.backward) == (after.weights, after.backward)
     assert 0.9 * after.backward[0] < first < after.backward[0]  # all but the message
-    assert 0.2 * after.backward[1] < last < 0.6 * after.backward[1]
+    assert 0.1 * after.backward[1] < last < 0.6 * after.backward[1]  # vectors of norms are for I
     assert before.timeline.makespan - after.timeline.makespan == pytest.approx(last, rel=1e-9)
 
 

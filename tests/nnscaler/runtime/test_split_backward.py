@@ -67,6 +67,13 @@ def chain(p: dict[str, Tensor], x: dict[str, Tensor]) -> list[Tensor]:
     return [torch.softmax(F.linear(h, p["w2"]), -1)]
 
 
+def linear(p: dict[str, Tensor], x: dict[str, Tensor]) -> list[Tensor]:
+    """Layers whose W is two products, and others that only look like them."""
+    h = torch.tanh(F.linear(F.linear(x["x"].view(2, 2, 6), p["w1"], p["b"]), p["w2"]))
+    plain = torch.addmm(h[0, 0], h[1], p["odd"])  # whose matrix is not turned, and whose bias has a gradient of its own
+    return [plain, torch.addmm(p["c"], h[0], p["w3"].t(), beta=2.0, alpha=0.5)]
+
+
 def used_twice(p: dict[str, Tensor], x: dict[str, Tensor]) -> list[Tensor]:
     """Along one path: the gradient of w1 is complete in I, and what lies between its uses runs once."""
     w = counted(p["w1"], "w1")
@@ -132,7 +139,7 @@ def recomputed(p: dict[str, Tensor], x: dict[str, Tensor]) -> list[Tensor]:
 
 
 FORWARDS: list[Forward] = [
-    chain, used_twice, used_twice_deeper, used_side_by_side, python_function, several, nothing_received,
+    chain, linear, used_twice, used_twice_deeper, used_side_by_side, python_function, several, nothing_received,
     nothing_trained, unread, in_place, attention, recomputed,
 ]  # fmt: skip
 
@@ -144,6 +151,7 @@ def leaves(seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
     parameters = {"w1": leaf(6, 6), "w2": leaf(6, 6), "g": leaf(6), "b": leaf(6), "unused": leaf(2)}
+    parameters |= {"w3": leaf(6, 6), "odd": leaf(6, 6), "c": leaf(6)}
     return parameters, {"x": leaf(4, 6), "y": leaf(4, 6)}
 
 
@@ -210,9 +218,10 @@ def test_a_saved_value_that_changed_in_place_is_refused() -> None:
 
 
 def test_what_waits_for_w() -> None:
-    assert {n for n, g in halved(chain)[0].items() if g is not None} == {"x", "b"}  # b is that of two operators
-    assert {n for n, g in halved(used_side_by_side)[0].items() if g is not None} == {"x"}
-    assert {n for n, g in halved(recomputed)[0].items() if g is not None} == {"x", "w1", "b", "w2"}  # used twice
+    assert {n for n, g in halved(chain)[0].items() if g is not None} == {"x", "g", "b"}  # vectors of a norm
+    assert {n for n, g in halved(linear)[0].items() if g is not None} == {"x"}  # and a bias waits with its weight
+    assert {n for n, g in halved(used_side_by_side)[0].items() if g is not None} == {"x", "g"}
+    assert {n for n, g in halved(recomputed)[0].items() if g is not None} == {"x", "w1", "b", "w2", "g"}  # used twice
     assert {n for n, g in halved(used_twice)[0].items() if g is not None} == {"x", "w1"}
     assert {n for n, g in halved(python_function)[0].items() if g is not None} == {"x", "g"}
     assert not any(g is not None for g in halved(nothing_received)[0].values())
@@ -370,6 +379,7 @@ def test_modules_of_torch() -> None:
     with split.recording():
         loss = layer(x).square().sum()
     split.inputs([(get_gradient_edge(loss), torch.ones_like(loss))], [x])
-    assert all(p.grad is None for p in layer.parameters())
+    early = {n: p.dim() for n, p in layer.named_parameters() if p.grad is not None}
+    assert {*early.values()} == {1} and early.keys() >= {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"}
     split.weights()
     same({"x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}}, wanted)

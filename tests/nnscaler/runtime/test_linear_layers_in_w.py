@@ -1,0 +1,47 @@
+"""W of a linear layer, without a run of autograd: its bits, and who sees the gradient."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from nnscaler.runtime.split_backward import SplitBackward
+
+
+def test_layers_get_the_bits_of_autograd_and_hooks_see_them() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 24, bias=False))
+    x, seen = torch.randn(2, 5, 32), [0, 0]
+    wanted: list[Tensor] = []
+    for halves in (False, True):
+        layers.zero_grad()
+        for _ in range(2):  # gradients that are there, and none
+            split, arrived = SplitBackward(list(layers.parameters())), x.clone().requires_grad_()
+            with split.recording() if halves else contextlib.nullcontext():
+                y = layers(arrived)
+            if halves:
+                split.inputs([(get_gradient_edge(y), torch.ones_like(y))], [arrived])
+                split.weights()
+            else:
+                y.backward(torch.ones_like(y))
+        found = [p.grad for p in layers.parameters() if p.grad is not None]
+        assert not wanted or (len(found) == 3 and all(map(torch.equal, found, wanted)))
+        wanted = found
+    first, _, last = cast(tuple[nn.Linear, Any, nn.Linear], tuple(layers))
+
+    def count(place: int) -> None:
+        seen[place] += 1
+
+    first.weight.register_hook(lambda _: count(0))
+    last.weight.register_post_accumulate_grad_hook(lambda _: count(1))
+    split, arrived = SplitBackward(list(layers.parameters())), x.clone().requires_grad_()
+    with split.recording():
+        y = layers(arrived)
+    split.inputs([(get_gradient_edge(y), torch.ones_like(y))], [arrived])
+    assert seen == [0, 0]
+    split.weights()
+    assert seen == [1, 1]
