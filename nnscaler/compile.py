@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -20,6 +22,7 @@ from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.communication_volume import step_communication
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.pipedream_restrictions import check_stream
+from nnscaler.communication.recompute_cheap_outputs import as_light_as
 from nnscaler.communication.search_pass_order import with_orders
 from nnscaler.communication.stage_calls import ranks_text
 from nnscaler.communication.stage_memory import stage_memory, stage_work
@@ -29,8 +32,8 @@ from nnscaler.ir.operation_annotations import Signature, signatures
 from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto_plan_request import AutoPlan, Decided, parse_auto, search_plan, told
-from nnscaler.planning.named_policies import make_ready, parse_ready
-from nnscaler.planning.parse_axes import parse_slices, parse_spec
+from nnscaler.planning.named_policies import ReadyPlan, make_ready, parse_ready
+from nnscaler.planning.parse_axes import BALANCED, parse_slices, parse_spec
 from nnscaler.planning.plan_from_axes import make_plan
 from nnscaler.planning.sharding.parameter_and_activation_memory import bytes_of_optimizer
 from nnscaler.runtime.program.program_directory import describe_state
@@ -337,29 +340,26 @@ def make(graph: Graph, wanted: WantedPlan) -> Planned:
         return _search(graph, known, search, wanted)
     assert plan is not None and not isinstance(plan, AutoPlan), "it is searched"
     ready = parse_ready(plan) if isinstance(plan, str) else None
+    how: dict[str, Any] = {n: getattr(wanted, n) for n in ("schedule", "micro_batches", "replicate")}
     if ready is not None:
-        made = make_ready(
-            graph,
-            known,
-            ready,
-            ranks,
-            schedule=wanted.schedule,
-            micro_batches=wanted.micro_batches,
-            replicate=wanted.replicate,
-        )
-        return Planned(with_checkpoints(made, graph), known, "; ".join((f"ready policy {plan}", *made.notes)))
-    spec = plan if isinstance(plan, str) else ",".join(f"{n}={v}" for n, v in plan.items())
-    sizes = parse_spec(spec, ranks)
-    made = make_plan(
-        graph,
-        known,
-        sizes,
-        schedule=wanted.schedule,
-        micro_batches=wanted.micro_batches,
-        replicate=wanted.replicate,
-        slices=parse_slices(spec),
-    )
-    return Planned(with_checkpoints(made, graph), known, "; ".join(("as asked", *made.notes)))
+        sizes, source = dict(ready.for_ranks(ranks)), f"ready policy {plan}"
+        made_for = partial(_made_ready, graph, known, ready, ranks, how)
+    else:
+        spec = plan if isinstance(plan, str) else ",".join(f"{n}={v}" for n, v in plan.items())
+        sizes, source = parse_spec(spec, ranks), "as asked"
+        made_for = partial(make_plan, graph, known, slices=parse_slices(spec), **how)
+    made = with_checkpoints(made_for(sizes), graph)
+    if BALANCED in sizes and not any(isinstance(step, RecomputeStep) for step in made.steps):
+        whole = {name: size for name, size in sizes.items() if name != BALANCED}
+        with suppress(NnscalerError):  # which is said of the plan itself, or layers are too few
+            made = as_light_as(made, made_for(whole), graph, known, bytes_of_optimizer(wanted.optimizer_bytes))
+    return Planned(made, known, "; ".join((source, *made.notes)))
+
+
+def _made_ready(
+    graph: Graph, known: dict[str, Signature], ready: ReadyPlan, ranks: int, how: dict[str, Any], sizes: dict[str, int]
+) -> Plan:
+    return make_ready(graph, known, replace(ready, sizes=sizes), ranks, **how)
 
 
 def _under(plan: Plan, schedule: str | ScheduleKind | None) -> Plan:

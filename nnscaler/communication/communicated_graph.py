@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from op_registry.bind_annotation import linear_sets
@@ -283,12 +283,21 @@ def kept_inputs(graph: Graph, statement: Compute) -> tuple[Version, ...]:
     )
     if not recorded:
         return ()
-    operator = statement.operation.operator
-    spec = default_registry().lookup(operator)
-    # of the call of the graph: a shard's may be of another operator, with other arguments
-    sets = linear_sets(spec, as_call(statement.operation, graph.tensors)) if spec is not None else ()
     grads = [graph.tensors[v.tensor].needs_grad for v in statement.inputs]
-    return tuple(statement.inputs[slot] for slot in kept_slots(operator, sets, grads))
+    slots = kept_slots(statement.operation.operator, _linear_sets(graph, statement), grads)
+    return tuple(statement.inputs[slot] for slot in slots)
+
+
+def is_product(graph: Graph, statement: Compute) -> bool:
+    """Return whether an operation is linear in each of its operands, so that its backward reads those alone."""
+    linear = {slot for slots in _linear_sets(graph, statement) for slot in slots}
+    return bool(kept_inputs(graph, statement)) and linear.issuperset(range(len(statement.inputs)))
+
+
+def _linear_sets(graph: Graph, statement: Compute) -> Collection[Collection[int]]:
+    spec = default_registry().lookup(statement.operation.operator)
+    # of the call of the graph: a shard's may be of another operator, with other arguments
+    return () if spec is None else linear_sets(spec, as_call(statement.operation, graph.tensors))
 
 
 def group_of(graph: Graph, statements: Sequence[Statement], position: int) -> str | None:

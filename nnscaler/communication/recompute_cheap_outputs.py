@@ -1,0 +1,141 @@
+"""Outputs that are computed again, so that stages of equal work keep no more than stages of whole layers.
+
+A cut within a layer evens out the work of stages, and leaves more with the first one, which holds most micro-batches.
+What a product reads, and an activation function or a norm has made, can be made again at little cost from what is kept
+anyway: of `x -> gelu -> linear` the input of gelu is kept, and its output need not be. A `recompute` step on both does
+it. The product itself is not run again, since backward reads what goes into it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nnscaler.communication.communicated_graph import (
+    CommunicatedGraph,
+    Compute,
+    StageProgram,
+    Statement,
+    is_product,
+    reads,
+    runs_again,
+    writes,
+)
+from nnscaler.communication.insert_conversions import materialise
+from nnscaler.communication.stage_memory import kept_bytes, stage_memory
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation_annotations import Signature
+from nnscaler.scheduling.registry import schedule_of
+from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.timeline import peak_of_stage
+from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.plan import Plan, RecomputeStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Operations one after the other, the last of which is a product.
+
+    device  that runs them
+    saved   bytes that the device keeps less when they are computed again, at the moment when it keeps most
+    """
+
+    names: tuple[str, ...]
+    device: int
+    saved: int
+
+
+def as_light_as(plan: Plan, other: Plan, graph: Graph, known: dict[str, Signature], optimizer: float) -> Plan:
+    """Return the plan with `recompute` steps, until no rank keeps more than the fullest one of another plan does, as
+    far as there are cheap outputs; with a note on them.
+
+    `optimizer`: bytes that it keeps of an element. Raises NnscalerError as `apply_plan`, `materialise` and
+    `schedule_of` do.
+    """
+    _, _, held = _made(plan, graph, known, optimizer)
+    limit, before = max(_made(other, graph, known, optimizer)[2]), max(held)
+    names: list[str] = []
+    found = plan
+    while max(held) > limit:
+        communicated, schedule, held = _made(found, graph, known, optimizer)
+        steps: list[RecomputeStep] = []
+        for chain in sorted(_chains(communicated, schedule, known), key=lambda chain: -chain.saved):
+            if held[chain.device] > limit:
+                held[chain.device] -= chain.saved
+                steps.append(RecomputeStep(chain.names))
+        if not steps:
+            break
+        names += [name for step in steps for name in step.operations[:-1]]
+        found = replace(found, steps=(*found.steps, *steps))
+    if not names:
+        return plan
+    listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    more = (before - limit) / 2**20
+    note = f"computed again in backward, or a rank would keep {more:.1f} MiB more than with stages of layers: {listed}"
+    return replace(found, notes=(*found.notes, note))
+
+
+def _made(
+    plan: Plan, graph: Graph, known: dict[str, Signature], optimizer: float
+) -> tuple[CommunicatedGraph, Schedule, list[int]]:
+    """Return the program of a plan, its schedule, and the bytes that each device holds."""
+    communicated = materialise(apply_plan(graph, known, plan), known)
+    schedule = schedule_of(plan, communicated.without_gradient)
+    held = [0] * plan.devices
+    for memory in stage_memory(communicated, schedule, optimizer):
+        held[memory.role] += memory.total
+    return communicated, schedule, held
+
+
+def _chains(communicated: CommunicatedGraph, schedule: Schedule, known: Mapping[str, Signature]) -> Iterator[_Chain]:
+    """Yield, for each product of a stage, the chain before it that saves most."""
+    graph = communicated.partitioned.graph
+    for program in communicated.stages:
+        at_once = peak_of_stage(schedule, program.stage.index, later=0)
+        whole, readers = kept_bytes(graph, program), _readers(graph, program)
+        for end, statement in enumerate(program.forward):
+            if not isinstance(statement, Compute) or runs_again(statement) or not is_product(graph, statement):
+                continue
+            start = end
+            while start and _is_cheap(program.forward[start - 1], known, readers, {*range(start, end + 1)}):
+                start -= 1
+            tried = [range(i, end + 1) for i in range(start, end)]
+            saves = [whole - kept_bytes(graph, _again(program, positions)) for positions in tried]
+            if saves and max(saves) > 0:
+                positions = tried[saves.index(max(saves))]
+                names = tuple(s.operation.name for i in positions if isinstance(s := program.forward[i], Compute))
+                for device in program.stage.devices:
+                    yield _Chain(names, device, max(saves) * at_once)
+
+
+def _is_cheap(
+    statement: Statement, known: Mapping[str, Signature], readers: Mapping[str, set[int]], inside: set[int]
+) -> bool:
+    """Return whether a statement is no product, and only `inside` reads what it makes."""
+    if not isinstance(statement, Compute) or runs_again(statement) or statement.placement.chunk is not None:
+        return False
+    return not known[statement.operation.name].flops and all(readers[v.variable] <= inside for v in writes(statement))
+
+
+def _readers(graph: Graph, program: StageProgram) -> Mapping[str, set[int]]:
+    """Return by variable the positions of the statements that read it; -1: it leaves the stage, or is a result."""
+    found: dict[str, set[int]] = {v.variable: set() for s in program.forward for v in writes(s)}
+    for i, statement in enumerate(program.forward):
+        for version in reads(statement):
+            found.setdefault(version.variable, set()).add(i)
+        for version in writes(statement):
+            if version.tensor in graph.ends:
+                found[version.variable].add(-1)
+    for message in program.sends:
+        found[message.source.variable].add(-1)
+    return found
+
+
+def _again(program: StageProgram, positions: Sequence[int]) -> StageProgram:
+    """Return the program with operations in a group that is computed again."""
+    forward = list(program.forward)
+    for i in positions:
+        statement = forward[i]
+        assert isinstance(statement, Compute)
+        forward[i] = replace(statement, placement=replace(statement.placement, recompute="tried"))
+    return replace(program, forward=tuple(forward))
