@@ -91,10 +91,13 @@ ROWS = {
     "tp": Row("tp=N", "parallelize_module", peers.tensor_parallel, time=0.95),
     "pp": Row("pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b"),
     "pp-balanced": Row(
-        "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, (2, 4), 0.95, None, MICRO_BATCHES, "1f1b"
+        "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b"
     ),
     "1f1b-split-balanced": Row(
-        "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, (2, 4), 0.95, None, MICRO_BATCHES, "1f1b-split"
+        "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b-split"
+    ),
+    "zb-h1-half-balanced": Row(
+        "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-half"
     ),
     "1f1b-split": Row(
         "pp=N", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b-split"

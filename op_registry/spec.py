@@ -75,6 +75,7 @@ class OperatorSpec:
     detached       outputs without a gradient although they may be floats: all of them (True), or these
     gathers        reads of its first operand what indices point at, as much as it writes
     keeps_nothing  its derivative reads no values, although it is not linear: `x + 1`, a cast
+    keeps_result   its derivative reads what it makes, and no operand: `exp`, `relu`
     hands_on       its derivative is the gradient as it comes, summed where an operand was broadcast
     backward_flops floating point operations of backward for each of forward: two products for one
     target         the Python callable of a registered operator
@@ -98,6 +99,7 @@ class OperatorSpec:
     detached: bool | frozenset[int] = False
     gathers: bool = False
     keeps_nothing: bool = False
+    keeps_result: bool = False
     hands_on: bool = False
     backward_flops: float = 2.0
     gradient: Literal["derivative", "custom"] = "derivative"

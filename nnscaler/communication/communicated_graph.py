@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from op_registry.bind_annotation import linear_sets
 from op_registry.call import Call
@@ -335,23 +336,26 @@ def again_in(graph: Graph, statements: Sequence[Statement], position: int) -> st
 
 
 def repeated_in_backward(graph: Graph, statements: Sequence[Statement]) -> frozenset[int]:
-    """Return the positions of statements that communicate in forward, and run again in backward.
+    """Return the positions of statements that communicate in forward, and run again in backward."""
+    again = ((i, statements[i]) for i in computed_again(graph, statements))
+    return frozenset(i for i, s in again if isinstance(s, Convert) or (isinstance(s, Compute) and s.circulates))
 
-    A group is run again up to the last value that backward reads: the rest of it is not needed.
+
+def computed_again(graph: Graph, statements: Sequence[Statement]) -> frozenset[int]:
+    """Return the positions of statements that run again in backward.
+
+    A group is run again up to the last value that backward reads: the rest of it is not needed, nor is the operation
+    that reads this value, where it is a product.
     """
     if not any(isinstance(s, Compute) and runs_again(s) for s in statements):
         return frozenset()
     found: set[int] = set()
-    runs: list[list[int]] = []
-    groups = [again_in(graph, statements, i) for i in range(len(statements))]
-    for i, group in enumerate(groups):
-        if group is not None and runs and groups[i - 1] == group:
-            runs[-1].append(i)
-        elif group is not None:
-            runs.append([i])
-    for run in runs:
-        keeping = [i for i in run if isinstance(s := statements[i], Compute) and kept_inputs(graph, s)]
-        last = max(keeping, default=-1)
-        found.update(i for i in run if i < last and isinstance(statements[i], Convert))
-        found.update(i for i in run if i <= last and isinstance(s := statements[i], Compute) and s.circulates)
+    groups = ((again_in(graph, statements, i), i) for i in range(len(statements)))
+    for group, members in groupby(groups, key=lambda entry: entry[0]):
+        run = [i for _, i in members] if group is not None else []
+        keeping = [(i, s) for i in run if isinstance(s := statements[i], Compute) and kept_inputs(graph, s)]
+        if keeping:
+            last, reader = keeping[-1]
+            end = last if is_product(graph, reader) and not reader.circulates else last + 1
+            found.update(i for i in run if i < end)
     return frozenset(found)

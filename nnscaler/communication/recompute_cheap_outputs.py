@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
+
+from op_registry.registry import facts_of
 
 from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
@@ -18,7 +21,6 @@ from nnscaler.communication.communicated_graph import (
     Statement,
     is_product,
     reads,
-    runs_again,
     writes,
 )
 from nnscaler.communication.insert_conversions import materialise
@@ -94,7 +96,7 @@ def _chains(communicated: CommunicatedGraph, schedule: Schedule, known: Mapping[
         at_once = peak_of_stage(schedule, program.stage.index, later=0)
         whole, readers = kept_bytes(graph, program), _readers(graph, program)
         for end, statement in enumerate(program.forward):
-            if not isinstance(statement, Compute) or runs_again(statement) or not is_product(graph, statement):
+            if not _is_free(statement) or not is_product(graph, statement):
                 continue
             start = end
             while start and _is_cheap(program.forward[start - 1], known, readers, {*range(start, end + 1)}):
@@ -108,11 +110,18 @@ def _chains(communicated: CommunicatedGraph, schedule: Schedule, known: Mapping[
                     yield _Chain(names, device, max(saves) * at_once)
 
 
+def _is_free(statement: Statement) -> TypeGuard[Compute]:
+    """Return whether a statement may be put into a group that is computed again."""
+    if not isinstance(statement, Compute):
+        return False
+    return statement.placement.chunk is None and statement.placement.recompute is None
+
+
 def _is_cheap(
     statement: Statement, known: Mapping[str, Signature], readers: Mapping[str, set[int]], inside: set[int]
 ) -> bool:
-    """Return whether a statement is no product, and only `inside` reads what it makes."""
-    if not isinstance(statement, Compute) or runs_again(statement) or statement.placement.chunk is not None:
+    """Return whether a statement is no product, does not keep what it makes, and only `inside` reads that."""
+    if not _is_free(statement) or facts_of(statement.operation.operator).keeps_result:
         return False
     return not known[statement.operation.name].flops and all(readers[v.variable] <= inside for v in writes(statement))
 

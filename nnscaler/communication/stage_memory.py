@@ -43,9 +43,9 @@ from nnscaler.communication.communicated_graph import (
     Version,
     again_in,
     chunk_of,
+    computed_again,
     kept_inputs,
     reads,
-    runs_again,
     times_of,
     writes,
 )
@@ -265,10 +265,11 @@ def stage_work(communicated: CommunicatedGraph, signatures: Mapping[str, Signatu
 def _stage_work(graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], index: int) -> StageWork:
     """Return the work of one stage for the slice of this index."""
     forward = recomputed = weights = 0.0
-    for statement, half in zip(program.forward, statement_halves(graph, program), strict=True):
+    repeated = computed_again(graph, program.forward)
+    for i, (statement, half) in enumerate(zip(program.forward, statement_halves(graph, program), strict=True)):
         if isinstance(statement, Compute):
             cost = _work(graph, program, statement, signatures, index) * times_of(statement, program.stage)
-            again = cost if runs_again(statement) else 0.0
+            again = cost if i in repeated else 0.0
             forward += cost
             recomputed += again
             weights += 2 * cost * half.gradients + again * half.again

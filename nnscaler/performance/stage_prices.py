@@ -14,8 +14,7 @@ from nnscaler.communication.communicated_graph import (
     StageMessage,
     StageProgram,
     Statement,
-    repeated_in_backward,
-    runs_again,
+    computed_again,
     times_of,
 )
 from nnscaler.communication.gathered_parameters import gathered_again, parameter_gathers
@@ -103,7 +102,7 @@ def stage_prices(
     """Price what one stage does. `around`: the calls of parameters at rest of its device."""
     stage = program.stage
     pairs, again = [], []
-    repeated = repeated_in_backward(graph, program.forward)
+    repeated = computed_again(graph, program.forward)
     gathered = gathered_again(graph, program)
     begun = parameter_gathers(graph, program)
     shared = _in_shared_messages(graph, stage, begun, cost) if cost.overheads.hidden else {}  # measured over gloo
@@ -114,7 +113,7 @@ def stage_prices(
             ahead, behind = ahead + cost.overheads.moved, behind + cost.overheads.moved
         pairs.append((ahead * times, behind * times if program.gradient else 0.0))
         if isinstance(statement, Compute):
-            again.append((ahead + cost.overheads.again) * times if runs_again(statement) else 0.0)
+            again.append((ahead + cost.overheads.again) * times * (i in repeated))
         else:
             again.append(ahead * times * ((i in repeated) + (i in gathered)))
     divided = taken(around, stage.mesh.ranks, "scatter", stage.index)

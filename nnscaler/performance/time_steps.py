@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from nnscaler.communication.communicated_graph import Compute, runs_again
+from nnscaler.communication.communicated_graph import Compute, computed_again
 from nnscaler.compile import WantedPlan, compile_traced, make
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation_annotations import signatures
@@ -127,8 +127,10 @@ class SavedProgram:
 
     def counts(self) -> tuple[int, int]:
         """Statements of a step of one rank, and those that it repeats."""
-        forward, micro_batches = self.program.communicated.stages[0].forward, self.program.order.micro_batches
-        again = sum(isinstance(s, Compute) and runs_again(s) for s in forward)
+        communicated, micro_batches = self.program.communicated, self.program.order.micro_batches
+        forward = communicated.stages[0].forward
+        repeated = computed_again(communicated.partitioned.graph, forward)
+        again = sum(isinstance(forward[i], Compute) for i in repeated)
         return len(forward) * micro_batches, again * micro_batches
 
 

@@ -19,6 +19,11 @@ _UNARY = """
     log_sigmoid logical_not logit mish mvlgamma nan_to_num polygamma reciprocal relu relu6 round round.decimals
     rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold trunc
 """.split()
+_KEEP_RESULTS = """
+    exp exp2 expm1 reciprocal relu rsqrt sgn sigmoid sqrt tan tanh
+    special_erfcx special_exp2 special_expit special_expm1 special_i0e special_i1 special_i1e special_log_ndtr
+    special_ndtri
+""".split()
 _UNARY_LINEAR = """
     alias clone contiguous deg2rad detach lift lift_fresh lift_fresh_copy neg negative positive rad2deg
 """.split()
@@ -160,7 +165,10 @@ _OVERLOADS = (
 )
 
 _SPECIAL: tuple[OperatorSpec, ...] = (
-    *(OperatorSpec(f"aten.special_{name}.default", "* -> *") for name in _SPECIAL_UNARY),
+    *(
+        OperatorSpec(f"aten.special_{name}.default", "* -> *", keeps_result=f"special_{name}" in _KEEP_RESULTS)
+        for name in _SPECIAL_UNARY
+    ),
     *(
         OperatorSpec(f"aten.special_{name}.{overload}", broadcasting)
         for name, overloads in _OVERLOADS
@@ -170,7 +178,7 @@ _SPECIAL: tuple[OperatorSpec, ...] = (
 
 
 SPECS: tuple[OperatorSpec, ...] = (
-    *(OperatorSpec(_overload(name), "* -> *") for name in _UNARY),
+    *(OperatorSpec(_overload(name), "* -> *", keeps_result=name in _KEEP_RESULTS) for name in _UNARY),
     *(
         OperatorSpec(
             _overload(name),

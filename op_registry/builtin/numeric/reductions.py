@@ -237,11 +237,13 @@ def _trapezoid(cumulative: bool) -> AnnotationFunction:
 
 
 _TRAPEZOIDS = {"trapezoid": False, "trapz": False, "cumulative_trapezoid": True}
-_SOFTMAXES = "softmax.int log_softmax.int special_softmax.default special_log_softmax.default".split()
+_SOFTMAXES = """
+    softmax.int log_softmax.int special_softmax.default special_log_softmax.default
+    _softmax.default _log_softmax.default _safe_softmax.default
+""".split()
 
 _SCANS: tuple[OperatorSpec, ...] = (
-    *(OperatorSpec(f"aten.{name}", along()) for name in _SOFTMAXES),
-    *(OperatorSpec(f"aten.{name}.default", along()) for name in ("_softmax", "_log_softmax", "_safe_softmax")),
+    *(OperatorSpec(f"aten.{name}", along(), keeps_result=True) for name in _SOFTMAXES),
     OperatorSpec("aten.cumsum.default", cumulative(), linear=unless_cast),
     OperatorSpec("aten.cumprod.default", cumulative()),
     OperatorSpec("aten.logcumsumexp.default", cumulative()),

@@ -1,0 +1,106 @@
+"""Stages of equal work, in the memory of stages of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from op_registry.builtin.numeric import elementwise
+from op_registry.registry import facts_of
+
+import nnscaler
+from nnscaler.transform.plan import RecomputeStep
+from verify import verify_plan
+
+
+class Layer(nn.Module):
+    def __init__(self, activation: Any, again: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.activation, self.again = activation, again
+
+    def part(self, x: Tensor) -> Tensor:
+        return torch.add(x, self.down(self.activation(self.up(self.norm(x)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.part, x, use_reentrant=False) if self.again else self.part(x)
+        return result
+
+
+class Headed(nn.Module):
+    """Layers of which two stages are even only with a cut inside of one: the head has the work of half of one."""
+
+    def __init__(self, activation: Any = F.gelu, again: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(activation, again) for _ in range(4))
+        self.head = nn.Linear(16, 72)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batch() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(8, 32, 16), "labels": torch.randint(72, (8, 32))}
+
+
+def compiled(model: nn.Module, plan: str, **options: Any) -> nnscaler.Program:
+    return nnscaler.parallelize(model, batch(), ranks=2, plan=plan, micro_batches=4, **options)
+
+
+def again(program: nnscaler.Program) -> list[tuple[str, ...]]:
+    return [step.operations for step in program.plan.steps if isinstance(step, RecomputeStep)]
+
+
+def held(program: nnscaler.Program) -> int:
+    return max(memory.total for memory in program.manifest.memory)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-split"])
+def test_no_rank_keeps_more_than_with_stages_of_layers(schedule: str) -> None:
+    even, layers = (compiled(Headed(), plan, schedule=schedule) for plan in ("pp=2,balanced=1", "pp=2"))
+    assert held(even) <= held(layers)
+    assert again(even) and not again(layers)
+    assert all(names[0].startswith("gelu") and names[-1].startswith("linear") for names in again(even))
+    assert "computed again in backward, or a rank would keep" in " ".join(even.plan.notes)
+    report = verify_plan(Headed, batch(), ranks=2, plan="pp=2,balanced=1", micro_batches=4, schedule=schedule, steps=2)
+    assert report.verdict.passes and report.checks, report
+
+
+def test_what_keeps_its_result_is_not_made_twice() -> None:
+    """A relu: the product reads what backward of the relu reads too."""
+    made = again(compiled(Headed(F.relu), "pp=2,balanced=1"))
+    assert made and not any(name.startswith("relu") for names in made for name in names), made
+
+
+def test_calls_that_the_model_checkpoints_stay_as_they_are() -> None:
+    made = again(compiled(Headed(again=True), "pp=2,balanced=1"))
+    assert made == again(compiled(Headed(again=True), "pp=2"))
+    assert len(made) == 4
+
+
+def test_facts_of_operators_that_keep_their_result_are_torchs() -> None:
+    told, found = {}, {}
+    names = [*elementwise._UNARY, *(f"special_{name}" for name in elementwise._SPECIAL_UNARY)]
+    for name in [name if "." in name else f"{name}.default" for name in names]:
+        packet, overload = name.split(".")
+        function: Any = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+        try:
+            node = function(torch.full((3,), 0.4, requires_grad=True)).grad_fn
+        except (TypeError, RuntimeError):  # other arguments, other dtypes
+            continue
+        if node is not None:
+            told[name] = facts_of(f"aten.{name}").keeps_result
+            found[name] = hasattr(node, "_saved_result")
+    assert told == found
+    assert sum(found.values()) == 20 and len(found) > 60
+    for name in ("softmax", "log_softmax"):
+        node = getattr(torch.ops.aten, name).int(torch.rand(3, requires_grad=True), 0).grad_fn
+        assert hasattr(node, "_saved_result") and facts_of(f"aten.{name}.int").keeps_result
