@@ -20,7 +20,7 @@ AXES = {
     PP: "pipeline parallel: layers, or else operations, are split into stages; see --micro-batches and --schedule",
     "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
     OWNED: "of zero=1 and zero=2: each parameter rests whole on one rank, as optimizers of matrices need (owned=1)",
-    BALANCED: "of pp: stages of equal work in the memory of whole layers, where a head makes the last heavy (balanced=1)",
+    BALANCED: "of pp: stages of equal work in the memory of layers, where a head makes the last one heavy (balanced=1)",
     EP: "expert parallel: of the ranks of dp, which ep divides, so many divide the experts (ep=2 is dp=2,ep=2)",
     SLICES: "of tokens, in which each micro-batch runs: slices=4, or shares of the tokens, slices=3:3:2 (TeraPipe)",
 }

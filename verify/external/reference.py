@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.training.gradients.separate_gradients import separate_gradients
 from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, without_dropout
 from verify.external.parameter_mapping import Lookup, StateMap, as_real, state_of
@@ -317,6 +318,7 @@ def _backward(program: ExternalProgram, step_of: Any, model: nn.Module, batch: B
             loss = step_of(model, copied(piece, dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(model, len(losses)):
                 run_backward(loss, torch.full_like(loss, 1.0 / len(pieces)))
+        separate_gradients(model.parameters())
         losses.append(_scalar(loss))
         first = first or _buffers_of(model)
     _put_buffers(model, first)

@@ -112,7 +112,7 @@ class BackwardPasses:
                 torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
             self._reads.settle()
         if instruction.kind == "I":
-            self._gradients.widen()
+            self._gradients.widen(kept=True)
         else:
             self._gradients.collect(stage.index)
         for name, leaf in received.items():

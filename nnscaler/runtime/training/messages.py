@@ -82,6 +82,7 @@ class Mail:
 
     def send_gradient(self, stage: Stage, receive: Receive | Exchange, gradient: Tensor, micro: int) -> None:
         """Send the gradient of a received value back to where the value came from."""
+        gradient = gradient.clone()  # it may share memory with a parameter's gradient, to which more is added
         key: Key = (receive.key, receive.stage, stage.index, micro, "B")
         if isinstance(receive, Receive):
             self._send(gradient, receive.peers[_position(stage)], key)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.training.gradients.separate_gradients import separate_gradients
 from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.export.loss_module import Results, results_of
 from nnscaler.tracing.export.module_copies import copied
@@ -237,6 +238,7 @@ def backward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str
         raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
     with _told():
         run_backward(loss, torch.full_like(loss, scale))
+    separate_gradients(model.parameters())
     for parameter in model.parameters():
         if parameter.grad is not None:
             dense = parameter.grad.to_dense()  # an embedding's may be sparse, which torch cannot clip

@@ -27,6 +27,7 @@ from nnscaler.runtime.training.gradients.gradient_plan import (
     wanted,
     widened,
 )
+from nnscaler.runtime.training.gradients.separate_gradients import separate_gradients
 from nnscaler.runtime.training.parameters_at_rest import AtRest
 
 
@@ -69,11 +70,13 @@ class Gradients:
             for position, slot in enumerate(slots):
                 if not slot[0].late and len(slot) == 1:
                     self._place[slot[0].leaf] = (bucket, position)
+        self._unplaced = [leaf for leaf in self._wanted if leaf not in self._place]
         self._clear()
 
     def _clear(self) -> None:
         self._departures = Departures(self._communicator)
         self._running: tuple[int, bool, bool] | None = None  # a backward: of which stage, and what it completes
+        self._own: set[Leaf] = set()  # leaves whose gradient shares no memory
         self._ended: set[int] = set()  # stages whose last backward has run
         self._added: set[Leaf] = set()  # leaves whose gradient lies in its place
         self._apart: dict[Leaf, Tensor] = {}  # gradients of half precision that have no place yet, added up
@@ -117,11 +120,20 @@ class Gradients:
             for bucket, ones in self._passing:
                 self._where.update((one.leaf, (bucket, position)) for position, one in enumerate(ones))
 
-    def widen(self) -> None:
-        """After any backward, add its gradients up where those of other micro-batches are."""
+    def widen(self, kept: bool = False) -> None:
+        """After any backward, add its gradients up where those of other micro-batches are.
+
+        `kept`: what arrived in it is kept for W, and gradients that lie there must not be added to.
+        """
         for leaf in self._moved:
             if leaf.grad is not None:
                 self._add(leaf)
+        new = [leaf for leaf in self._unplaced if leaf.grad is not None and leaf not in self._own]
+        for leaf in new if kept else ():
+            leaf.grad = None if leaf.grad is None else leaf.grad.clone()
+        if new:
+            separate_gradients(self._unplaced)
+        self._own.update(new)
 
     def collect(self, stage: int) -> None:
         """After a backward that completes the gradients of this stage, B or W, add them up, and divide those of ZeRO-2.
