@@ -27,6 +27,7 @@ from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.stage_memory import kept_bytes, stage_memory
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
+from nnscaler.planning.cluster.description import show_bytes
 from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage
@@ -61,10 +62,12 @@ def as_light_as(plan: Plan, other: Plan, graph: Graph, known: dict[str, Signatur
     while max(held) > limit:
         communicated, schedule, held = _made(found, graph, known, optimizer)
         steps: list[RecomputeStep] = []
+        taken: set[str] = set()
         for chain in sorted(_chains(communicated, schedule, known), key=lambda chain: -chain.saved):
-            if held[chain.device] > limit:
+            if held[chain.device] > limit and taken.isdisjoint(chain.names):
                 held[chain.device] -= chain.saved
                 steps.append(RecomputeStep(chain.names))
+                taken.update(chain.names)
         if not steps:
             break
         names += [name for step in steps for name in step.operations[:-1]]
@@ -72,8 +75,8 @@ def as_light_as(plan: Plan, other: Plan, graph: Graph, known: dict[str, Signatur
     if not names:
         return plan
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    more = (before - limit) / 2**20
-    note = f"computed again in backward, or a rank would keep {more:.1f} MiB more than with stages of layers: {listed}"
+    more = show_bytes(before - limit)
+    note = f"computed again in backward, or a rank would keep {more} more than with stages of layers: {listed}"
     return replace(found, notes=(*found.notes, note))
 
 

@@ -19,7 +19,7 @@ from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.runtime import saved_tensor_hooks, split_backward
+from nnscaler.runtime import recomputed_regions, saved_tensor_hooks
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
@@ -87,9 +87,9 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
     path = program.save(folder / "program")
     roles = [load_role(path / role.file) for role in program.manifest.roles]
     made: dict[saved_tensor_hooks.SavedValues, list[weakref.ref[saved_tensor_hooks.Saved]]] = {}
-    regions: weakref.WeakSet[split_backward._Region] = weakref.WeakSet()
+    regions: weakref.WeakSet[recomputed_regions._Region] = weakref.WeakSet()
     found: list[int] = []
-    start, run = split_backward._Region.__init__, BackwardPasses.run
+    start, run = recomputed_regions._Region.__init__, BackwardPasses.run
 
     def hooks(self: saved_tensor_hooks.SavedValues) -> saved_tensors_hooks:
         def pack(value: Tensor) -> Watched:
@@ -99,7 +99,7 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
 
         return saved_tensors_hooks(pack, self.take)
 
-    def begun(self: split_backward._Region, *given: object) -> None:
+    def begun(self: recomputed_regions._Region, *given: object) -> None:
         start(self, *given)  # type: ignore[arg-type]
         regions.add(self)
 
@@ -117,7 +117,7 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
             found.append(sum(size for pointer, size in storages.items() if pointer not in stored))
 
     monkeypatch.setattr(saved_tensor_hooks.SavedValues, "hooks", hooks)
-    monkeypatch.setattr(split_backward._Region, "__init__", begun)
+    monkeypatch.setattr(recomputed_regions._Region, "__init__", begun)
     monkeypatch.setattr(BackwardPasses, "run", watched_run)
 
     def step(communicator: Communicator) -> None:
