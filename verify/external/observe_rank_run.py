@@ -66,6 +66,8 @@ class RankRecord:
                 of its states, after the last step
     redistributed
                 operators for which DTensor changed the layout of an operand in the first step, one entry each time
+    hooked      parameters with a hook of the program's on their gradient
+    evaluating  modules in evaluation mode after the steps, where all of the plain model's are in training mode
     """
 
     rank: int
@@ -75,6 +77,8 @@ class RankRecord:
     dtypes: frozenset[torch.dtype] = frozenset()
     optimizer_bytes: int = 0
     redistributed: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
+    evaluating: tuple[str, ...] = ()
 
 
 def observe(
@@ -92,6 +96,7 @@ def observe(
     """
     with parallelised(program, model, reference.dtype, dropout) as made:
         pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
+        hooked = tuple(name for name, tensor, _ in tensors_of_program(made, program) if tensor._backward_hooks)
         optimizer = optimizer_of(program, made, reference.learning_rate)
         steps: list[ObservedStep] = []
         dtypes: set[torch.dtype] = set()
@@ -105,8 +110,15 @@ def observe(
             with watch_redistributions(moves.append if number == 0 else lambda move: None):
                 steps.append(_step(program, made, optimizer, rows_of(program, reference, rank, number), number))
         held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
+        resting = [name or type(module).__name__ for name, module in _named_modules(made) if not module.training]
+    evaluating = tuple(resting) if all(module.training for module in model.modules()) else ()
     at = coordinates(program)[rank]
-    return RankRecord(rank, at, pieces, tuple(steps), frozenset(dtypes), held, tuple(moves))
+    return RankRecord(rank, at, pieces, tuple(steps), frozenset(dtypes), held, tuple(moves), hooked, evaluating)
+
+
+def _named_modules(made: Any) -> Iterator[tuple[str, nn.Module]]:
+    for part in modules_of(made):
+        yield from part.named_modules()
 
 
 def _bytes(value: object) -> int:

@@ -272,6 +272,19 @@ def _notes(records: Sequence[RankRecord]) -> tuple[str, ...]:
     buffers = sorted({p.local for p in pieces if p.addresses is None and p.kind == "buffer"})
     if buffers:
         notes.append(f"buffers of the program that the model lacks were not compared: {_few(buffers)}")
+    hooked = sorted({name for record in records for name in record.hooked})
+    if hooked:
+        notes.append(
+            f"hooks of the program (`register_hook`) see the gradients of {_few(hooked)}: what one does to gradients "
+            "of another size, as a clamp does, no run on this batch shows"
+        )
+    evaluating = {record.rank: record.evaluating for record in records if record.evaluating}
+    if evaluating:
+        rank, modules = min(evaluating.items())
+        notes.append(
+            f"on {len(evaluating)} of {len(records)} ranks modules are in evaluation mode, and the plain model is in "
+            f"training mode: {_few(modules)} on rank {rank}. Dropout, which is off in this run, would not drop there"
+        )
     return tuple(notes)
 
 

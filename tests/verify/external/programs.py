@@ -59,6 +59,18 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
+def clamped(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Right where no gradient is large."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e6, 1e6))
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def evaluating(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Without dropout."""
+    return nn.parallel.DistributedDataParallel(model).eval()
+
+
 def unreduced(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Wrong: nothing sums the gradients."""
     return model

@@ -40,6 +40,18 @@ def test_right_programs_are_verified_in_two_dtypes(name: str) -> None:
     assert counts["gradients, float64"] == counts["parameters after steps, float32"] == 2 * ranks * 8
 
 
+def test_hooks_and_modes_that_no_run_shows_are_noted() -> None:
+    said = {}
+    for made in (programs.replicated, programs.clamped, programs.evaluating):
+        report = verify_program(program(made, dp=2), QUICK)
+        assert report.verdict.passes, [f.message for f in report.findings]
+        said[made.__name__] = " ".join(report.notes)
+    assert "register_hook" in said["clamped"] and "evaluation mode" not in said["clamped"]
+    assert "on 2 of 2 ranks modules are in evaluation mode" in said["evaluating"]
+    assert "register_hook" not in said["evaluating"] + said["replicated"]
+    assert "evaluation mode" not in said["replicated"]
+
+
 @pytest.mark.long
 def test_a_missing_reduction_is_named_with_its_axis_and_a_repair() -> None:
     report = verify_program(program(programs.unreduced, dp=2), QUICK)
