@@ -128,6 +128,8 @@ class Gradients:
         for leaf in self._moved:
             if leaf.grad is not None:
                 self._add(leaf)
+        if len(self._own) == len(self._unplaced):
+            return
         new = [leaf for leaf in self._unplaced if leaf.grad is not None and leaf not in self._own]
         for leaf in new if kept else ():
             leaf.grad = None if leaf.grad is None else leaf.grad.clone()
