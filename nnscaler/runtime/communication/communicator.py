@@ -61,7 +61,7 @@ class CommunicationCall:
     place: str | None = None  # file:line of the rank program
     context: str = ""  # the instruction that runs, "F0.1"
     begun: bool = False  # it is waited for later: it meets those that are begun, in their order
-    lasting: bool = False  # what it is given is not written before `settle`
+    lasting: bool = False  # what it is given is not written before `settle`; a message not before `finish`
 
     def arriving(self, rank: int) -> list[tuple[int, ...]]:
         """Return the shapes that each rank of the group gives to `rank` in an all_gather, reduce_scatter or
@@ -228,12 +228,11 @@ class Communicator:
         if len(call.ranks) > 1:
             self._barrier(call)
 
-    def send(self, tensor: Tensor, destination: int, key: Key) -> None:
-        """Hand the message over and return; `key` names it for the receiver.
-
-        The tensor is not written before it has arrived, for which `finish` waits: it may be read where it lies.
-        """
-        made = CommunicationCall("send", (self.rank, destination), _shapes([tensor]), tensor.dtype, key=key)
+    def send(self, tensor: Tensor, destination: int, key: Key, lasting: bool = False) -> None:
+        """Hand the message over and return; `key` names it for the receiver. `lasting`: the tensor may be read where it
+        lies, for it is not written before `finish`."""
+        ranks, shapes = (self.rank, destination), _shapes([tensor])
+        made = CommunicationCall("send", ranks, shapes, tensor.dtype, key=key, lasting=lasting)
         self._send(tensor.detach().contiguous(), self._record(made))
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor:
@@ -303,7 +302,7 @@ class Communicator:
 
     def _record(self, made: CommunicationCall) -> CommunicationCall:
         """Note the call with its place and context, and return it. Raises CommunicationError for a wrong group."""
-        lasting = made.begun and self._lasting
+        lasting = made.lasting or (made.begun and self._lasting)
         call = replace(made, place=self._place or program_place(), context=self.context, lasting=lasting)
         self.current = call
         if self.listener is not None:

@@ -105,8 +105,8 @@ class GlooCommunicator(TorchCommunicator):
             self._own.setdefault((call.key, _agreement(call)), deque()).append(_host_copy(tensor))
             return
         self._sent.let_go()
-        part = tensor.untyped_storage().nbytes() > tensor.nbytes  # which would keep all of it
-        content = _host_copy(tensor) if part else _host(tensor)
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes  # a part would keep all of it
+        content = _host(tensor) if call.lasting and whole else _host_copy(tensor)
         with self._inside(call):
             work = self._start_send(content, destination, _agreement(call))
         if work is not None:

@@ -73,11 +73,16 @@ class Flights:
         flight = _Flight(call, given, into, give, result, tuple(given))
         self._flying.append(flight)
         # pieces of gradients belong to nobody else, and would be held for the check alone
-        if call.lasting and (call.kind == "all_gather" or self._random is not None):
-            self._lasting.append((call, flight.read, [tensor._version for tensor in given]))
+        if call.kind == "all_gather" or self._random is not None:
+            self.keep(call, *given)
         if self._random is None or self._random.random() < 0.3:
             self.outside(lambda: self._read(flight))
         return flight
+
+    def keep(self, call: CommunicationCall, *given: Tensor) -> None:
+        """Watch what a lasting call was given, until it may be written."""
+        if call.lasting and (call.kind != "send" or self._random is not None):
+            self._lasting.append((call, given, [tensor._version for tensor in given]))
 
     def pass_time(self, blocking: bool) -> None:
         """Let calls get on, as they may whenever the rank makes another one. `blocking`: the rank waits for others now,

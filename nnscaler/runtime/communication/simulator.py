@@ -377,6 +377,7 @@ class SimulatedCommunicator(Communicator):
         self._exchange.meet(self.rank, call, [])
 
     def _send(self, tensor: Tensor, call: CommunicationCall) -> None:
+        self._flights.keep(call, tensor)
         self._exchange.send(self.rank, call, tensor.clone())
 
     def _recv(self, call: CommunicationCall) -> Tensor:

@@ -54,7 +54,7 @@ class Mail:
         if destination == self.communicator.rank:
             self._own.setdefault(key, deque()).append(tensor.detach())
         else:
-            self.communicator.send(tensor, destination, key)
+            self.communicator.send(tensor, destination, key, lasting=True)
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, key: Key) -> Tensor:
         if (source, key) in self._coming:

@@ -61,6 +61,16 @@ def write_before_settled(c: SimulatedCommunicator) -> None:
     c.settle()
 
 
+def write_what_is_sent(c: SimulatedCommunicator) -> None:
+    x = torch.ones(4)
+    if c.rank == 0:
+        c.send(x, 1, ("x",), lasting=True)
+        x.add_(1)
+    else:
+        c.recv((4,), x.dtype, 0, ("x",))
+    c.finish()
+
+
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
@@ -69,6 +79,7 @@ def write_before_settled(c: SimulatedCommunicator) -> None:
         (read_what_arrives, "is read by aten.add.Tensor before the call was waited for"),
         (begin_twice, "is given to all_reduce"),
         (write_before_settled, "what it was given was written before it was settled"),
+        (write_what_is_sent, "what it was given was written before it was settled"),
     ],
 )
 def test_memory_under_way_is_not_used(mistake: object, said: str) -> None:
