@@ -247,7 +247,7 @@ def test_a_disk_that_fills_up_during_a_run_is_no_verdict(backend: str, here: Pat
 _LIMITED = """
 import resource, sys
 sys.dont_write_bytecode = True  # half a file of it would be kept
-from nnscaler import files
+from nnscaler import atomic_writes
 from nnscaler.cli.main import main
 import verify.programs.run
 
