@@ -36,7 +36,7 @@ from nnscaler.transform.plan import Plan, RecomputeStep
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _Cheap:
     """Operations one after the other, the last of which is a product.
 
     device  that runs them
@@ -55,12 +55,11 @@ def as_light_as(plan: Plan, other: Plan, graph: Graph, known: dict[str, Signatur
     `optimizer`: bytes that it keeps of an element. Raises NnscalerError as `apply_plan`, `materialise` and
     `schedule_of` do.
     """
-    _, _, held = _made(plan, graph, known, optimizer)
+    communicated, schedule, held = _made(plan, graph, known, optimizer)
     limit, before = max(_made(other, graph, known, optimizer)[2]), max(held)
     names: list[str] = []
     found = plan
     while max(held) > limit:
-        communicated, schedule, held = _made(found, graph, known, optimizer)
         steps: list[RecomputeStep] = []
         taken: set[str] = set()
         for chain in sorted(_chains(communicated, schedule, known), key=lambda chain: -chain.saved):
@@ -72,6 +71,7 @@ def as_light_as(plan: Plan, other: Plan, graph: Graph, known: dict[str, Signatur
             break
         names += [name for step in steps for name in step.operations[:-1]]
         found = replace(found, steps=(*found.steps, *steps))
+        communicated, schedule, held = _made(found, graph, known, optimizer)
     if not names:
         return plan
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -92,7 +92,7 @@ def _made(
     return communicated, schedule, held
 
 
-def _chains(communicated: CommunicatedGraph, schedule: Schedule, known: Mapping[str, Signature]) -> Iterator[_Chain]:
+def _chains(communicated: CommunicatedGraph, schedule: Schedule, known: Mapping[str, Signature]) -> Iterator[_Cheap]:
     """Yield, for each product of a stage, the chain before it that saves most."""
     graph = communicated.partitioned.graph
     for program in communicated.stages:
@@ -110,7 +110,7 @@ def _chains(communicated: CommunicatedGraph, schedule: Schedule, known: Mapping[
                 positions = tried[saves.index(max(saves))]
                 names = tuple(s.operation.name for i in positions if isinstance(s := program.forward[i], Compute))
                 for device in program.stage.devices:
-                    yield _Chain(names, device, max(saves) * at_once)
+                    yield _Cheap(names, device, max(saves) * at_once)
 
 
 def _is_free(statement: Statement) -> TypeGuard[Compute]:

@@ -133,7 +133,7 @@ class Gradients:
         new = [leaf for leaf in self._unplaced if leaf.grad is not None and leaf not in self._own]
         for leaf in new if kept else ():
             leaf.grad = None if leaf.grad is None else leaf.grad.clone()
-        if new:
+        if new and not kept:
             separate_gradients(self._unplaced)
         self._own.update(new)
 
