@@ -96,6 +96,9 @@ ROWS = {
     "1f1b-split-balanced": Row(
         "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="1f1b-split"
     ),
+    "zb-h1-few-balanced": Row(
+        "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-few"
+    ),
     "zb-h1-half-balanced": Row(
         "pp=N,balanced=1", "Schedule1F1B", peers.pipeline, time=0.95, micro=MICRO_BATCHES, schedule="zb-h1-half"
     ),

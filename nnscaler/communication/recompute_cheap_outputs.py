@@ -1,6 +1,7 @@
 """Outputs that are computed again, so that stages of equal work keep no more than stages of whole layers.
 
 A cut within a layer evens out the work of stages, and leaves more with the first one, which holds most micro-batches.
+A schedule that holds W back, for less idle time, is held to the memory of 1F1B, where cheap outputs reach that.
 What a product reads, and an activation function or a norm has made, can be made again at little cost from what is kept
 anyway: of `x -> gelu -> linear` the input of gelu is kept, and its output need not be. A `recompute` step on both does
 it. The product itself is not run again, since backward reads what goes into it alone.
@@ -28,11 +29,14 @@ from nnscaler.communication.stage_memory import kept_bytes, stage_memory
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import show_bytes
-from nnscaler.scheduling.registry import schedule_of
+from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
+from nnscaler.scheduling.registry import schedule_of, with_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep
+
+_NEAR = 0.01  # of what 1F1B keeps: less is not worth computing anything again
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,32 @@ def as_light_as(plan: Plan, other: Plan, graph: Graph, known: dict[str, Signatur
     """Return the plan with `recompute` steps, until no rank keeps more than the fullest one of another plan does, as
     far as there are cheap outputs; with a note on them.
 
+    Where that schedule holds W back, the other plan under 1F1B comes first, if that can be reached to `_NEAR`.
     `optimizer`: bytes that it keeps of an element. Raises NnscalerError as `apply_plan`, `materialise` and
     `schedule_of` do.
     """
-    communicated, schedule, held = _made(plan, graph, known, optimizer)
-    limit, before = max(_made(other, graph, known, optimizer)[2]), max(held)
-    names: list[str] = []
+    _, schedule, held = _made(other, graph, known, optimizer)
+    limits = {max(held): f"stages of layers under {other.schedule}"}
+    if any(i.kind == "W" for order in schedule.orders for i in order) and schedule.stages == plan.devices:
+        held = _made(with_schedule(other, ONE_F_ONE_B.name), graph, known, optimizer)[2]
+        limits.setdefault(round((1 + _NEAR) * max(held)), f"stages of layers under {ONE_F_ONE_B.name}")
     found = plan
+    for limit, whose in sorted(limits.items()):
+        found, reached = _within(plan, limit, whose, graph, known, optimizer)
+        if reached:
+            break
+    return found
+
+
+def _within(
+    plan: Plan, limit: int, whose: str, graph: Graph, known: dict[str, Signature], optimizer: float
+) -> tuple[Plan, bool]:
+    """Return the plan with `recompute` steps and a note, and whether no rank keeps more than `limit` bytes then.
+
+    `whose`: what keeps that.
+    """
+    communicated, schedule, held = _made(plan, graph, known, optimizer)
+    before, names, found = max(held), list[str](), plan
     while max(held) > limit:
         steps: list[RecomputeStep] = []
         taken: set[str] = set()
@@ -73,11 +96,10 @@ def as_light_as(plan: Plan, other: Plan, graph: Graph, known: dict[str, Signatur
         found = replace(found, steps=(*found.steps, *steps))
         communicated, schedule, held = _made(found, graph, known, optimizer)
     if not names:
-        return plan
+        return plan, max(held) <= limit
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    more = show_bytes(before - limit)
-    note = f"computed again in backward, or a rank would keep {more} more than with stages of layers: {listed}"
-    return replace(found, notes=(*found.notes, note))
+    note = f"computed again in backward, or a rank would keep {show_bytes(before - limit)} more than with {whose}: {listed}"
+    return replace(found, notes=(*found.notes, note)), max(held) <= limit
 
 
 def _made(

@@ -9,7 +9,8 @@ written in Python computes all of its gradients at once. Where nothing is receiv
 backward.
 
 Saved values go as backward reads them, as they do without the split; those of starts, and of what hangs off, stay until
-W. The values of a recomputed region come back in I, and those of its starts stay.
+W. The values of a recomputed region come back in I, and those of its starts stay. Of a linear layer its input and the
+gradient stay alone, without the graph, which would hold all that its leaves show.
 
 torch has a helper for the same (`torch.distributed.pipelining._backward`). It is private; it runs the trunk between two
 uses of a parameter again in W, collectives included, recomputes a region once for each parameter in it, and keeps every
@@ -54,10 +55,6 @@ class _Group:
 
     def run(self) -> None:
         """Add the gradients to those of the parameters."""
-        product = _product_of(self)
-        if product is not None:
-            product.add_up()
-            return
         begin = list(self.roots)
         for node, arrived in self.starts.items():
             begin += [(GradientEdge(node, i), gradient) for i, gradient in enumerate(arrived) if gradient is not None]
@@ -72,24 +69,19 @@ class _Product:
 
     A run of autograd's engine takes half as long again. The products and sums are those that it would make.
 
-    node     of the product, with the values that autograd saved as attributes
+    x        the layer's input, [rows, features]
     arrived  the gradient of what the layer makes
     """
 
-    node: Any
+    x: Tensor
     arrived: Tensor
     weight: Tensor
     bias: Tensor | None = None
 
-    def is_whole(self) -> bool:
-        """Return whether the bias is added as it is, to each row."""
-        return self.bias is None or (self.bias.dim() == 1 and self.node._saved_alpha == self.node._saved_beta == 1)
-
-    def add_up(self) -> None:
+    def run(self) -> None:
         """Add the gradients to those of the parameters."""
         with torch.no_grad():
-            x = self.node._saved_mat1 if self.bias is not None else self.node._saved_self
-            _accumulate(self.weight, self.arrived.t().mm(x))
+            _accumulate(self.weight, self.arrived.t().mm(self.x))
             if self.bias is not None:
                 _accumulate(self.bias, self.arrived.sum(0))
 
@@ -104,7 +96,7 @@ class SplitBackward:
     def __init__(self, parameters: Sequence[Tensor], reads: ParameterReads | None = None) -> None:
         self._parameters = parameters
         self._saved = SavedValues(reads, once=True)
-        self._later: list[_Group] = []
+        self._later: list[_Group | _Product] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -127,17 +119,20 @@ class SplitBackward:
         if not begin or not now:
             return
         with ExitStack() as hooks:
-            for group in self._later:
+            for group in groups.values():
                 for node in group.starts:
                     hooks.callback(node.register_prehook(self._keep(group, node)).remove)
                     hooks.callback(node.register_hook(self._kept).remove)
             starts, gradients = zip(*begin, strict=True)
             torch.autograd.backward(starts, gradients, inputs=now, retain_graph=True)
+        if self._saved.reads is None:  # else what is gathered again comes in W
+            self._later = [_product_of(group) or group for group in groups.values()]
 
     def weights(self) -> None:
         """Compute the gradients of the parameters that are still to come: W."""
         while self._later:
-            self._later.pop(0).run()  # and let go of its part of the graph
+            part = self._later.pop(0)  # which lets go of its part of the graph
+            (part if isinstance(part, _Product) else _product_of(part) or part).run()
 
     def _keep(self, group: _Group, node: Node) -> Callable[[Any], None]:
         """Return a hook that keeps what arrives at a start."""
@@ -167,8 +162,10 @@ def _product_of(group: _Group) -> _Product | None:
     found: list[Any] = [getattr(n, "variable", None) for n in (turned.next_functions[0][0], *ends)]
     if {*map(id, found)} != {*map(id, group.leaves)} or not all(map(_is_plain, group.leaves)):
         return None
-    product = _Product(node, arrived, *found)
-    return product if product.is_whole() else None
+    if added and not (found[1].dim() == node._saved_alpha == node._saved_beta == 1):
+        return None  # the bias is not added as it is, to each row
+    x = node._saved_mat1 if added else node._saved_self
+    return _Product(x.detach(), arrived, *found)  # autograd gives it the graph that it comes from
 
 
 def _is_plain(parameter: Tensor) -> bool:

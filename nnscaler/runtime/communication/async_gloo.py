@@ -57,9 +57,11 @@ class SentMessages:
 
     def let_go(self) -> None:
         """Let go of those that are known to have been read."""
-        for waiting in self._sent.values():
+        for place, waiting in list(self._sent.items()):
             while waiting and is_read(waiting[0][1]):
                 waiting.popleft()
+            if not waiting:
+                del self._sent[place]
 
     def settle(self, destination: int, key: Key | None) -> None:
         """Let go of one message of this key to `destination`, which has arrived."""

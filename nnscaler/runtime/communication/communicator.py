@@ -286,6 +286,13 @@ class Communicator:
             return Pending(call, lambda: None, self._begun)
         return Pending(call, self._begin(call, given, into), self._begun)
 
+    def receives_ahead(self, source: int) -> bool:
+        """Return whether what `start_recv` begins may arrive before something waits for it."""
+        return True
+
+    def let_go(self) -> None:
+        """Let go of the memory of messages that are known to have been read."""
+
     def settle(self) -> None:
         """Wait until what lasting calls were given may be written."""
 

@@ -121,7 +121,6 @@ class GlooCommunicator(TorchCommunicator):
             if not waiting:
                 raise CommunicationError(f"rank {self.rank}: {call}: receives from itself what it has not sent")
             return waiting.popleft().to(self.device)
-        self._sent.let_go()
         content = torch.empty(call.shapes[0], dtype=call.dtype)
         with self._inside(call):
             work = self._start_recv(content, source, _agreement(call))
@@ -130,6 +129,12 @@ class GlooCommunicator(TorchCommunicator):
         self._sent.settle(source, forward_of(call.key))
         self._sent.settle(source, gradient_of(call.key))
         return content.to(self.device)
+
+    def receives_ahead(self, source: int) -> bool:
+        return not self._peers.reads(source)  # memory is read when it is waited for
+
+    def let_go(self) -> None:
+        self._sent.let_go()
 
     def settle(self) -> None:
         if self._outbox:
@@ -205,7 +210,6 @@ class GlooCommunicator(TorchCommunicator):
         source = call.ranks[0]
         if source == self.rank:
             return super()._begin(call, [], [into])
-        self._sent.let_go()
         content = into if into.device.type == "cpu" else torch.empty(into.shape, dtype=into.dtype)
         with self._inside(call):
             work = self._start_recv(content, source, _agreement(call))

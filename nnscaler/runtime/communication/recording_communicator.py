@@ -202,6 +202,8 @@ class RecordingCommunicator(Communicator):
     start_reduce_scatter = _begun(Communicator.start_reduce_scatter)
     start_recv = _begun(Communicator.start_recv)
     together = _passed_on(Communicator.together)
+    receives_ahead = _passed_on(Communicator.receives_ahead)
+    let_go = _passed_on(Communicator.let_go)
     settle = _passed_on(Communicator.settle)
     finish = _passed_on(Communicator.finish)
     at = _passed_on(Communicator.at)

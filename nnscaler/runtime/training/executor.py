@@ -339,13 +339,14 @@ class RankExecutor:
             self._backward.run(stage, instruction, self.loss_scale)
 
     def _expect(self, instruction: Instruction) -> None:
-        """Begin to receive what the next instruction needs: it arrives while this one computes."""
+        """Let go of what others have read, and begin to receive what comes next, while this instruction computes."""
+        self.communicator.let_go()
         coming = self._next.get(instruction)
         if coming is None or (coming.kind != "F" and not torch.is_grad_enabled()):
             return
-        if self.stages[coming.stage].slices > 1:  # slices have sizes of their own, which the stage knows of the present
-            return
         stage, now = self.stages[coming.stage], self.communicator.context
+        if stage.slices > 1:  # they have sizes of their own, which the stage knows of the present
+            return
         self.communicator.context = str(coming)
         for receive in stage.receives.values() if coming.kind == "F" else ():
             with self.communicator.at(place_of(stage)):

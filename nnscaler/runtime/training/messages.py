@@ -44,7 +44,7 @@ class Mail:
 
     def _expect(self, arriving: Arriving, dtype: torch.dtype) -> None:
         for shape, source, key, _ in arriving.messages(self.communicator.rank):
-            if source != self.communicator.rank:
+            if source != self.communicator.rank and self.communicator.receives_ahead(source):
                 into = torch.empty(shape, dtype=dtype, device=self.device)
                 self._coming[source, key] = into, self.communicator.start_recv(into, source, key)
 
