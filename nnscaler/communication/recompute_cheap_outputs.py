@@ -98,7 +98,8 @@ def _within(
     if not names:
         return plan, max(held) <= limit
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    note = f"computed again in backward, or a rank would keep {show_bytes(before - limit)} more than with {whose}: {listed}"
+    more = f"{show_bytes(before - limit)} more than with {whose}"
+    note = f"computed again in backward, or a rank would keep {more}: {listed}"
     return replace(found, notes=(*found.notes, note)), max(held) <= limit
 
 

@@ -151,6 +151,7 @@ def _product_of(group: _Group) -> _Product | None:
     """Return the linear layer that a group is; None for anything else."""
     if group.roots or len(group.starts) != 1:
         return None
+    node: Any
     ((node, (arrived, *more)),) = group.starts.items()
     edges = [n for n, _ in node.next_functions]
     added = node.name() == "AddmmBackward0"  # to the bias, its first edge

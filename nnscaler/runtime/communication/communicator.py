@@ -16,7 +16,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,14 +168,14 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int], reduction: str = "sum") -> Tensor:
         if reduction not in ("sum", "max"):
             raise CommunicationError(f"rank {self.rank}: unknown reduction {reduction!r}")
-        call = self._record(CommunicationCall("all_reduce", tuple(ranks), _shapes([tensor]), tensor.dtype, reduction))
+        call = self._record("all_reduce", ranks, _shapes([tensor]), tensor.dtype, reduction=reduction)
         value = tensor.detach()
         return value.clone() if len(call.ranks) == 1 else self._all_reduce(value.contiguous(), call)
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> list[Tensor]:
         """Gather the tensors of all ranks. `shapes`: of every rank's tensor, where they differ."""
         given = _shapes([tensor]) if shapes is None else tuple(map(tuple, shapes))
-        call = self._record(CommunicationCall("all_gather", tuple(ranks), given, tensor.dtype))
+        call = self._record("all_gather", ranks, given, tensor.dtype)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
         value = tensor.detach()
@@ -183,7 +184,7 @@ class Communicator:
     def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor:
         """Reduce piece i of every rank for the i-th rank of the group."""
         dtype = pieces[0].dtype if pieces else None
-        call = self._record(CommunicationCall("reduce_scatter", tuple(ranks), _shapes(pieces), dtype, reduction))
+        call = self._record("reduce_scatter", ranks, _shapes(pieces), dtype, reduction=reduction)
         self._check_count(pieces, call)
         values = [p.detach().contiguous() for p in pieces]
         return values[0].clone() if len(call.ranks) == 1 else self._reduce_scatter(values, call)
@@ -197,7 +198,7 @@ class Communicator:
         """
         given = _shapes(pieces) if shapes is None else tuple(tuple(shape) for row in shapes for shape in row)
         dtype = pieces[0].dtype if pieces else None
-        call = self._record(CommunicationCall("all_to_all", tuple(ranks), given, dtype))
+        call = self._record("all_to_all", ranks, given, dtype)
         self._check_count(pieces, call)
         if shapes is not None:
             self._check_given(pieces, shapes[call.ranks.index(self.rank)], call)
@@ -208,7 +209,7 @@ class Communicator:
         """Give the tensor to the next rank of the group, and return that of the one before, the last being before the
         first. `shapes`: of every rank's tensor, where they differ."""
         given = _shapes([tensor]) if shapes is None else tuple(map(tuple, shapes))
-        call = self._record(CommunicationCall("rotate", tuple(ranks), given, tensor.dtype))
+        call = self._record("rotate", ranks, given, tensor.dtype)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
         value = tensor.detach()
@@ -216,15 +217,14 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
         """Return the `tensor` of rank `source`; on the other ranks it gives the shape and dtype."""
-        made = CommunicationCall("broadcast", tuple(ranks), _shapes([tensor]), tensor.dtype, source=source)
-        call = self._record(made)
+        call = self._record("broadcast", ranks, _shapes([tensor]), tensor.dtype, source=source)
         if source not in call.ranks:
             raise CommunicationError(f"rank {self.rank}: {call}: the source is not in the group")
         value = tensor.detach()
         return value.clone() if len(call.ranks) == 1 else self._broadcast(value.contiguous(), call)
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        call = self._record(CommunicationCall("barrier", tuple(ranks)))
+        call = self._record("barrier", ranks)
         if len(call.ranks) > 1:
             self._barrier(call)
 
@@ -232,26 +232,25 @@ class Communicator:
         """Hand the message over and return; `key` names it for the receiver. `lasting`: the tensor may be read where it
         lies, for it is not written before `finish`."""
         ranks, shapes = (self.rank, destination), _shapes([tensor])
-        made = CommunicationCall("send", ranks, shapes, tensor.dtype, key=key, lasting=lasting)
-        self._send(tensor.detach().contiguous(), self._record(made))
+        call = self._record("send", ranks, shapes, tensor.dtype, key=key, lasting=lasting)
+        self._send(tensor.detach().contiguous(), call)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor:
-        call = self._record(CommunicationCall("recv", (source, self.rank), (tuple(shape),), dtype, key=key))
-        return self._recv(call)
+        return self._recv(self._record("recv", (source, self.rank), (tuple(shape),), dtype, key=key))
 
     # -- what is begun, and waited for later ----------------------------------------------------------------------
 
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int]) -> Pending:
         """Begin to sum a contiguous tensor over ranks, in place."""
-        made = CommunicationCall("all_reduce", tuple(ranks), _shapes([tensor]), tensor.dtype, "sum", begun=True)
-        return self._start(self._record(made), [tensor.detach()], [tensor.detach()])
+        call = self._record("all_reduce", ranks, _shapes([tensor]), tensor.dtype, reduction="sum", begun=True)
+        return self._start(call, [tensor.detach()], [tensor.detach()])
 
     def start_all_gather(
         self, tensor: Tensor, into: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Shape] | None = None
     ) -> Pending:
         """Begin to gather the tensors of all ranks into those of `into`. `shapes`: as in `all_gather`."""
         given = _shapes([tensor]) if shapes is None else tuple(map(tuple, shapes))
-        call = self._record(CommunicationCall("all_gather", tuple(ranks), given, tensor.dtype, begun=True))
+        call = self._record("all_gather", ranks, given, tensor.dtype, begun=True)
         self._check_count(into, call)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
@@ -260,15 +259,14 @@ class Communicator:
     def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending:
         """Begin to sum piece i of every rank for the i-th rank of the group, into `into`."""
         dtype = pieces[0].dtype if pieces else None
-        made = CommunicationCall("reduce_scatter", tuple(ranks), _shapes(pieces), dtype, "sum", begun=True)
-        call = self._record(made)
+        call = self._record("reduce_scatter", ranks, _shapes(pieces), dtype, reduction="sum", begun=True)
         self._check_count(pieces, call)
         return self._start(call, [p.detach().contiguous() for p in pieces], [into])
 
     def start_recv(self, into: Tensor, source: int, key: Key) -> Pending:
         """Begin to receive a message into a contiguous tensor."""
-        made = CommunicationCall("recv", (source, self.rank), _shapes([into]), into.dtype, key=key)
-        return self._start(self._record(made), [], [into])
+        call = self._record("recv", (source, self.rank), _shapes([into]), into.dtype, key=key)
+        return self._start(call, [], [into])
 
     @contextmanager
     def together(self, lasting: bool = False) -> Iterator[None]:
@@ -307,10 +305,13 @@ class Communicator:
 
     # -- for implementations --------------------------------------------------------------------------------------
 
-    def _record(self, made: CommunicationCall) -> CommunicationCall:
-        """Note the call with its place and context, and return it. Raises CommunicationError for a wrong group."""
-        lasting = made.lasting or (made.begun and self._lasting)
-        call = replace(made, place=self._place or program_place(), context=self.context, lasting=lasting)
+    def _record(
+        self, kind: str, ranks: Sequence[int], shapes: tuple[Shape, ...] = (), dtype: Any = None, **more: Any
+    ) -> CommunicationCall:
+        """Note a call with its place and context, and return it. Raises CommunicationError for a wrong group."""
+        more["lasting"] = more.get("lasting", False) or (more.get("begun", False) and self._lasting)
+        more.update(place=self._place or program_place(), context=self.context)
+        call = CommunicationCall(kind, tuple(ranks), shapes, dtype, **more)
         self.current = call
         if self.listener is not None:
             self.listener(call)

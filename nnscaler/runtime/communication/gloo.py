@@ -42,6 +42,7 @@ from nnscaler.runtime.communication.torch_communicator_base import (
     Reporter,
     TorchCommunicator,
     add_in_order,
+    agreement_of,
     forward_of,
     gradient_of,
     neighbours,
@@ -102,13 +103,13 @@ class GlooCommunicator(TorchCommunicator):
     def _send(self, tensor: Tensor, call: CommunicationCall) -> None:
         destination = call.ranks[1]
         if destination == self.rank:
-            self._own.setdefault((call.key, _agreement(call)), deque()).append(_host_copy(tensor))
+            self._own.setdefault((call.key, agreement_of(call)), deque()).append(_host_copy(tensor))
             return
         self._sent.let_go()
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes  # a part would keep all of it
         content = _host(tensor) if call.lasting and whole else _host_copy(tensor)
         with self._inside(call):
-            work = self._start_send(content, destination, _agreement(call))
+            work = self._start_send(content, destination, agreement_of(call))
         if work is not None:
             # it is read later, when the receiver asks for it, and is kept until then
             self._sent.add(call, work, content)
@@ -117,13 +118,13 @@ class GlooCommunicator(TorchCommunicator):
         source = call.ranks[0]
         assert call.dtype is not None
         if source == self.rank:
-            waiting = self._own.get((call.key, _agreement(call)))
+            waiting = self._own.get((call.key, agreement_of(call)))
             if not waiting:
                 raise CommunicationError(f"rank {self.rank}: {call}: receives from itself what it has not sent")
             return waiting.popleft().to(self.device)
         content = torch.empty(call.shapes[0], dtype=call.dtype)
         with self._inside(call):
-            work = self._start_recv(content, source, _agreement(call))
+            work = self._start_recv(content, source, agreement_of(call))
             if work is not None:
                 work.wait()
         self._sent.settle(source, forward_of(call.key))
@@ -200,7 +201,7 @@ class GlooCommunicator(TorchCommunicator):
     def _post(self, exchanges: Sequence[OneRound]) -> None:
         """Send and receive what rounds are made of."""
         with self._inside(exchanges[0].call):
-            post(exchanges, _agreement, self._start_send, self._start_recv, self._start_reading, self._outbox)
+            post(exchanges, agreement_of, self._start_send, self._start_recv, self._start_reading, self._outbox)
             for exchange in exchanges:
                 if self._peers.reads_any(exchange.call.ranks):  # a thread waits, for waiting is what reads
                     works = list(exchange.arrivals)
@@ -212,7 +213,7 @@ class GlooCommunicator(TorchCommunicator):
             return super()._begin(call, [], [into])
         content = into if into.device.type == "cpu" else torch.empty(into.shape, dtype=into.dtype)
         with self._inside(call):
-            work = self._start_recv(content, source, _agreement(call))
+            work = self._start_recv(content, source, agreement_of(call))
 
         def wait() -> None:
             with self._inside(call):
@@ -236,7 +237,7 @@ class GlooCommunicator(TorchCommunicator):
         pieces = dict(zip(call.ranks, own.view(-1).tensor_split(count), strict=True))
         mine = pieces[self.rank]
         if self._peers.reads_all(call.ranks):
-            self._peers.add_up(pieces, partial(self._tag, _agreement(call)))
+            self._peers.add_up(pieces, partial(self._tag, agreement_of(call)))
         else:
             parts = self._others(mine, call)
             self._exchange(pieces, dict(zip(call.ranks, parts, strict=True)), call)
@@ -331,7 +332,7 @@ class GlooCommunicator(TorchCommunicator):
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], call: CommunicationCall
     ) -> None:
         """Send and fill tensors by rank, all at once; entries of this rank are ignored."""
-        text = _agreement(call)
+        text = agreement_of(call)
         works = [self._start_recv(t, rank, text) for rank, t in incoming.items() if rank != self.rank]
         works += [self._start_send(t, rank, text) for rank, t in outgoing.items() if rank != self.rank]
         wait_for(works)
@@ -377,13 +378,6 @@ class GlooCommunicator(TorchCommunicator):
         if other != agreement:
             raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
         return tag
-
-
-def _agreement(call: CommunicationCall) -> str:
-    """Return the part of a call that sender and receiver, or all ranks of a collective, have in common."""
-    kind = "message" if call.kind in ("send", "recv") else call.kind
-    agreed = (kind, call.ranks, call.shapes, str(call.dtype), call.reduction, call.source, call.key)
-    return repr((*agreed, "begun") if call.begun else agreed)
 
 
 def _host(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -330,9 +330,9 @@ class SimulatedCommunicator(Communicator):
         self._begun.clear()
         return self._flights.watching()
 
-    def _record(self, made: CommunicationCall) -> CommunicationCall:
-        self._flights.pass_time(blocking=not made.begun and made.kind != "send")
-        return super()._record(made)
+    def _record(self, kind: str, *given: Any, **named: Any) -> CommunicationCall:
+        self._flights.pass_time(blocking=kind != "send" and not named.get("begun"))
+        return super()._record(kind, *given, **named)
 
     def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
         if call.kind == "recv":

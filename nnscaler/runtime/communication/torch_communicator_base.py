@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -50,6 +51,16 @@ class TorchCommunicator(Communicator):
     def close(self) -> None:
         """Waits until messages have left; the communicator is not used afterwards."""
         self.finish()
+
+
+def agreement_of(call: CommunicationCall) -> str:
+    """Return the part of a call that sender and receiver, or all ranks of a collective, have in common."""
+    kind = "message" if call.kind in ("send", "recv") else call.kind
+    agreed = (kind, call.ranks, call.shapes, call.dtype, call.reduction, call.source, call.key)
+    return _text((*agreed, "begun") if call.begun else agreed)
+
+
+_text = lru_cache(maxsize=4096)(repr)  # each step agrees on the same
 
 
 def reduce_in_order(tensors: Sequence[Tensor], reduction: str) -> Tensor:

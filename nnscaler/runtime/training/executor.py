@@ -363,9 +363,8 @@ class RankExecutor:
         return piece.to(self.device, in_precision(piece.dtype, self.precision))
 
     def _observer(self, stage: int) -> Callable[[str, Tensor], None] | None:
-        if self._observe is None:
+        if (observe := self._observe) is None:
             return None
-        observe = self._observe
 
         def observer(name: str, value: Tensor) -> None:
             phase, micro = self._running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any, cast
 
 import torch
@@ -45,3 +46,17 @@ def test_layers_get_the_bits_of_autograd_and_hooks_see_them() -> None:
     assert seen == [0, 0]
     split.weights()
     assert seen == [1, 1]
+
+
+def test_what_waits_for_w_holds_no_graph() -> None:
+    """The input of a layer stays, and not what the stage received or what lies in between."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Softmax(-1))
+    split, arrived = SplitBackward(list(layers.parameters())), torch.randn(3, 8).requires_grad_()
+    with split.recording():
+        y = layers(arrived.exp())
+    split.inputs([(get_gradient_edge(y), torch.randn(3, 8))], [arrived])
+    left, made = weakref.ref(arrived), weakref.ref(y)
+    del arrived, y
+    assert left() is None and made() is None
+    split.weights()
+    assert all(p.grad is not None for p in layers.parameters())

@@ -201,6 +201,21 @@ def over(communicator: Communicator, function: str, links: str) -> list[Tensor] 
     return found
 
 
+def sent(communicator: GlooCommunicator) -> list[bool]:
+    """Whether a message may arrive before it is waited for; and on rank 0 whether one is held, before and after it has
+    been read."""
+    rank, key, found = communicator.rank, ("h", 0, 1, 0, "F"), [communicator.receives_ahead(1 - communicator.rank)]
+    for runs in (0, 1):
+        if rank == runs == 0:
+            communicator.send(torch.ones(9), 1, key, lasting=True)
+        elif rank == runs:
+            communicator.recv((9,), torch.float32, 0, key)
+        communicator.barrier((0, 1))
+        communicator.let_go()
+        found.append(bool(communicator._sent._sent))
+    return found
+
+
 def many(communicator: Communicator) -> list[Tensor]:
     """Messages of all sizes, some in other orders than they are read in, and sums of two groups at once."""
     rank, world = communicator.rank, communicator.world_size
