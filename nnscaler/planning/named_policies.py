@@ -147,7 +147,7 @@ def make_ready(
     micro_batches: int | None = None,
     replicate: Sequence[str] = (),
 ) -> Plan:
-    """Return the plan of a ready policy; the other arguments are those of `policies.make_plan`.
+    """Return the plan of a ready policy; the other arguments are those of `plan_from_axes.make_plan`.
 
     Raises NnscalerError("plan_illegal") as that does, and where the policy finds nothing in the graph that it is for.
     """

@@ -23,7 +23,7 @@ def torch_communicator(
     pairs: Sequence[tuple[int, int]] = (),
     reporter: Reporter | None = None,
 ) -> TorchCommunicator:
-    """A communicator of the default process group, which exists already (`process_group.join`).
+    """A communicator of the default process group, which exists already (`join_process_group.join`).
 
     backend: "gloo", or "nccl" with a CUDA device. groups: of the collectives; pairs, for NCCL only: of (source,
     destination) of messages. Both are the same on every rank. For NCCL, groups that are not named are made

@@ -71,7 +71,7 @@ class GlooCommunicator(TorchCommunicator):
     ) -> None:
         super().__init__(rank, world_size, device, reporter)
         group = torch.distributed.group.WORLD
-        assert group is not None, "process_group.join comes first"
+        assert group is not None, "join_process_group.join comes first"
         self._world = group
         self._peers = PeerMemory(group, rank)
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}  # with torch's own collectives, by ascending ranks

@@ -125,7 +125,7 @@ class NoiseRow:
     ratio      error / noise, of the statistic in which it is largest
     verdict    TESTED_CALIBRATED, INCONCLUSIVE or REFUTED
     dtype      "bfloat16"
-    statistic  which of `measures.NAMES` error and noise are
+    statistic  which of `error_statistics.NAMES` error and noise are
     drowned    the noise is as large as the tensor: that it agrees says nothing
     """
 

@@ -178,7 +178,7 @@ class NoisyModel:
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor of the exact result. `family`: the largest value among its kind. `size`: see `measures.size`."""
+    """One tensor of the exact result. `family`: the largest value of its kind. `size`: see `error_statistics.size`."""
 
     value: Tensor
     family: float
