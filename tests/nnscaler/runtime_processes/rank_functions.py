@@ -210,9 +210,11 @@ def sent(communicator: GlooCommunicator) -> list[bool]:
             communicator.send(torch.ones(9), 1, key, lasting=True)
         elif rank == runs:
             communicator.recv((9,), torch.float32, 0, key)
-        communicator.barrier((0, 1))
+        if runs:
+            communicator.barrier((0, 1))  # it has been read
         communicator.let_go()
         found.append(bool(communicator._sent._sent))
+        communicator.barrier((0, 1))  # before it is read
     return found
 
 
