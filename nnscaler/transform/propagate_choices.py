@@ -222,6 +222,8 @@ def _coupled(op: Operation, signature: Signature) -> NnscalerError:
     if signature.bound is None:
         cure = f"say how it splits, which nothing says yet: nnscaler.register_op annotates {op.operator}"
     what = f"{op.operator} ({op.name}, in {op.module or 'the model'})"
+    if op.operator == "aten.to.dtype":
+        cure = "sum in float32 (the loss of `logits.float()`): a rounded sum is not the sum of rounded terms"
     if op.operator.startswith("nnscaler.batch_"):  # nobody wrote that name
         what = f"batch norm `{op.module}` takes its statistics over the whole batch: it"
         cure = "dp or tp in the place of pp; or a norm of each sample, such as GroupNorm"

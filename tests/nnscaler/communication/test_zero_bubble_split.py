@@ -19,7 +19,7 @@ from nnscaler.communication.zero_bubble_split import BOTH, statement_halves
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.instructions import Instruction
 from nnscaler.ir.operation_annotations import signatures
-from nnscaler.runtime import recomputed_regions, saved_tensor_hooks
+from nnscaler.runtime import recomputed_regions, saved_tensor_hooks, split_backward
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
@@ -112,7 +112,11 @@ def held_between(traced: Traced, plan: Plan, folder: Path, monkeypatch: pytest.M
             values = [one.value for ref in made[split._saved] if (one := ref()) is not None and one.value is not None]
             for region in regions:
                 values += region._values.values() if region._saved is split._saved else ()
-            values += [t for group in split._later for given in group.starts.values() for t in given if t is not None]
+            for part in split._later:
+                if isinstance(part, split_backward._Product):
+                    values += [part.x, part.arrived]
+                else:
+                    values += [t for given in part.starts.values() for t in given if t is not None]
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values}
             found.append(sum(size for pointer, size in storages.items() if pointer not in stored))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import signatures
@@ -45,3 +46,24 @@ def test_where_nothing_else_is_permitted_the_reason_is_told(graph: Graph) -> Non
     with pytest.raises(NnscalerError, match=r"'micro_batches=2' has a program: aten.sqrt") as e:
         find_plan(graph, signatures(graph), cluster, constraint=sizes(micro_batches=2))
     assert e.value.code == "micro_batches_coupled" and "one micro-batch" in (e.value.help or "")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_sum_in_half_precision_says_where_to_sum(wide: bool) -> None:
+    class Summed(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(x)
+            loss = torch.nn.functional.cross_entropy(logits.float() if wide else logits, labels, reduction="sum")
+            return loss / labels.numel()
+
+    batch = {"x": torch.randn(8, 16), "labels": torch.randint(6, (8,))}
+
+    def made() -> nnscaler.Program:
+        return nnscaler.parallelize(Summed(16, 6), batch, ranks=2, plan="dp=2", micro_batches=2, precision="bfloat16")
+
+    if wide:
+        assert made().plan.micro_batches == 2
+        return
+    with pytest.raises(NnscalerError, match=r"aten.to.dtype \(cross_entropy_loss, .* all micro-batches at once") as e:
+        made()
+    assert e.value.code == "micro_batches_coupled" and "`logits.float()`" in (e.value.help or "")
