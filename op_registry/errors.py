@@ -71,3 +71,8 @@ def excerpt(text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
             marks[position] = "^"
     under = "".join(marks).rstrip()
     return [f"    {text}", *([f"    {under}"] if under else [])]
+
+
+def few(names: Sequence[str], shown: int = 3) -> str:
+    """Return names for a message: the first ones, and how many more there are."""
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

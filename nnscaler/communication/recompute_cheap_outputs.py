@@ -26,6 +26,7 @@ from nnscaler.communication.communicated_graph import (
 )
 from nnscaler.communication.insert_conversions import materialise
 from nnscaler.communication.stage_memory import kept_bytes, stage_memory
+from nnscaler.errors import few
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.planning.cluster.description import show_bytes
@@ -97,7 +98,7 @@ def _within(
         communicated, schedule, held = _made(found, graph, known, optimizer)
     if not names:
         return plan, max(held) <= limit
-    listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    listed = few(names, 6)
     more = f"{show_bytes(before - limit)} more than with {whose}"
     note = f"computed again in backward, or a rank would keep {more}: {listed}"
     return replace(found, notes=(*found.notes, note)), max(held) <= limit

@@ -15,6 +15,7 @@ from nnscaler.communication.communicated_graph import CommunicatedGraph, StagePr
 from nnscaler.communication.sharded_parameter_moves import RestMove, RestPhase, moves_of
 from nnscaler.communication.stage_calls import CallClass, CallSite, Part, Ranks, bytes_on, groups_over, layer_pattern
 from nnscaler.communication_buckets import gathered_together, in_buckets
+from nnscaler.errors import few
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.placement import Stage
 from nnscaler.layout import Layout, is_uneven, local_shape
@@ -184,7 +185,7 @@ def _kind(piece: _ParameterShare) -> tuple[tuple[Ranks, ...], str, bool]:
 def _call(bucket: Sequence[_ParameterShare]) -> CallClass:
     first = bucket[0]
     patterns = list(dict.fromkeys(layer_pattern(piece.fqn) for piece in bucket))
-    module = ", ".join(patterns[:2]) + (f" and {len(patterns) - 2} more" if len(patterns) > 2 else "")
+    module = few(patterns, 2)
     if first.move.kind == "all_gather":  # a rank hands over its own part; the largest one
         ranks = range(len(first.members[0]))
         handed = max(sum(parts[rank % len(parts)] for parts in (p.parts[0] for p in bucket)) for rank in ranks)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, few
 from nnscaler.tracing.float64_run import run_backward
 from verify.external.parameter_mapping import Kind, Lookup, RankPiece, local_value, match, state_of
 from verify.external.program import Batch, ExternalProgram
@@ -233,12 +233,20 @@ def _clip(program: ExternalProgram, made: Any) -> Tensor | None:
     return _whole(torch.as_tensor(norm)) if norm is not None else None
 
 
+def note_on_hooks(whose: str, names: Sequence[str]) -> str:
+    """Return what is said of parameters whose gradients hooks of the user's see."""
+    return (
+        f"hooks of {whose} (`register_hook`) see the gradients of {few(names)}: what one does to gradients of another "
+        "size, as a clamp does, no run on this batch shows"
+    )
+
+
 def _mixed(parameters: Sequence[tuple[str, Tensor]]) -> RuntimeError | None:
     """Return why no norm can be taken, where some parameters are DTensors and some are not; None for another reason."""
     plain = [name for name, tensor in parameters if not isinstance(tensor, DTensor)]
     if len(plain) in (0, len(parameters)):
         return None
-    shown = ", ".join(plain[:4]) + (f" and {len(plain) - 4} more" if len(plain) > 4 else "")
+    shown = few(plain, 4)
     return RuntimeError(
         f"`clip_grad_norm_` takes no norm of DTensors and plain tensors together, and {shown} stayed plain: shard the "
         "root module too (`fully_shard(model)` after its layers), or define `clip(model, max_norm)`"

@@ -12,12 +12,13 @@ from torch import nn
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.errors import few
 from verify.external.communication_and_memory_profile import communication_profile, memory, notes_of
 from verify.external.comparison.comparison_records import ComparisonResult
 from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import rounded
 from verify.external.differential_run import ExternalCase, ExternalSettings
-from verify.external.observe_rank_run import RankRecord
+from verify.external.observe_rank_run import RankRecord, note_on_hooks
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.ranks.exact_throughout import exact_throughout
@@ -265,29 +266,21 @@ def _notes(records: Sequence[RankRecord]) -> tuple[str, ...]:
     notes = []
     given = sorted({piece.local for piece in pieces if piece.found == "given"})
     if given:
-        notes.append(f"the program makes its own values of {_few(given)}: they were replaced by the model's")
+        notes.append(f"the program makes its own values of {few(given)}: they were replaced by the model's")
     by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
     if by_value:
-        notes.append(f"{_few(by_value)}: which elements of the model they hold was found from their values")
+        notes.append(f"{few(by_value)}: which elements of the model they hold was found from their values")
     buffers = sorted({p.local for p in pieces if p.addresses is None and p.kind == "buffer"})
     if buffers:
-        notes.append(f"buffers of the program that the model lacks were not compared: {_few(buffers)}")
+        notes.append(f"buffers of the program that the model lacks were not compared: {few(buffers)}")
     hooked = sorted({name for record in records for name in record.hooked})
     if hooked:
-        notes.append(
-            f"hooks of the program (`register_hook`) see the gradients of {_few(hooked)}: what one does to gradients "
-            "of another size, as a clamp does, no run on this batch shows"
-        )
+        notes.append(note_on_hooks("the program", hooked))
     evaluating = {record.rank: record.evaluating for record in records if record.evaluating}
     if evaluating:
         rank, modules = min(evaluating.items())
         notes.append(
             f"on {len(evaluating)} of {len(records)} ranks modules are in evaluation mode, and the plain model is in "
-            f"training mode: {_few(modules)} on rank {rank}. Dropout, which is off in this run, would not drop there"
+            f"training mode: {few(modules)} on rank {rank}. Dropout, which is off in this run, would not drop there"
         )
     return tuple(notes)
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from nnscaler.errors import few
 from verify.report_formats.concise import concise_line
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.machine_format_findings import findings_of, problems, reproduce_once
@@ -80,14 +81,10 @@ def _shared_notes(reports: Sequence[Report]) -> list[StyledLine]:
     for report in reports:
         for note in report.notes:
             subjects.setdefault(note, []).append(report.subject)
-    lines = [plain(f"note: {note} ({_names(names)})", "faint") for note, names in list(subjects.items())[:NOTES]]
+    lines = [plain(f"note: {note} ({few(names)})", "faint") for note, names in list(subjects.items())[:NOTES]]
     if len(subjects) > NOTES:
         lines.append(plain(f"note: {len(subjects) - NOTES} more notes; --output-format json has them", "faint"))
     return lines
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _levels(reports: Sequence[Report]) -> Iterable[StyledLine]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import LogicalTensor, Operation, Slot
 from nnscaler.tracing.canonical_graph import canonical, with_names
 from nnscaler.tracing.export.importer import import_program
@@ -266,4 +266,4 @@ def _listed(calls: Calls) -> str:
     used: Sequence[str] = [
         calls.calls[n].site.path for n in sorted({c.like for c in calls.calls if c.like is not None})
     ]
-    return ", ".join(used[:3]) + (f" and {len(used) - 3} more" if len(used) > 3 else "")
+    return few(used)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from nnscaler.errors import few
 from verify.external.comparison.comparison_records import ComparisonResult, Difference
 from verify.external.observe_rank_run import run_step, tensors_of_program
 from verify.external.parameter_mapping import Lookup, local_value, match
@@ -108,7 +109,7 @@ def _parts(program: ExternalProgram, wrong: Sequence[Difference]) -> Iterator[Re
         names.append(one.name)
     for (kind, axis, how, factor), names in groups.items():
         which = sorted(set(names))
-        shown = ", ".join(which[:3]) + (f" and {len(which) - 3} more" if len(which) > 3 else "")
+        shown = few(which)
         if kind == "missing_reduction" and axis:
             sizes = dict(program.mesh)
             count = prod(sizes[a] for a in axis.split(","))

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from nnscaler.errors import few
 from verify.external.comparison.compare import compare
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, PartGradients, ProgramRun
 from verify.external.comparison.findings import findings
@@ -164,8 +165,7 @@ def attempt_of(
     ranks = rank_records(records, layout, reference, made)
     strange = unmatched(ranks)
     if strange:
-        few = ", ".join(strange[:4]) + (f" and {len(strange) - 4} more" if len(strange) > 4 else "")
-        raise NotMatched(f"{few} on the ranks cannot be found in the parameters on one rank")
+        raise NotMatched(f"{few(strange, 4)} on the ranks cannot be found in the parameters on one rank")
     tolerance = Noise() if double else Noise({}, torch.finfo(reference.dtype).eps, exact=False)
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from nnscaler.errors import few
 from verify.external.comparison.comparison_records import ProgramRun
 from verify.external.reference import PlainReference
 from verify.external.torchrun.feed import MIXED, Material, Way
@@ -32,12 +33,12 @@ def left_open(
         yield check, Finding("not_compared", f"{not_own}: rows may be mixed up, lost or taken twice", help=help)
     pieces = [piece for record in run.records for piece in record.pieces if piece.kind == "buffer"]
     if lost := sorted(unseen | {piece.local for piece in pieces if piece.addresses is None}):
-        message = f"steps change {_few(lost)}, which cannot be found on one rank: not compared"
+        message = f"steps change {few(lost)}, which cannot be found on one rank: not compared"
         help = "start it alike on all ranks; hold several that look alike in one module, where each has a name"
         check = Check("other buffers after steps", Verdict.INCONCLUSIVE, 0, detail="not found on one rank")
         yield check, Finding("not_compared", message, help=help)
     if idle:
-        message = f"the gradient of {_few(idle)} is zero in every step: whether ranks add it up was not compared"
+        message = f"the gradient of {few(idle)} is zero in every step: whether ranks add it up was not compared"
         help = "watch more steps (`--steps`), or start from other values than zeros and a learning rate above 0"
         check = Check("gradients that are not zero", Verdict.INCONCLUSIVE, 0, detail="zero in every step")
         yield check, Finding("not_compared", message, help=help)
@@ -71,7 +72,3 @@ def _zeros(reference: PlainReference) -> tuple[str, ...]:
     names = [name for name in sorted(space.names) if space.kinds[name] == "parameter" and space.shapes[name].numel()]
     places = {name: slice(space.whole(name).start, space.whole(name).stop) for name in names}
     return tuple(name for name in names if all(bool((s.gradients[places[name]] == 0).all()) for s in reference.steps))
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -12,6 +12,7 @@ import torch
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.errors import few
 from verify.external.ranks.exact_throughout import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
 from verify.external.torchrun.clipped_by_hand import with_larger_gradients
@@ -238,7 +239,7 @@ def _unequal_starts(records: Sequence[ScriptRecord]) -> tuple[tuple[Check, ...],
     replicas = [name for name in unequal if all(_same_gradient(first, other, name) for other in others)]
     if not replicas:
         return None
-    named = ", ".join(replicas[:4]) + (f" and {len(replicas) - 4} more" if len(replicas) > 4 else "")
+    named = few(replicas, 4)
     message = f"ranks start from different values of {named}, and add the same gradients to them"
     check = Check("replicas start equal", Verdict.REFUTED, len(first.held), len(replicas))
     help = "broadcast the parameters of rank 0, or seed every rank alike, before the first step"

@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from nnscaler.errors import few
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
-from verify.external.observe_rank_run import changed, local_gradient
+from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks
 from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied
@@ -277,8 +278,10 @@ class ScriptWatch:
         new = self._state.new()
         forgotten = [one.names[0] for one in new if one.kind == "parameter" and left_as_filled(one.tensor)]
         if forgotten:
-            few = ", ".join(forgotten[:2]) + (f" and {len(forgotten) - 2} more" if len(forgotten) > 2 else "")
-            self.tell(f"after `to_empty` nothing initialises {few}: they were given small numbers")
+            self.tell(f"after `to_empty` nothing initialises {few(forgotten, 2)}: they were given small numbers")
+        hooked = [one.names[0] for one in new if one.kind == "parameter" and one.tensor._backward_hooks]
+        if hooked:
+            self.tell(note_on_hooks("the script", hooked))
         if self._feed is not None:
             self._feed.start({one.names[0]: one.tensor for one in new if one.given})
             self._state.hold(new)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, few
 from verify.external.transformers.build_program import model_classes, small_configuration
 from verify.external.transformers.find_config import fields_of, with_settings
 from verify.external.transformers.parallel_degrees import PlanSizes
@@ -106,4 +106,4 @@ def _reason(plain: Mapping[str, Any], changed: Mapping[str, Any], settings: Mapp
 
 def _few(names: list[str]) -> str:
     generic = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
-    return ", ".join(generic[:3]) + (f" and {len(generic) - 3} more" if len(generic) > 3 else "")
+    return few(generic)

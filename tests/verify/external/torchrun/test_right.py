@@ -79,6 +79,7 @@ def test_right(command: str, ranks: int, way: str) -> None:
     assert names.get("gradients", names.get(LATE, 0)) > 0, told(report)
     assert names["parameters after steps"] > 0, told(report)
     assert any(way in note for note in report.notes), told(report)
+    assert not any("register_hook" in note for note in report.notes), told(report)
 
 
 def test_a_mean_over_data_parts_is_not_the_script_on_whole_batches() -> None:
@@ -120,6 +121,19 @@ def test_its_own_dtype_where_float64_does_not_run(tmp_path: Path) -> None:
     assert report.verdict is Verdict.TESTED_CALIBRATED, told(report)
     assert report.environment["dtype"] == "float32"
     assert any(note.startswith("the script does not run in float64") for note in report.notes)
+
+
+def test_hooks_on_gradients_are_told(tmp_path: Path) -> None:
+    script = tmp_path / "clamped.py"
+    hooks = "for p in model.parameters():\n    p.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))\n"
+    script.write_text(
+        SINGLE.replace("    assert x.dtype", "    # assert x.dtype").replace("optimizer =", hooks + "optimizer =")
+    )
+    report = verify_script([str(script)], ranks=2)
+    (note,) = (note for note in report.notes if "register_hook" in note)
+    assert note.startswith(
+        "hooks of the script (`register_hook`) see the gradients of 0.weight, 0.bias, 2.weight and 1 more"
+    )
 
 
 SINGLE = """
