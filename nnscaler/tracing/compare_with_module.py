@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from op_registry.registry import facts_of
 from op_registry.spec import SourceLocation
 
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, few
 from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.runtime.training.autocast import AskedDtypes
 from nnscaler.tracing.export.locations import location_of_exception, model_errors
@@ -285,11 +286,11 @@ def _compare_family(
             continue  # a tensor that is overwritten as a whole: `_zero_gradients` tells the user
         if expected is None or actual is None:
             side = "the model gives none" if expected is None else "the traced graph gives none"
-            raise _unfaithful(what.format(name), side, place or _first_use(graph, name))
+            raise _unfaithful(graph, what.format(name), side, place or _first_use(graph, name))
         error = _difference(expected, actual) / (max(_size(expected), scale) or 1.0)
         if not error <= tolerance:
             text = f"differs by {error:.1e} (relative)"
-            raise _unfaithful(what.format(name), text, place or _first_use(graph, name))
+            raise _unfaithful(graph, what.format(name), text, place or _first_use(graph, name))
 
 
 def _zero_gradients(eager: TrainingStep, traced: TrainingStep) -> tuple[str, ...]:
@@ -331,5 +332,10 @@ def _first_use(graph: Graph, fqn: str) -> SourceLocation | None:
     return None
 
 
-def _unfaithful(what: str, how: str, where: SourceLocation | None) -> NnscalerError:
-    return NnscalerError("trace_unfaithful", f"the traced graph is not the model: {what}: {how}", where, _HELP)
+def _unfaithful(graph: Graph, what: str, how: str, where: SourceLocation | None) -> NnscalerError:
+    """Return the error, whose help begins with the user's operators: one that draws or remembers is none."""
+    own = list(dict.fromkeys(op.operator for op in graph.operations if facts_of(op.operator).where is not None))
+    known = (
+        f"`nnscaler verify-op` says whether {few(own)} draws random numbers or keeps state; otherwise, " if own else ""
+    )
+    return NnscalerError("trace_unfaithful", f"the traced graph is not the model: {what}: {how}", where, known + _HELP)

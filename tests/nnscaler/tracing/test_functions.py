@@ -196,6 +196,21 @@ class OfFunction(torch.autograd.Function):
             return None, *torch.autograd.grad(ctx.function(x), (x, weight), gradient)
 
 
+def test_a_registered_function_that_draws_is_named() -> None:
+    @register_op("* -> *", name="tracing_test.noisy")
+    def noisy(x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return gated(noisy(super().forward(x)), x).square().sum()
+
+    with pytest.raises(NnscalerError, match="the traced graph is not the model") as refused:
+        trace(Noisy(6, 6), (X,))
+    said = "`nnscaler verify-op` says whether tracing_test.noisy, tracing_test.gated draws random numbers"
+    assert str(refused.value.help).startswith(said)
+
+
 def test_a_function_that_reads_parameters_behind_its_arguments_is_refused() -> None:
     class Solves(nn.Module):
         def __init__(self) -> None:
