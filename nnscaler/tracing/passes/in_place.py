@@ -277,8 +277,7 @@ class _Values:
         return present[name]
 
     def _view_again(self, operation: Operation, parent: str, value: str, present: dict[str, str]) -> None:
-        source = self.raw.graph.tensors
-        outputs: list[LogicalTensor | None] = []
+        source, outputs = self.raw.graph.tensors, list[LogicalTensor | None]()
         for name in operation.outputs:
             if name is None:
                 outputs.append(None)
@@ -335,8 +334,7 @@ class _Values:
 
         new_args = tuple(map_references(a, current) for a in args)
         new_kwargs = {k: map_references(v, current) for k, v in kwargs.items()}
-        source = self.raw.graph.tensors
-        value = self.value(target)
+        source, value = self.raw.graph.tensors, self.value(target)
         form = functional_form(operation, new_args, new_kwargs, self.builder.tensor)
         for operator, form_args, form_kwargs in form:
             ready = tuple(TensorName(value) if a is ... else a for a in form_args)
@@ -368,6 +366,8 @@ class _Values:
             name = view.parent
             path[name] = value
         root = self.raw.graph.tensors[name]
+        if root.role == "constant" and operation.operator == "aten.detach_.default":
+            return  # it has no gradient, and keeps its value: `torch.tensor([], device="meta")`
         if root.role in ("parameter", "constant"):
             what = f"the parameter {root.fqns[0]}" if root.role == "parameter" else "a tensor that is no buffer"
             raise _unwritable(operation, f"{what} is changed in forward")

@@ -302,6 +302,24 @@ def test_what_cannot_be_written_is_refused(kind: type[nn.Module], message: str, 
     assert caught.value.where.text == line
 
 
+class MadeHere(Model):
+    """As caches of transformers begin; on the meta device export detaches what is made, and copies nothing before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.tensor([1.0, 2.0], device=x.device)
+        return (torch.cat([made, self.proj(x)[0]]) * 2).sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tensor_that_forward_makes_is_detached(device: str) -> None:
+    with torch.device(device):
+        model = MadeHere()
+    found = trace(model, (torch.randn(4, 6),)).graph
+    check_graph(found)
+    assert [op.operator for op in found.operations if "detach" in op.operator] == []
+    assert "aten.cat.default" in {op.operator for op in found.operations}
+
+
 class UnderNoGrad(Model):
     """Eager lets the gradient pass the write as if it were not there; values cannot say that."""
 
