@@ -69,13 +69,22 @@ def parsed(source: str, filename: str) -> ast.Module:
         return ast.parse(source, filename)
 
 
-@lru_cache(maxsize=16)  # each rank that is simulated loads its role for each of its runs
 def letting_go(source: str, filename: str) -> CodeType:
     """Compile a role so that its methods let go of a value after the last statement that reads it: for `load_role`.
 
     A line of a program gives every value a name, and names last to the end of their function: what a model's author
-    writes in one expression, or overwrites, would be held until backward begins.
+    writes in one expression, or overwrites, would be held until backward begins. Each call gives functions of its own:
+    torch.compile keeps what it makes of a function by its code, with names in the globals of one module.
     """
+    return _own(_letting_go(source, filename))
+
+
+def _own(code: CodeType) -> CodeType:
+    return code.replace(co_consts=tuple(_own(c) if isinstance(c, CodeType) else c for c in code.co_consts))
+
+
+@lru_cache(maxsize=16)  # each rank that is simulated loads its role for each of its runs
+def _letting_go(source: str, filename: str) -> CodeType:
     tree = parsed(source, filename)
     stages = (node for node in tree.body if isinstance(node, ast.ClassDef))
     for method in (node for stage in stages for node in stage.body if isinstance(node, ast.FunctionDef)):

@@ -8,8 +8,10 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import pytest
+import torch
 
 import verify
 from nnscaler.runtime.communication.communicator import ProgramError
@@ -222,3 +224,14 @@ def test_a_rank_imports_no_compiler_of_torch() -> None:
     program += f"print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_what_is_compiled_for_one_load_of_a_role_is_not_run_for_another() -> None:
+    """torch.compile keeps, by a function's code, names in the globals of the module that it compiled it in."""
+    text = "import torch\n\n\nclass S:\n    def forward(self, x):\n        y = x + 1\n"
+    text += "        torch._dynamo.graph_break()\n        z = y * 2\n        return z\n"
+    for value in (1.0, 2.0):
+        module: dict[str, Any] = {}
+        exec(letting_go(text, "role_0.py"), module)
+        made = torch.compile(module["S"]().forward, backend="eager")
+        assert float(made(torch.tensor(value))) == 2 * (value + 1)
