@@ -37,6 +37,7 @@ from nnscaler.scheduling.timeline import peak_of_stage
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep
 
+_Made = tuple[CommunicatedGraph, Schedule, list[int]]  # the program of a plan, its schedule, bytes by device
 _NEAR = 0.01  # of what 1F1B keeps: less is not worth computing anything again
 
 
@@ -66,23 +67,26 @@ def as_light_as(plan: Plan, other: Plan, graph: Graph, known: dict[str, Signatur
     if any(i.kind == "W" for order in schedule.orders for i in order) and schedule.stages == plan.devices:
         held = _made(with_schedule(other, ONE_F_ONE_B.name), graph, known, optimizer)[2]
         limits.setdefault(round((1 + _NEAR) * max(held)), f"stages of layers under {ONE_F_ONE_B.name}")
-    found = plan
+    found, made = plan, _made(plan, graph, known, optimizer)
+    before = max(made[2])
     for limit, whose in sorted(limits.items()):
-        found, reached = _within(plan, limit, whose, graph, known, optimizer)
-        if reached:
+        found, names, left = _within(plan, made, limit, graph, known, optimizer)
+        if names:
+            more = f"{show_bytes(before - limit)} more than with {whose}"
+            note = f"computed again in backward, or a rank would keep {more}: {few(names, 6)}"
+            found = replace(found, notes=(*found.notes, note))
+        if left <= limit:
             break
     return found
 
 
 def _within(
-    plan: Plan, limit: int, whose: str, graph: Graph, known: dict[str, Signature], optimizer: float
-) -> tuple[Plan, bool]:
-    """Return the plan with `recompute` steps and a note, and whether no rank keeps more than `limit` bytes then.
-
-    `whose`: what keeps that.
-    """
-    communicated, schedule, held = _made(plan, graph, known, optimizer)
-    before, names, found = max(held), list[str](), plan
+    plan: Plan, made: _Made, limit: int, graph: Graph, known: dict[str, Signature], optimizer: float
+) -> tuple[Plan, list[str], int]:
+    """Return the plan with `recompute` steps, until no rank keeps more than `limit` bytes, as far as there are cheap
+    outputs; the operations that make them, and what the fullest rank keeps then. `made`: of the plan as it is."""
+    communicated, schedule, held = made[0], made[1], list(made[2])
+    names, found = list[str](), plan
     while max(held) > limit:
         steps: list[RecomputeStep] = []
         taken: set[str] = set()
@@ -96,17 +100,10 @@ def _within(
         names += [name for step in steps for name in step.operations[:-1]]
         found = replace(found, steps=(*found.steps, *steps))
         communicated, schedule, held = _made(found, graph, known, optimizer)
-    if not names:
-        return plan, max(held) <= limit
-    listed = few(names, 6)
-    more = f"{show_bytes(before - limit)} more than with {whose}"
-    note = f"computed again in backward, or a rank would keep {more}: {listed}"
-    return replace(found, notes=(*found.notes, note)), max(held) <= limit
+    return found, names, max(held)
 
 
-def _made(
-    plan: Plan, graph: Graph, known: dict[str, Signature], optimizer: float
-) -> tuple[CommunicatedGraph, Schedule, list[int]]:
+def _made(plan: Plan, graph: Graph, known: dict[str, Signature], optimizer: float) -> _Made:
     """Return the program of a plan, its schedule, and the bytes that each device holds."""
     communicated = materialise(apply_plan(graph, known, plan), known)
     schedule = schedule_of(plan, communicated.without_gradient)

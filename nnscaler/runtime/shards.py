@@ -43,14 +43,10 @@ def shard(tensor: Tensor, states: States, sizes: Sizes, coordinates: Coordinates
     A partial sum is held by the first rank of its axis, with zeros elsewhere (a partial maximum: by every rank).
     Raises ValueError when a size does not divide.
     """
-    piece, cuts = tensor, [(axis, state) for axis, state in states.items() if isinstance(state, Sharded | Prefix)]
-    axis, cut = cuts[0] if len(cuts) == 1 else ("", None)
-    if isinstance(cut, Sharded) and axis in sizes and cut.dim < tensor.dim():
-        piece = piece_of(tensor, cut, sizes[axis], coordinates[axis])  # without the indices of a whole dim
-    else:
-        for dim, indices in enumerate(logical_indices(tuple(tensor.shape), states, sizes, coordinates)):
-            if indices is not None:
-                piece = _select(piece, dim, indices)
+    piece = tensor
+    for dim, indices in enumerate(logical_indices(tuple(tensor.shape), states, sizes, coordinates)):
+        if indices is not None:
+            piece = _select(piece, dim, indices)
     if any(isinstance(s, Partial) and s.reduction == "sum" and coordinates[a] for a, s in states.items()):
         return torch.zeros_like(piece, memory_format=torch.contiguous_format)
     return piece.clone(memory_format=torch.contiguous_format)

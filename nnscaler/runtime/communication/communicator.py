@@ -306,7 +306,12 @@ class Communicator:
     # -- for implementations --------------------------------------------------------------------------------------
 
     def _record(
-        self, kind: str, ranks: Sequence[int], shapes: tuple[Shape, ...] = (), dtype: Any = None, **more: Any
+        self,
+        kind: str,
+        ranks: Sequence[int],
+        shapes: tuple[Shape, ...] = (),
+        dtype: torch.dtype | None = None,
+        **more: Any,
     ) -> CommunicationCall:
         """Note a call with its place and context, and return it. Raises CommunicationError for a wrong group."""
         more["lasting"] = more.get("lasting", False) or (more.get("begun", False) and self._lasting)

@@ -105,7 +105,6 @@ class GlooCommunicator(TorchCommunicator):
         if destination == self.rank:
             self._own.setdefault((call.key, agreement_of(call)), deque()).append(_host_copy(tensor))
             return
-        self._sent.let_go()
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes  # a part would keep all of it
         content = _host(tensor) if call.lasting and whole else _host_copy(tensor)
         with self._inside(call):

@@ -202,8 +202,8 @@ def over(communicator: Communicator, function: str, links: str) -> list[Tensor] 
 
 
 def sent(communicator: GlooCommunicator) -> list[bool]:
-    """Whether a message may arrive before it is waited for; and on rank 0 whether one is held, before and after it has
-    been read."""
+    """Return whether a message may arrive before it is waited for, and whether one is held, before and after it has
+    been read: by rank 0, which sends it."""
     rank, key, found = communicator.rank, ("h", 0, 1, 0, "F"), [communicator.receives_ahead(1 - communicator.rank)]
     for runs in (0, 1):
         if rank == runs == 0:
