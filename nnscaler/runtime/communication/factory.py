@@ -26,9 +26,8 @@ def torch_communicator(
     """A communicator of the default process group, which exists already (`join_process_group.join`).
 
     backend: "gloo", or "nccl" with a CUDA device. groups: of the collectives; pairs, for NCCL only: of (source,
-    destination) of messages. Both are the same on every rank. For NCCL, groups that are not named are made
-    when they are first used; messages of pairs that are not named go through host memory. reporter: None: one that
-    tells of long waits on standard error.
+    destination) of messages. Both are the same on every rank. For NCCL, what groups and pairs do
+    not name goes through host memory. reporter: None: one that tells of long waits on standard error.
     """
     reporter = reporter or LongWaits(rank)
     place = torch.device(device)

@@ -6,7 +6,8 @@ one message takes those before it as well and keeps them until they are asked fo
 a group of its own, so that two ranks that send to each other do not wait for each other on the GPU.
 
 NCCL needs a group to be made by every rank of the job in the same order, hence before the program runs. What was not
-foreseen goes through host memory, by the communicator over gloo: slower, but it cannot hang on a group.
+foreseen goes through host memory, by the communicator over gloo: slower, but it cannot hang on a group. So does what
+lies in host memory, such as the shapes on which ranks agree before a step: NCCL takes none of it.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ class NcclCommunicator(GlooCommunicator):
         backend: str = "nccl",
     ) -> None:
         super().__init__(rank, world_size, device, reporter)
+        self._on_gpu: dict[tuple[int, ...], ProcessGroup] = {}  # by ascending ranks
         self._pairs: dict[Pair, ProcessGroup] = {}
         self._pending: deque[tuple[torch.distributed.Work, Tensor]] = deque()  # sends, and the memory that they read
         self._arrived: dict[tuple[int, Key], deque[Tensor]] = {}
         for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1}):
             group = self._new_group(members, backend)
             if rank in members:
-                self._groups[members] = group
+                self._on_gpu[members] = group
         for pair in sorted({pair for pair in pairs if pair[0] != pair[1]}):
             group = self._new_group((min(pair), max(pair)), backend)
             if rank in pair:
@@ -70,12 +72,17 @@ class NcclCommunicator(GlooCommunicator):
                 group.recv([probe], _position(pair[0], pair), 0).wait()
         self._pairs[pair] = group
 
+    def _nccl(self, call: CommunicationCall, tensors: Sequence[Tensor]) -> ProcessGroup | None:
+        """Return the group that carries a call with these tensors; None: it goes through host memory, on every rank."""
+        here = all(tensor.device.type == self.device.type for tensor in tensors)
+        return self._on_gpu.get(tuple(sorted(call.ranks))) if here else None
+
     # -- what is begun: NCCL has a stream of its own for each group ------------------------------------------------
 
     def _begin(self, call: CommunicationCall, given: list[Tensor], into: list[Tensor]) -> Callable[[], None]:
         if call.kind == "recv" and (call.ranks[0], self.rank) in self._pairs:
             return Communicator._begin(self, call, given, into)  # of a pair, in the order of the sender
-        group = self._native(call)
+        group = self._nccl(call, [*given, *into])
         if group is None:
             return super()._begin(call, given, into)
         with self._inside(call):
@@ -106,7 +113,7 @@ class NcclCommunicator(GlooCommunicator):
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        group = self._native(call)
+        group = self._nccl(call, [tensor])
         if group is None:
             return super()._all_reduce(tensor, call)
         with self._inside(call):
@@ -115,7 +122,7 @@ class NcclCommunicator(GlooCommunicator):
             return total.to(tensor.dtype)
 
     def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
-        group = self._native(call)
+        group = self._nccl(call, [tensor])
         if group is None:
             return super()._all_gather(tensor, call)
         with self._inside(call):
@@ -125,7 +132,7 @@ class NcclCommunicator(GlooCommunicator):
             return [t.to(tensor.dtype) for t in _in_axis_order(results, call.ranks)]
 
     def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
-        group = self._native(call)
+        group = self._nccl(call, pieces)
         if group is None:
             return super()._reduce_scatter(pieces, call)
         with self._inside(call):
@@ -136,7 +143,7 @@ class NcclCommunicator(GlooCommunicator):
             return result.to(pieces[0].dtype)
 
     def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
-        group = self._native(call)
+        group = self._nccl(call, pieces)
         if group is None:
             return super()._all_to_all(pieces, call)
         with self._inside(call):
@@ -147,7 +154,7 @@ class NcclCommunicator(GlooCommunicator):
             return [t.to(pieces[0].dtype) for t in _in_axis_order(results, call.ranks)]
 
     def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        group = self._native(call)
+        group = self._nccl(call, [tensor])
         if group is None:
             return super()._rotate(tensor, call)
         with self._inside(call):
@@ -160,7 +167,7 @@ class NcclCommunicator(GlooCommunicator):
             return arriving.to(tensor.dtype)
 
     def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
-        group = self._native(call)
+        group = self._nccl(call, [tensor])
         if group is None:
             return super()._broadcast(tensor, call)
         with self._inside(call):
@@ -170,7 +177,7 @@ class NcclCommunicator(GlooCommunicator):
             return result.to(tensor.dtype)
 
     def _barrier(self, call: CommunicationCall) -> None:
-        group = self._native(call)
+        group = self._nccl(call, [])
         if group is None:
             super()._barrier(call)
             return
@@ -191,7 +198,7 @@ class NcclCommunicator(GlooCommunicator):
             announcement = _announcement(call)
             self._pending.append((self._world.send([announcement], destination, _ANNOUNCE_TAG), announcement))
             if tensor.numel():
-                content = _wide(tensor).clone()
+                content = _wide(tensor).to(self.device, copy=True)
                 self._pending.append((group.send([content], _position(destination, call.ranks), 0), content))
 
     def _recv(self, call: CommunicationCall) -> Tensor:

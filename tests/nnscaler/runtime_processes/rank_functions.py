@@ -251,6 +251,30 @@ def without_tags(communicator: TorchCommunicator, pairs: list[tuple[int, int]]) 
     return every_call(inner)
 
 
+def in_host_memory(communicator: Communicator, device: str = "cuda") -> list[Tensor]:
+    """Collectives of host memory. Of torch's communicators it is the one for NCCL that makes them, for tensors on
+    `device`; its group takes only what is on a GPU, as NCCL's do."""
+    everyone, rank = tuple(range(communicator.world_size)), communicator.rank
+    if isinstance(communicator, TorchCommunicator):
+        communicator = NcclCommunicator(
+            rank, len(everyone), torch.device(device), groups=[everyone], backend="cuda:gloo"
+        )
+    generator = torch.Generator().manual_seed(rank)
+    results = collectives(communicator, everyone, generator)
+    results.append(communicator.rotate(torch.randn(3, generator=generator), everyone))
+    summed, part = torch.randn(40000, generator=generator), torch.empty(3)
+    pieces, gathered = [torch.randn(3, generator=generator) for _ in everyone], [torch.empty(3) for _ in everyone]
+    waiting = [
+        communicator.start_all_gather(pieces[rank], gathered, everyone),
+        communicator.start_reduce_scatter(pieces, part, everyone),
+        communicator.start_all_reduce(summed, everyone),
+    ]
+    for pending in waiting:
+        pending.wait()
+    communicator.finish()
+    return [*results, *gathered, part, summed]
+
+
 def fail(communicator: Communicator, rank: int, how: str) -> None:
     """`rank` fails in a way; the others wait for it."""
     if communicator.rank == rank:

@@ -122,6 +122,17 @@ def test_messages_without_tags_are_matched_by_announcement(
             torch.testing.assert_close(a, b, rtol=0.0, atol=tolerance)
 
 
+def test_what_lies_in_host_memory_goes_past_nccl(server: ForkServer, rank_functions: str) -> None:
+    """Ranks on GPUs agree on shapes before each step, and those are on the host, of which NCCL takes nothing."""
+    expected = Simulator(3).run(load_user_module(rank_functions).in_host_memory)
+    name = f"{rank_functions}:in_host_memory"
+    outcome = launch(JobSpecification(name, 3), timeout=60, server=server)
+    for found, wanted in zip(outcome.results(), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    refused = launch(JobSpecification(name, 3, {"device": "cpu"}), timeout=60, server=server)
+    assert "No backend type associated with device type cpu" in refused.describe()
+
+
 def test_ranks_that_disagree_wait_and_say_in_what(server: ForkServer, rank_functions: str) -> None:
     outcome = launch(JobSpecification(f"{rank_functions}:disagree", 2), timeout=60, stall=0.5, server=server)
     assert (outcome.end, [r.status for r in outcome]) == ("deadlock", ["blocked", "blocked"])
