@@ -130,6 +130,12 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(t.shape) for t in tensors)
 
 
+def _values(tensor: Tensor) -> Tensor:
+    """Return the tensor as it travels: contiguous, its memory its values. That of a view that conjugates or negates is
+    what the view is of."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def _copy(found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     for value, place in zip(found, into, strict=True):
         if value.data_ptr() != place.data_ptr():
@@ -169,8 +175,8 @@ class Communicator:
         if reduction not in ("sum", "max"):
             raise CommunicationError(f"rank {self.rank}: unknown reduction {reduction!r}")
         call = self._record("all_reduce", ranks, _shapes([tensor]), tensor.dtype, reduction=reduction)
-        value = tensor.detach()
-        return value.clone() if len(call.ranks) == 1 else self._all_reduce(value.contiguous(), call)
+        value = _values(tensor)
+        return value.clone() if len(call.ranks) == 1 else self._all_reduce(value, call)
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> list[Tensor]:
         """Gather the tensors of all ranks. `shapes`: of every rank's tensor, where they differ."""
@@ -178,15 +184,15 @@ class Communicator:
         call = self._record("all_gather", ranks, given, tensor.dtype)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
-        value = tensor.detach()
-        return [value.clone()] if len(call.ranks) == 1 else self._all_gather(value.contiguous(), call)
+        value = _values(tensor)
+        return [value.clone()] if len(call.ranks) == 1 else self._all_gather(value, call)
 
     def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor:
         """Reduce piece i of every rank for the i-th rank of the group."""
         dtype = pieces[0].dtype if pieces else None
         call = self._record("reduce_scatter", ranks, _shapes(pieces), dtype, reduction=reduction)
         self._check_count(pieces, call)
-        values = [p.detach().contiguous() for p in pieces]
+        values = [_values(p) for p in pieces]
         return values[0].clone() if len(call.ranks) == 1 else self._reduce_scatter(values, call)
 
     def all_to_all(
@@ -202,7 +208,7 @@ class Communicator:
         self._check_count(pieces, call)
         if shapes is not None:
             self._check_given(pieces, shapes[call.ranks.index(self.rank)], call)
-        values = [p.detach().contiguous() for p in pieces]
+        values = [_values(p) for p in pieces]
         return [values[0].clone()] if len(call.ranks) == 1 else self._all_to_all(values, call)
 
     def rotate(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> Tensor:
@@ -212,16 +218,16 @@ class Communicator:
         call = self._record("rotate", ranks, given, tensor.dtype)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
-        value = tensor.detach()
-        return value.clone() if len(call.ranks) == 1 else self._rotate(value.contiguous(), call)
+        value = _values(tensor)
+        return value.clone() if len(call.ranks) == 1 else self._rotate(value, call)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
         """Return the `tensor` of rank `source`; on the other ranks it gives the shape and dtype."""
         call = self._record("broadcast", ranks, _shapes([tensor]), tensor.dtype, source=source)
         if source not in call.ranks:
             raise CommunicationError(f"rank {self.rank}: {call}: the source is not in the group")
-        value = tensor.detach()
-        return value.clone() if len(call.ranks) == 1 else self._broadcast(value.contiguous(), call)
+        value = _values(tensor)
+        return value.clone() if len(call.ranks) == 1 else self._broadcast(value, call)
 
     def barrier(self, ranks: Sequence[int]) -> None:
         call = self._record("barrier", ranks)
@@ -233,7 +239,7 @@ class Communicator:
         lies, for it is not written before `finish`."""
         ranks, shapes = (self.rank, destination), _shapes([tensor])
         call = self._record("send", ranks, shapes, tensor.dtype, key=key, lasting=lasting)
-        self._send(tensor.detach().contiguous(), call)
+        self._send(_values(tensor), call)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor:
         return self._recv(self._record("recv", (source, self.rank), (tuple(shape),), dtype, key=key))
@@ -254,14 +260,14 @@ class Communicator:
         self._check_count(into, call)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
-        return self._start(call, [tensor.detach().contiguous()], list(into))
+        return self._start(call, [_values(tensor)], list(into))
 
     def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending:
         """Begin to sum piece i of every rank for the i-th rank of the group, into `into`."""
         dtype = pieces[0].dtype if pieces else None
         call = self._record("reduce_scatter", ranks, _shapes(pieces), dtype, reduction="sum", begun=True)
         self._check_count(pieces, call)
-        return self._start(call, [p.detach().contiguous() for p in pieces], [into])
+        return self._start(call, [_values(p) for p in pieces], [into])
 
     def start_recv(self, into: Tensor, source: int, key: Key) -> Pending:
         """Begin to receive a message into a contiguous tensor."""

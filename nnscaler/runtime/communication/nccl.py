@@ -85,28 +85,23 @@ class NcclCommunicator(GlooCommunicator):
         group = self._nccl(call, [*given, *into])
         if group is None:
             return super()._begin(call, given, into)
+        given, arriving = [_carried(t) for t in given], [_carried(t).contiguous() for t in into]
+        start = torch.distributed
         with self._inside(call):
-            torch_made = torch.distributed
             if call.kind == "all_reduce":
-                work = torch_made.all_reduce(into[0], ReduceOp.SUM, group, async_op=True)
-                return self._finisher(call, work, [], [])
-            if call.kind == "reduce_scatter":
+                work = start.all_reduce(arriving[0], _operation(call), group, async_op=True)
+            elif call.kind == "reduce_scatter":
                 pieces = _in_group_order(given, call.ranks)
-                work = torch_made.reduce_scatter(into[0], pieces, ReduceOp.SUM, group, async_op=True)
-                return self._finisher(call, work, [], [])
-            arriving = [t if t.is_contiguous() else t.new_empty(t.shape) for t in into]
-            work = torch_made.all_gather(_in_group_order(arriving, call.ranks), given[0], group, async_op=True)
-            return self._finisher(call, work, arriving, into)
+                work = start.reduce_scatter(arriving[0], pieces, _operation(call), group, async_op=True)
+            else:
+                work = start.all_gather(_in_group_order(arriving, call.ranks), given[0], group, async_op=True)
 
-    def _finisher(
-        self, call: CommunicationCall, work: torch.distributed.Work, arriving: list[Tensor], into: list[Tensor]
-    ) -> Callable[[], None]:
         def wait() -> None:
             with self._inside(call):
                 work.wait()
             for found, place in zip(arriving, into, strict=True):
-                if found is not place:
-                    place.copy_(found)
+                if found.data_ptr() != place.data_ptr():
+                    place.copy_(_restored(found, place.dtype))
 
         return wait
 
@@ -117,9 +112,9 @@ class NcclCommunicator(GlooCommunicator):
         if group is None:
             return super()._all_reduce(tensor, call)
         with self._inside(call):
-            total = _wide(tensor).clone()
-            torch.distributed.all_reduce(total, ReduceOp.MAX if call.reduction == "max" else ReduceOp.SUM, group)
-            return total.to(tensor.dtype)
+            total = _carried(tensor).clone()
+            torch.distributed.all_reduce(total, _operation(call), group)
+            return _restored(total, tensor.dtype)
 
     def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
         group = self._nccl(call, [tensor])
@@ -127,31 +122,30 @@ class NcclCommunicator(GlooCommunicator):
             return super()._all_gather(tensor, call)
         with self._inside(call):
             there = dict(zip(call.ranks, call.arriving(self.rank), strict=True))
-            results = [_wide(tensor).new_empty(there[rank]) for rank in sorted(call.ranks)]
-            torch.distributed.all_gather(results, _wide(tensor), group)
-            return [t.to(tensor.dtype) for t in _in_axis_order(results, call.ranks)]
+            results = [_carried(tensor.new_empty(there[rank])) for rank in sorted(call.ranks)]
+            torch.distributed.all_gather(results, _carried(tensor), group)
+            return [_restored(t, tensor.dtype) for t in _in_axis_order(results, call.ranks)]
 
     def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
         group = self._nccl(call, pieces)
         if group is None:
             return super()._reduce_scatter(pieces, call)
         with self._inside(call):
-            wide = _in_group_order([_wide(p) for p in pieces], call.ranks)
-            result = torch.empty_like(wide[sorted(call.ranks).index(self.rank)])
-            operation = ReduceOp.MAX if call.reduction == "max" else ReduceOp.SUM
-            torch.distributed.reduce_scatter(result, wide, operation, group)
-            return result.to(pieces[0].dtype)
+            carried = _in_group_order([_carried(p) for p in pieces], call.ranks)
+            result = torch.empty_like(carried[sorted(call.ranks).index(self.rank)])
+            torch.distributed.reduce_scatter(result, carried, _operation(call), group)
+            return _restored(result, pieces[0].dtype)
 
     def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
         group = self._nccl(call, pieces)
         if group is None:
             return super()._all_to_all(pieces, call)
         with self._inside(call):
-            wide = _in_group_order([_wide(p) for p in pieces], call.ranks)
+            carried = _in_group_order([_carried(p) for p in pieces], call.ranks)
             there = dict(zip(call.ranks, call.arriving(self.rank), strict=True))
-            results = [wide[0].new_empty(there[rank]) for rank in sorted(call.ranks)]
-            torch.distributed.all_to_all(results, wide, group)
-            return [t.to(pieces[0].dtype) for t in _in_axis_order(results, call.ranks)]
+            results = [_carried(pieces[0].new_empty(there[rank])) for rank in sorted(call.ranks)]
+            torch.distributed.all_to_all(results, carried, group)
+            return [_restored(t, pieces[0].dtype) for t in _in_axis_order(results, call.ranks)]
 
     def _rotate(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         group = self._nccl(call, [tensor])
@@ -159,22 +153,22 @@ class NcclCommunicator(GlooCommunicator):
             return super()._rotate(tensor, call)
         with self._inside(call):
             before, after = neighbours(call.ranks, self.rank)
-            value, (shape,) = _wide(tensor), call.arriving(self.rank)
-            arriving, p2p = value.new_empty(shape), torch.distributed
+            value, (shape,) = _carried(tensor), call.arriving(self.rank)
+            arriving, p2p = _carried(tensor.new_empty(shape)), torch.distributed
             sides = [p2p.P2POp(p2p.isend, value, after, group), p2p.P2POp(p2p.irecv, arriving, before, group)]
             for work in p2p.batch_isend_irecv(sides):  # both sides at once: ranks that wait in turn would all wait
                 work.wait()
-            return arriving.to(tensor.dtype)
+            return _restored(arriving, tensor.dtype)
 
     def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         group = self._nccl(call, [tensor])
         if group is None:
             return super()._broadcast(tensor, call)
         with self._inside(call):
-            result = _wide(tensor).clone()
+            result = _carried(tensor).clone()
             assert call.source is not None
             torch.distributed.broadcast(result, call.source, group)
-            return result.to(tensor.dtype)
+            return _restored(result, tensor.dtype)
 
     def _barrier(self, call: CommunicationCall) -> None:
         group = self._nccl(call, [])
@@ -198,7 +192,7 @@ class NcclCommunicator(GlooCommunicator):
             announcement = _announcement(call)
             self._pending.append((self._world.send([announcement], destination, _ANNOUNCE_TAG), announcement))
             if tensor.numel():
-                content = _wide(tensor).to(self.device, copy=True)
+                content = _carried(tensor).to(self.device, copy=True)
                 self._pending.append((group.send([content], _position(destination, call.ranks), 0), content))
 
     def _recv(self, call: CommunicationCall) -> Tensor:
@@ -224,10 +218,10 @@ class NcclCommunicator(GlooCommunicator):
         header = torch.empty(_ANNOUNCEMENT, dtype=torch.uint8)
         self._world.recv([header], source, _ANNOUNCE_TAG).wait()
         key, shape, dtype = _read_announcement(header)
-        content = _wide(torch.empty(shape, dtype=dtype, device=self.device))
+        content = _carried(torch.empty(shape, dtype=dtype, device=self.device))
         if content.numel():
             group.recv([content], _position(source, (source, self.rank)), 0).wait()
-        return key, content.to(dtype)
+        return key, _restored(content, dtype)
 
     def finish(self) -> None:
         super().finish()
@@ -242,9 +236,31 @@ def _position(rank: int, pair: tuple[int, ...]) -> int:
     return sorted(pair).index(rank)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in a dtype that NCCL reduces: bool as uint8."""
-    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+_CARRIED = {  # dtypes that NCCL does not know, and those that hold them and their sums
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    """Return the tensor in a dtype that NCCL knows; of complex numbers a view, so that what arrives there is in it."""
+    return (
+        torch.view_as_real(tensor.resolve_conj())
+        if tensor.is_complex()
+        else tensor.to(_CARRIED.get(tensor.dtype, tensor.dtype))
+    )
+
+
+def _restored(carried: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what was carried, in its own dtype."""
+    return torch.view_as_complex(carried) if dtype.is_complex else carried.to(dtype)
+
+
+def _operation(call: CommunicationCall) -> ReduceOp.RedOpType:
+    """Return the reduction; the sum of truths is whether any is, and 256 of them are more than a byte holds."""
+    return ReduceOp.MAX if call.reduction == "max" or call.dtype == torch.bool else ReduceOp.SUM
 
 
 def _in_axis_order(results: list[Tensor], ranks: tuple[int, ...]) -> list[Tensor]:

@@ -45,6 +45,10 @@ def every_call(communicator: Communicator) -> list[Tensor]:
     communicator.send(sent + 2, right, ("h", 0, 1, 1, "F"))
     communicator.send(torch.tensor(rank > 0), right, ("flag",))
     communicator.send(torch.zeros(0, 4), right, ("empty", 0, 1, 0, "F", 3))
+    communicator.send(torch.complex(sent, -sent), right, ("turns",))
+    for name, view in views_of_other_values(generator).items():
+        communicator.send(view, right, (name,), lasting=True)
+    communicator.send(torch.tensor([-3 - rank], dtype=torch.int16), right, ("short",))
     sent.zero_()
     results.append(communicator.recv((), torch.bool, left, ("flag",)))
     for micro in (1, 0, 1):
@@ -52,9 +56,19 @@ def every_call(communicator: Communicator) -> list[Tensor]:
     results.append(communicator.recv((0, 4), torch.float32, left, ("empty", 0, 1, 0, "F", 3)))
     communicator.send(results[-2], left, ("h", 0, 1, 1, "B"))
     results.append(communicator.recv((3, 2), torch.float32, right, ("h", 0, 1, 1, "B")))
+    results.append(communicator.recv((3, 2), torch.complex64, left, ("turns",)))
+    results.append(communicator.recv((1,), torch.int16, left, ("short",)))
+    for name, view in views_of_other_values(generator).items():
+        results.append(communicator.recv(view.shape, view.dtype, left, (name,)))
     communicator.finish()
     communicator.barrier(everyone)
     return results
+
+
+def views_of_other_values(generator: torch.Generator) -> dict[str, Tensor]:
+    """Views whose memory has other values than they: a conjugate, and a part of one, which is negated."""
+    turns = torch.randn(3, dtype=torch.complex128, generator=generator).conj()
+    return {"conjugate": turns, "negated": turns.imag}
 
 
 def collectives(communicator: Communicator, ranks: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
@@ -75,6 +89,18 @@ def collectives(communicator: Communicator, ranks: tuple[int, ...], generator: t
     results.append(communicator.reduce_scatter([random(2) for _ in ranks], ranks, "max"))
     results += communicator.all_to_all([random(count, 2) for _ in ranks], ranks)
     results.append(communicator.broadcast(random(3, 2), ranks[-1], ranks))
+    views = views_of_other_values(generator).values()
+    for odd in ([random(2, dtype=torch.complex128) for _ in ranks], *([view] * count for view in views)):
+        results += communicator.all_gather(odd[0], ranks) + communicator.all_to_all(odd, ranks)
+        results += [communicator.all_reduce(odd[0], ranks), communicator.reduce_scatter(odd, ranks)]
+        results += [communicator.rotate(odd[0], ranks), communicator.broadcast(odd[0], ranks[0], ranks)]
+        part, whole = torch.empty_like(results[-1]), [torch.empty_like(results[-1]) for _ in ranks]
+        communicator.start_reduce_scatter(odd, part, ranks).wait()
+        communicator.start_all_gather(odd[0], whole, ranks).wait()
+        results += [part, *whole]
+    short = [(9 * random(3)).short() for _ in ranks]
+    results += communicator.all_gather(short[0], ranks) + communicator.all_to_all(short, ranks)
+    results += [communicator.all_reduce(short[0], ranks), communicator.reduce_scatter(short, ranks)]
     return results
 
 
