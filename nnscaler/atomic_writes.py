@@ -13,6 +13,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.manifest import MANIFEST
@@ -166,7 +167,20 @@ def save_tensors(content: object, file: Path) -> None:
     import torch
 
     with file.open("wb") as stream:
-        torch.save(content, stream)
+        torch.save(_with_one_dtype_a_memory(content) if isinstance(content, dict) else content, stream)
+
+
+def _with_one_dtype_a_memory(content: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the content with memory of its own for what others see as another dtype, such as a complex buffer and its
+    real part: torch saves no such memory."""
+    import torch
+
+    strided = {k: v for k, v in content.items() if isinstance(v, torch.Tensor) and v.layout == torch.strided}
+    kinds: dict[int, set[torch.dtype]] = {}  # by memory
+    for tensor in strided.values():
+        kinds.setdefault(tensor.untyped_storage()._cdata, set()).add(tensor.dtype)
+    several = {k: v.clone() for k, v in strided.items() if len(kinds[v.untyped_storage()._cdata]) > 1}
+    return {**content, **several}
 
 
 def check_folder(path: Path) -> None:
