@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nnscaler.layout import Partial, Prefix, Sharded, States
 from nnscaler.runtime.cut_tensors import join_pieces, nested, piece_of
+from nnscaler.runtime.tensor_bits import same_bits
 
 Coordinates = Mapping[str, int]
 Sizes = Mapping[str, int]
@@ -236,22 +237,9 @@ def _one_of_copies(
     return original, differences
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Bitwise equality: NaN equals itself, and -0.0 differs from 0.0."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if a.is_floating_point():
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
-        if bits is not None:
-            a, b = a.contiguous().view(bits), b.contiguous().view(bits)
-    return torch.equal(a, b)
-
-
 def _distance(a: Tensor, b: Tensor) -> tuple[int, float]:
     if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     gap = (a.double() - b.double()).abs()
     gap = torch.where(torch.isnan(gap), torch.where(torch.isnan(a) & torch.isnan(b), 0.0, torch.inf), gap)
     return int((gap != 0).sum()), float(gap.max())

@@ -22,6 +22,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import Manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_coordinates
+from nnscaler.runtime.tensor_bits import values_of
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 
 _ODD = 6364136223846793005  # of Knuth's generator: what each place is weighted with
@@ -137,7 +138,7 @@ def _number(text: str | bytes) -> int:
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return two sums over the bits: as they are, and weighted by place, so that exchanged elements show."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = values_of(tensor).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     bits = flat.view(_INTEGERS[flat.element_size()]).long()
     weights = torch.arange(1, len(bits) + 1, device=bits.device) * _ODD
@@ -146,7 +147,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def row_checksum(tensor: Tensor) -> Tensor:
     """Return one sum over the bits, weighted by the place in dim 0, for a look at every batch: in one pass."""
-    flat = tensor.detach().contiguous()
+    flat = values_of(tensor)
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     count = flat.shape[0] if flat.ndim else 1
     rows = flat.reshape(count, prod(flat.shape[1:])).view(_INTEGERS[flat.element_size()]).sum(1)

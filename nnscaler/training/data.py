@@ -26,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nnscaler.errors import NnscalerError
 from nnscaler.model_file import seed_generators
+from nnscaler.runtime.tensor_bits import bits_of
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.training.check_replicas import ONE_STREAM
 from nnscaler.training.packing import pack
@@ -223,9 +224,7 @@ def _as_only_worker() -> Iterator[None]:
 def _checksum(samples: list[Any]) -> int:
     """Return a number that tells other samples from these."""
     leaves = (
-        leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        if isinstance(leaf, torch.Tensor)
-        else repr(leaf).encode()
+        bits_of(leaf).cpu().numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode()
         for leaf in tree_leaves(samples)
     )
     return crc32(b"|".join(leaves))

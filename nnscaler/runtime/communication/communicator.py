@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.tensor_bits import values_of
+
 SUMMED = "the gradient sum of "  # the context of a call, before the names of parameters
 Key = tuple[object, ...]
 Shape = tuple[int, ...]
@@ -130,12 +132,6 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(t.shape) for t in tensors)
 
 
-def _values(tensor: Tensor) -> Tensor:
-    """Return the tensor as it travels: contiguous, its memory its values. That of a view that conjugates or negates is
-    what the view is of."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
 def _copy(found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     for value, place in zip(found, into, strict=True):
         if value.data_ptr() != place.data_ptr():
@@ -175,7 +171,7 @@ class Communicator:
         if reduction not in ("sum", "max"):
             raise CommunicationError(f"rank {self.rank}: unknown reduction {reduction!r}")
         call = self._record("all_reduce", ranks, _shapes([tensor]), tensor.dtype, reduction=reduction)
-        value = _values(tensor)
+        value = values_of(tensor)
         return value.clone() if len(call.ranks) == 1 else self._all_reduce(value, call)
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> list[Tensor]:
@@ -184,7 +180,7 @@ class Communicator:
         call = self._record("all_gather", ranks, given, tensor.dtype)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
-        value = _values(tensor)
+        value = values_of(tensor)
         return [value.clone()] if len(call.ranks) == 1 else self._all_gather(value, call)
 
     def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor:
@@ -192,7 +188,7 @@ class Communicator:
         dtype = pieces[0].dtype if pieces else None
         call = self._record("reduce_scatter", ranks, _shapes(pieces), dtype, reduction=reduction)
         self._check_count(pieces, call)
-        values = [_values(p) for p in pieces]
+        values = [values_of(p) for p in pieces]
         return values[0].clone() if len(call.ranks) == 1 else self._reduce_scatter(values, call)
 
     def all_to_all(
@@ -208,7 +204,7 @@ class Communicator:
         self._check_count(pieces, call)
         if shapes is not None:
             self._check_given(pieces, shapes[call.ranks.index(self.rank)], call)
-        values = [_values(p) for p in pieces]
+        values = [values_of(p) for p in pieces]
         return [values[0].clone()] if len(call.ranks) == 1 else self._all_to_all(values, call)
 
     def rotate(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> Tensor:
@@ -218,7 +214,7 @@ class Communicator:
         call = self._record("rotate", ranks, given, tensor.dtype)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
-        value = _values(tensor)
+        value = values_of(tensor)
         return value.clone() if len(call.ranks) == 1 else self._rotate(value, call)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
@@ -226,7 +222,7 @@ class Communicator:
         call = self._record("broadcast", ranks, _shapes([tensor]), tensor.dtype, source=source)
         if source not in call.ranks:
             raise CommunicationError(f"rank {self.rank}: {call}: the source is not in the group")
-        value = _values(tensor)
+        value = values_of(tensor)
         return value.clone() if len(call.ranks) == 1 else self._broadcast(value, call)
 
     def barrier(self, ranks: Sequence[int]) -> None:
@@ -239,7 +235,7 @@ class Communicator:
         lies, for it is not written before `finish`."""
         ranks, shapes = (self.rank, destination), _shapes([tensor])
         call = self._record("send", ranks, shapes, tensor.dtype, key=key, lasting=lasting)
-        self._send(_values(tensor), call)
+        self._send(values_of(tensor), call)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor:
         return self._recv(self._record("recv", (source, self.rank), (tuple(shape),), dtype, key=key))
@@ -260,14 +256,14 @@ class Communicator:
         self._check_count(into, call)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
-        return self._start(call, [_values(tensor)], list(into))
+        return self._start(call, [values_of(tensor)], list(into))
 
     def start_reduce_scatter(self, pieces: Sequence[Tensor], into: Tensor, ranks: Sequence[int]) -> Pending:
         """Begin to sum piece i of every rank for the i-th rank of the group, into `into`."""
         dtype = pieces[0].dtype if pieces else None
         call = self._record("reduce_scatter", ranks, _shapes(pieces), dtype, reduction="sum", begun=True)
         self._check_count(pieces, call)
-        return self._start(call, [_values(p) for p in pieces], [into])
+        return self._start(call, [values_of(p) for p in pieces], [into])
 
     def start_recv(self, into: Tensor, source: int, key: Key) -> Pending:
         """Begin to receive a message into a contiguous tensor."""

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, UnderWayError
+from nnscaler.runtime.tensor_bits import bits_of
 
 Give = Callable[[Sequence[Tensor]], None]
 Result = Callable[[bool], list[Tensor] | None]  # whether to wait; None: not all ranks have given theirs
@@ -141,17 +142,13 @@ class Flights:
         if found is None:
             return
         for tensor, value in zip(flight.read, flight.values, strict=False):
-            if not torch.equal(_bits(tensor), _bits(value)):
+            if not torch.equal(bits_of(tensor), bits_of(value)):
                 message = "what it was given was written after it began, and before it was waited for"
                 raise UnderWayError(f"rank {self._rank}: {flight.call}: {message}")
         assert flight.into is not None
         for value, place in zip(found, flight.into, strict=True):
             place.copy_(value)
         flight.into = None
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _meet(tensor: Tensor, other: Tensor) -> bool:

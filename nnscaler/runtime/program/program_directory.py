@@ -17,7 +17,8 @@ from nnscaler.manifest import Manifest, ManifestError, NoManifest, StoredTensor,
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.load_python import letting_go, load_role
 from nnscaler.runtime.role import Exchange, Receive, RunContext, Stage
-from nnscaler.runtime.shards import same_bits, unravel
+from nnscaler.runtime.shards import unravel
+from nnscaler.runtime.tensor_bits import bits_of, same_bits
 from nnscaler.runtime.training.gradients.gradient_plan import holding
 
 _CONSTANT = "_constants."  # of the names of tensors that the model's code makes
@@ -152,15 +153,14 @@ def describe_state(state: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Return whether two names hold the same; one file has a tied tensor once, so that mostly nothing is read."""
-    places = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (a, b)]
+    places = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()) for t in (a, b)]
     return places[0] == places[1] or same_bits(a, b)
 
 
 def _entry(tensor: Tensor, hashed: bool) -> StoredTensor:
     dtype, digest = str(tensor.dtype).removeprefix("torch."), None
     if hashed:
-        values = tensor.detach().cpu().contiguous().reshape(-1)
-        digest = sha256(values.view(torch.uint8).numpy().data if values.numel() else b"").hexdigest()
+        digest = sha256(bits_of(tensor).cpu().numpy().data if tensor.numel() else b"").hexdigest()
     return StoredTensor(dtype, tuple(tensor.shape), digest)
 
 

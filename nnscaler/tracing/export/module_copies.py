@@ -110,6 +110,8 @@ def _copied_memory(module: nn.Module) -> Iterator[tuple[int, Tensor]]:
         for _, tensor in sharing:
             place = (tensor.storage_offset(), tensor.shape, tensor.stride())
             made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory, *place)
+            made = made.conj() if tensor.is_conj() else made
+            made = torch._neg_view(made) if tensor.is_neg() else made
             yield id(tensor), nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 

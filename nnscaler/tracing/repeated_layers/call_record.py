@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.tensor_bits import bits_of
 
 # Describe fake tensors by their visible properties, and make new ones that look the same.
 
@@ -300,8 +301,7 @@ def data_of(tensor: Tensor) -> Any:
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return id(tensor)
     with unset_fake_temporarily(), torch.no_grad():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+        return bytes(bits_of(tensor).cpu().numpy()) if tensor.numel() else b""
 
 
 class CallPlaces:

@@ -9,7 +9,9 @@ import torch
 
 from nnscaler.layout import Invariant, Partial, Replicated, Sharded, State
 from nnscaler.runtime.cut_tensors import join_pieces, piece_of, pieces_of, place_piece
-from nnscaler.runtime.shards import assemble, local_shape, logical_coordinates, same_bits, shard, unravel
+from nnscaler.runtime.program.program_directory import describe_state
+from nnscaler.runtime.shards import assemble, local_shape, logical_coordinates, shard, unravel
+from nnscaler.runtime.tensor_bits import bits_of, same_bits
 from tests.layouts import positions
 
 LAYOUTS: list[tuple[dict[str, State], dict[str, int], tuple[int, ...]]] = [
@@ -178,6 +180,12 @@ def test_bits() -> None:
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
     assert same_bits(nan, nan.clone()) and not same_bits(zero, -zero)
     assert not same_bits(zero, zero.double()) and same_bits(torch.tensor([True]), torch.tensor([True]))
+    turns = torch.tensor([1 + 2j, 3 - 1j])
+    for view in (turns.conj(), turns.conj().imag, turns.conj()[0]):
+        assert same_bits(view, view.resolve_conj().resolve_neg().clone()) and len(bits_of(view)) == view.nbytes
+    assert not same_bits(turns, turns.conj()) and not same_bits(turns.imag, turns.conj().imag)
+    first, second = describe_state({"turns": turns, "conjugate": turns.conj()}).values()
+    assert first.sha256 != second.sha256
 
 
 def test_positions_are_row_major() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import nnscaler
 import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing import trace
@@ -113,7 +114,7 @@ def test_a_function_that_holds_the_module_is_verified(form: Callable[[Model], An
 def test_what_python_cannot_copy_is_shared() -> None:
     model = Model()
     model.held = [threading.Lock(), Path(__file__).open(), iter(range(3))]  # noqa: SIM115
-    copy = copied(model)
+    copy: Any = copied(model)
     assert copy.held is not model.held and copy.held[0] is model.held[0]
     report = verify.verify_plan(model, (X,), ranks=2, plan="tp=2", depth="quick")
     assert report.exit_code == 0, report.to_json()
@@ -192,3 +193,27 @@ def test_a_hook_that_no_copy_has(register: str) -> None:
         verify.verify_plan(
             Model(lambda m: getattr(m.a.weight, register)(lambda g: None)), (X,), ranks=2, plan="dp=2", level="run"
         )
+
+
+class Turns(nn.Module):
+    """Reads a conjugated buffer, and a part of it that lies in the same memory and is negated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        turns = torch.randn(6, dtype=torch.complex64, generator=torch.Generator().manual_seed(2)).conj()
+        self.register_buffer("turns", turns)
+        self.part = turns.imag
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a(x * self.turns.real + self.part) * self.turns.imag).square().mean()
+
+
+def test_conjugated_and_negated_memory_is_copied_as_such() -> None:
+    model = Turns()
+    assert model.turns.is_conj() and model.part.is_neg()
+    copy: Any = copied(model)
+    assert torch.equal(copy.turns, model.turns) and torch.equal(copy.part, model.part)
+    assert copy.turns.untyped_storage().data_ptr() == copy.part.untyped_storage().data_ptr()
+    program = nnscaler.parallelize(model, {"x": X}, ranks=1, plan="dp=1")
+    assert float(nnscaler.start(program).step({"x": X})) == pytest.approx(float(model(X).detach()), rel=1e-6)

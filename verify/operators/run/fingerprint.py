@@ -30,6 +30,7 @@ from op_registry.code_numbers import names_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.is_user_file import is_installed, is_users
+from nnscaler.runtime.tensor_bits import bits_of
 
 LIMIT = 5000  # objects of one operator
 TENSOR_BYTES = 1 << 26
@@ -239,8 +240,7 @@ class _Walk:
         size = tensor.numel() * tensor.element_size()
         if tensor.is_meta or tensor.layout != torch.strided or size > TENSOR_BYTES:
             raise Opaque(f"a tensor of shape {tuple(tensor.shape)}")
-        flat = tensor.detach().cpu().contiguous().flatten()
-        self.write(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        self.write(bits_of(tensor).cpu().numpy().tobytes() if tensor.numel() else b"")
 
     def _other(self, value: Any) -> None:
         wrapped = getattr(value, "__wrapped__", None)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nnscaler.layout import IN_STEP, Replicated, States
 from nnscaler.runtime.role import Buffer, Parameter, Stage
-from nnscaler.runtime.shards import UnequalCopies, assemble, ravel, same_bits, unravel
+from nnscaler.runtime.shards import UnequalCopies, assemble, ravel, unravel
+from nnscaler.runtime.tensor_bits import same_bits
 from verify.programs.execution.record_rank_steps import Entry, RankResult
 
 

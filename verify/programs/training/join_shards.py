@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.shards import logical_coordinates
+from nnscaler.runtime.tensor_bits import same_bits
 from verify.programs.causes.wrong_tensor import exact
 from verify.programs.training.rank_loop import Layout, RankTraining
 
@@ -111,8 +112,7 @@ def put_together(name: str, ranks: Sequence[RankTraining], found: Mapping[int, T
 
 def unequal(one: Tensor, other: Tensor, first: int, rank: int) -> list[UnequalElements]:
     """Return how two copies differ, bitwise: NaN equals itself, and -0.0 is not 0.0."""
-    a, b = (t.contiguous().view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8) for t in (one, other))
-    if torch.equal(a, b):
+    if same_bits(one, other):
         return []
     gap = (exact(one) - exact(other)).abs()
     return [UnequalElements(first, rank, int((one != other).sum()), float(gap.max()))]

@@ -15,6 +15,7 @@ from torch import Tensor
 from nnscaler.layout import Sharded
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.shards import logical_indices
+from nnscaler.runtime.tensor_bits import bits_of
 from nnscaler.runtime.training.saving.rank_tensors import StoredTensor
 
 
@@ -73,7 +74,7 @@ def gathered_state(stored: Sequence[StoredTensor], communicator: Communicator) -
         boxes = [theirs[fqn][3] if fqn in theirs else () for theirs in told]
         own = [box.of(held[fqn].tensor.detach()).reshape(-1) for box in boxes[communicator.rank]]
         # as bytes: not every backend knows every dtype
-        flat = torch.cat([torch.empty(0, dtype=dtype, device=device), *own]).view(torch.uint8)
+        flat = bits_of(torch.cat([torch.empty(0, dtype=dtype, device=device), *own]))
         lengths = [sum(prod(box.sizes) for box in theirs) * dtype.itemsize for theirs in boxes]
         tensor = torch.empty(shape, dtype=dtype)
         for theirs, part in zip(boxes, _gathered(flat, lengths, communicator), strict=True):

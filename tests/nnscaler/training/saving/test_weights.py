@@ -20,7 +20,8 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_user_module
-from nnscaler.runtime.shards import same_bits, shard
+from nnscaler.runtime.shards import shard
+from nnscaler.runtime.tensor_bits import same_bits
 from nnscaler.tracing import Traced, trace
 from nnscaler.training.engine import Engine
 from nnscaler.training.program_runner import EngineSettings

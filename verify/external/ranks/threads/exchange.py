@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
+from nnscaler.runtime.tensor_bits import same_bits
 from verify.external.ranks.collective_mismatch import GroupKey, disagreement_of
 from verify.external.ranks.collective_semantics import CollectiveShare, answer
 from verify.external.ranks.run_result import RankCall, RanksFailed
@@ -207,7 +208,7 @@ class WatchedTensors:
     def has_changed(self) -> bool:
         """Tell whether what was noted is not there any more."""
         now = [_sample(tensor) for tensor in self._tensors]
-        return any(not _same_bits(a, b) for a, b in zip(self._before, now, strict=True))
+        return any(not same_bits(a, b) for a, b in zip(self._before, now, strict=True))
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -215,7 +216,3 @@ def _sample(tensor: Tensor) -> Tensor:
     if value.numel() <= _WHOLE or not value.is_contiguous():
         return value
     return value.view(-1)[:: value.numel() // _SAMPLES]
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

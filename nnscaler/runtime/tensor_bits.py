@@ -1,0 +1,25 @@
+"""The values of a tensor in memory, one after another, and their bits.
+
+A view that conjugates or negates (`x.conj()`, and the `.imag` of one) has other values than its memory, and torch gives
+its bits to nobody. What sends, hashes or compares memory takes it from here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return a strided tensor, contiguous and detached, whose memory is its values; the tensor's own where it may."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the values of a strided tensor as bytes, as [bytes], on its device."""
+    return values_of(tensor).reshape(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bitwise equality: NaN equals itself, and -0.0 differs from 0.0."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_of(a), bits_of(b))
