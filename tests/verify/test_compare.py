@@ -28,6 +28,14 @@ def test_a_gradient_that_is_zero_in_theory_is_measured_against_its_family() -> N
     assert difference(noise, torch.zeros(3)).relative == inf
 
 
+@pytest.mark.parametrize("fill", [-1e9, 1e30, torch.finfo(torch.float64).min, inf])
+def test_what_fills_masked_places_is_no_scale(fill: float) -> None:
+    right, wrong = (torch.tensor([fill, fill, 1.0, value], dtype=torch.float64) for value in (2.0, 2.5))
+    assert difference(wrong, right).relative == pytest.approx(0.25)
+    assert difference(right / 2, right).relative > 0.4
+    assert difference(right.float(), right).relative > 1e-8 or fill in (-1e9, inf)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), inf, -inf])
 def test_what_is_not_finite_never_agrees(bad: float) -> None:
     assert difference(torch.tensor([bad, 1.0]), torch.tensor([1.0, 1.0])).relative == inf

@@ -26,7 +26,11 @@ from verify.results.verdict import Verdict
 # zero in theory (the bias of attention keys) and 1e-17 of rounding noise in practice; relative to themselves they
 # never agree.
 
+# What fills masked places (-1e9, or the least number of a dtype) is no scale of what stands beside it: beyond FILL,
+# what is the same on both sides is left out.
+
 FAMILY_SHARE = 1e-3
+FILL = 1e6  # of what is as large as activations are
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,12 @@ def largest(tensor: Tensor) -> float:
     return float(values.abs().max()) if tensor.numel() else 0.0
 
 
+def largest_beside_fill(expected: Tensor, same: Tensor, fill: float = FILL) -> float:
+    """Return the largest finite absolute value, without those beyond `fill` that are the `same` in what is compared."""
+    values = expected.detach().abs()
+    return largest(values.where(torch.isfinite(values) & ~(same & (values > fill)), 0.0))
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Return whether no element is NaN or infinite."""
     return not (tensor.is_floating_point() or tensor.is_complex()) or bool(torch.isfinite(tensor).all())
@@ -89,13 +99,11 @@ def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> TensorDi
     a, e = _numbers(actual.to(dtype)), _numbers(expected.to(dtype))
     if not is_finite(a) and is_finite(e):
         return TensorDifference(inf, inf, elements=a.numel(), problem=_not_finite(a))
-    gap = (a - e).abs()
-    gap = torch.where((a == e) | (a.isnan() & e.isnan()), torch.zeros_like(gap), gap)
+    same = (a == e) | (a.isnan() & e.isnan())
+    gap = torch.where(same, 0.0, (a - e).abs())
     place = int(gap.argmax())
     absolute = float(gap.flatten()[place])
-    reference = max(
-        float(e[torch.isfinite(e)].abs().max()) if bool(torch.isfinite(e).any()) else 0.0, FAMILY_SHARE * scale
-    )
+    reference = max(largest_beside_fill(e, same), FAMILY_SHARE * scale)
     relative = 0.0 if absolute == 0 else absolute / reference if reference > 0 else inf
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape)) if a.dim() else ()
     return TensorDifference(

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from verify.evidence.oracle.run_whole_operator import WholeRun
-from verify.results.tolerance import FAMILY_SHARE, is_finite, largest
+from verify.results.tolerance import FAMILY_SHARE, is_finite, largest, largest_beside_fill
 
 UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value
 NOISE_FACTOR = 16.0
 LOW_CEILINGS = MappingProxyType({torch.float32: 0.02, torch.bfloat16: 0.25})
+FILL = 1e10  # times what was drawn: what fills masked places, which says nothing of the rounding beside it
 CEILING = 1e-8  # of the largest value: no float64 difference above it is called rounding
 
 
@@ -30,10 +31,12 @@ CEILING = 1e-8  # of the largest value: no float64 difference above it is called
 class Bound:
     """`relative`: the largest difference that agrees, relative to the larger of the expected tensor's largest value and
     1e-3 of its family's. `rounding`: up to which one that does not may be rounding all the same, as after many steps
-    of a recurrent network; it decides nothing."""
+    of a recurrent network; it decides nothing. `fill`: beyond it, numbers that are the same on both sides are left out
+    of the largest value."""
 
     relative: float
     rounding: float = 0.0
+    fill: float = FILL
 
     def agree(self, a: Tensor, b: Tensor, scale: float, terms: float = 0.0) -> bool:
         """Return whether two tensors of one shape differ by rounding alone. Integers and booleans must be equal.
@@ -44,28 +47,27 @@ class Bound:
             return torch.equal(a, b)
         gap = (a - b).abs()
         if bool(torch.isfinite(gap).all()):
-            reference = max(largest(b), FAMILY_SHARE * scale, terms)
+            reference = max(largest_beside_fill(b, a == b, self.fill), FAMILY_SHARE * scale, terms)
             return bool((gap <= self.relative * reference).all())
-        return _agree_beyond(a, b, self.relative)
+        return self._agree_beyond(a, b)
 
-
-def _agree_beyond(a: Tensor, b: Tensor, relative: float) -> bool:
-    """Return whether infinities and NaNs stand in the same places, and finite values agree."""
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    finite = torch.isfinite(b)
-    if not torch.equal(torch.isfinite(a), finite):
-        return False
-    same = (a == b) | (a.isnan() & b.isnan())
-    if not bool((same | finite).all()):
-        return False
-    rest = torch.where(finite, b, torch.zeros_like(b))
-    return bool(torch.where(finite, (a - b).abs() <= relative * largest(rest), True).all())
+    def _agree_beyond(self, a: Tensor, b: Tensor) -> bool:
+        """Return whether infinities and NaNs stand in the same places, and finite values agree."""
+        if a.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        finite = torch.isfinite(b)
+        if not torch.equal(torch.isfinite(a), finite):
+            return False
+        same = (a == b) | (a.isnan() & b.isnan())
+        if not bool((same | finite).all()):
+            return False
+        reference = largest_beside_fill(b, same, self.fill)
+        return bool(torch.where(finite, (a - b).abs() <= self.relative * reference, True).all())
 
 
 def noise(low: WholeRun, exact: WholeRun) -> float:
     """Measure how far a run in lower precision is from the float64 run, relative to each tensor's largest value."""
-    worst = 0.0
+    worst, fill = 0.0, _fill(exact)
     pairs = [*zip(low.outputs, exact.outputs, strict=True), *zip(low.gradients, exact.gradients, strict=True)]
     scale = max((largest(g) for g in exact.gradients if g is not None), default=0.0)
     for found, right in pairs:
@@ -73,10 +75,17 @@ def noise(low: WholeRun, exact: WholeRun) -> float:
             continue
         if found.shape != right.shape or not is_finite(found):
             return float("inf")
-        reference = max(largest(right), FAMILY_SHARE * scale)
+        filled = right.abs() > fill  # with another number in another dtype
+        reference = max(largest_beside_fill(right, filled, fill), FAMILY_SHARE * scale)
         if reference > 0:
-            worst = max(worst, float((found.to(right.dtype) - right).abs().max()) / reference)
+            worst = max(worst, float((found.to(right.dtype) - right).abs().where(~filled, 0.0).max()) / reference)
     return worst
+
+
+def _fill(run: WholeRun) -> float:
+    """Return the number beyond which one is no result of what was drawn for this run."""
+    drawn = (*run.concrete.tensors, *run.cotangents)
+    return FILL * max([1.0, *(largest(t[torch.isfinite(t)]) for t in drawn if t is not None)])
 
 
 def float64_bound(low: WholeRun | None, exact: WholeRun, moved: WholeRun | None = None) -> Bound:
@@ -87,7 +96,8 @@ def float64_bound(low: WholeRun | None, exact: WholeRun, moved: WholeRun | None 
     measured = max(in_low * unit / torch.finfo(torch.float32).eps, in_moved)
     # an operator that jumps where it is moved, at whole numbers say, has no noise in float32
     rounding = NOISE_FACTOR * min(in_low, in_moved)
-    return Bound(min(max(UNITS * unit, NOISE_FACTOR * measured), CEILING), rounding if isfinite(rounding) else 0.0)
+    relative = min(max(UNITS * unit, NOISE_FACTOR * measured), CEILING)
+    return Bound(relative, rounding if isfinite(rounding) else 0.0, _fill(exact))
 
 
 def low_bound(low: WholeRun, exact: WholeRun) -> Bound:
@@ -96,4 +106,5 @@ def low_bound(low: WholeRun, exact: WholeRun) -> Bound:
     Limited: an operator that is wrong in this dtype alone is far from its float64 run, and that is no noise.
     """
     unit = torch.finfo(low.dtype).eps
-    return Bound(min(NOISE_FACTOR * max(unit, noise(low, exact)), LOW_CEILINGS.get(low.dtype, 0.25)))
+    relative = min(NOISE_FACTOR * max(unit, noise(low, exact)), LOW_CEILINGS.get(low.dtype, 0.25))
+    return Bound(relative, fill=_fill(exact))
