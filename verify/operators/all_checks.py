@@ -103,6 +103,8 @@ class Verification:
         for position, name in found[0].inputs.whole_numbers:
             drawn = f"integers below `{name}`" if name else "booleans"
             self.notes[f"input {position} was drawn as {drawn}: `sample_inputs` gives others"] = None
+        if found[0].style == "smooth":
+            self.notes["all sizes were even: it raises on others, or gives other shapes than its annotation"] = None
         if not any(leaders_of(b.signature, ones=True) or b.linear or slices_of(b.signature) for b in found):
             self.notes[f"`{self.spec.name}` claims nothing: no identifier of `{self.text}` can be split"] = None
         for name, value in self.never_changed(found):

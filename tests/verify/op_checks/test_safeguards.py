@@ -327,3 +327,19 @@ def test_ids_that_are_all_alike_show_nothing() -> None:
     assert [f.code for f in report.findings] == ["mutant_survived"]
     without = OpOptions(prove=False, safeguards=Safeguards(mutants=False))
     assert verify_spec(spec, without).exit_code == 0  # what the wrong variants are for
+
+
+def turned_pairs(x: Tensor) -> Tensor:
+    """Positions turn the halves of each vector: of an odd size it would make another one."""
+    half = x.shape[-1] // 2
+    first, second = x.chunk(2, -1)
+    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * 100 ** (-torch.arange(half, dtype=x.dtype) / half)
+    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+
+
+def test_what_halves_a_size_is_tried_on_even_ones() -> None:
+    report = verify_spec(OperatorSpec("turned_pairs", "b s^ d^ -> b s^ d^", target=turned_pairs))
+    assert report.exit_code == 0, report.to_json()
+    assert "all sizes were even: it raises on others, or gives other shapes than its annotation" in report.notes
+    assert only_finding(turned_pairs, "b s d^ -> b s d^").counter_example["identifier"] == "s"
+    assert only_finding(turned_pairs, "b s^ d^ -> b d^ s^").code == "annotation_does_not_fit"

@@ -51,7 +51,8 @@ def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Streng
     known = dict(base.inputs.sizes)
     for change in {tuple(change.items()): change for change in changes}.values():
         wanted = {**bound.sizes, **change}
-        even_too = {name: 2 * wanted[name] for name in together if wanted[name] % 2}
+        evened = wanted if base.style == "smooth" else together  # what it halves, it does not take odd
+        even_too = {name: 2 * wanted[name] for name in evened if wanted[name] % 2}
         small = prod({**wanted, **even_too}.values()) <= _LARGEST_TENSOR
         if all(size <= _LARGEST_BOUND for size in change.values()) and (small or len(change) == 1):
             yield SplitCase(replace(base.inputs, sizes=tuple({**known, **change, **even_too}.items())), (choice,), (2,))

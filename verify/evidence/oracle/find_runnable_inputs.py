@@ -14,6 +14,7 @@ from itertools import chain, combinations, islice, product
 from op_registry.annotation.syntax_tree import Annotation, Operand
 from op_registry.annotation.well_formed import parse_checked
 
+from nnscaler.errors import AnnotationError
 from verify.evidence.inputs.draw_calls import Style, choose_sizes, identifiers_of
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.split_case import Inputs
@@ -34,16 +35,24 @@ class Unusable(Exception):
 
 
 def first_inputs(runner: OperatorRunner) -> tuple[Style, Inputs]:
-    """Return the style of sizes and the inputs. Raises Unusable where the operator runs on none."""
+    """Return the style of sizes and the inputs. Raises Unusable where the operator runs on none, and AnnotationError
+    where it runs, and its annotation fits no sizes: what halves a size may fit it where all are even."""
     annotation = parse_checked(str(runner.spec.annotation))
     wanted: tuple[Style, ...] = ("distinct", "smooth") if runner.options.safeguards.distinct_sizes else ("equal",)
     message = ""
+    misfit: AnnotationError | None = None
     for style in wanted:
         inputs = _inputs(runner, annotation, style)
-        problem = _problem(runner, inputs)
+        try:
+            problem = _problem(runner, inputs)
+        except AnnotationError as error:
+            misfit = misfit or error
+            continue
         if problem is None:
             return style, inputs
         message = message or problem
+    if misfit is not None:
+        raise misfit
     for style in wanted:
         inputs = without_derivatives(runner, _inputs(runner, annotation, style))
         if inputs.without_gradient:
