@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from math import prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor
@@ -118,7 +118,9 @@ class WrongTensor:
         if len(products) < len(pairs) or not square > 0:
             return None
         factor = sum(float((value * made).sum()) for value, made in products) / square
-        return factor if factor and all(self.near(value, factor * made) for value, made in products) else None
+        if not factor or not isfinite(1 / factor):  # of what is next to nothing, no multiple is told
+            return None
+        return factor if all(self.near(value, factor * made) for value, made in products) else None
 
     def lines(self, axes: Sequence[str]) -> list[list[Place]]:
         """Return the places that differ on these axes alone, for each that is wrong; none where one is unknown."""
