@@ -154,7 +154,7 @@ def parallelised(
 def rows_of(program: ExternalProgram, reference: PlainReference, rank: int, number: int) -> Batch:
     """Return this rank's rows of the batch of a step."""
     index, parts = data_part(program, coordinates(program)[rank])
-    return copied(part_of(batch_of_step(reference.batch, number, parts), index, parts), reference.dtype)
+    return copied(part_of(batch_of_step(reference.batch, number), index, parts), reference.dtype)
 
 
 PHASES = ("forward", "backward", "clip", "optimizer")  # a step that runs its backward pass by itself is all forward

@@ -81,11 +81,11 @@ def row_count(batch: Batch) -> int:
     return max(dict.fromkeys(sizes), key=sizes.count) if sizes else int(any(t.dim() for t in tensors_of(batch)))
 
 
-def batch_of_step(batch: Batch, step: int, parts: int) -> Batch:
-    """Return the batch of a step: its rows in another order, so that data parts see other rows in each step."""
+def batch_of_step(batch: Batch, step: int) -> Batch:
+    """Return the batch of a step: its rows in another order, so that data parts and micro-batches have other rows in
+    each step, and what a program keeps of its first batch shows."""
     rows = row_count(batch)
-    shift = step if parts > 1 else 0
-    return map_batch(batch, lambda t: t.roll(shift, 0) if shift and t.dim() and len(t) == rows else t)
+    return map_batch(batch, lambda t: t.roll(step, 0) if step and t.dim() and len(t) == rows else t)
 
 
 def part_of(batch: Batch, index: int, parts: int) -> Batch:
@@ -201,7 +201,7 @@ def run_reference(
         space, start = StateMap.of(model), logical_state(model)
         optimizer = None if program.optimizer is None else program.optimizer(model)
         for number in range(steps):
-            whole = batch_of_step(batch, number, parts)
+            whole = batch_of_step(batch, number)
             losses, statistics = _run_parts(program, step_of, model, whole, dtype, kept)
             model.zero_grad(set_to_none=True)
             loss = _backward(program, step_of, model, whole, dtype)
@@ -360,7 +360,6 @@ def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainRe
     and gradients over all addresses. It raises what the model raises."""
     step_of = program.reference_step or program.step
     space = reference.space
-    parts = data_parts(program)
 
     @cache
     def run(number: int, piece: int, pieces: int) -> tuple[Tensor, Tensor]:
@@ -372,7 +371,7 @@ def piece_of_step(program: ExternalProgram, model: nn.Module, reference: PlainRe
                     whole = space.whole(name)
                     real = as_real(tensor.detach())
                     real.copy_(before[whole.start : whole.stop].view(real.shape).to(real.dtype))
-            rows = part_of(batch_of_step(reference.batch, number, parts), piece, pieces)
+            rows = part_of(batch_of_step(reference.batch, number), piece, pieces)
             loss = step_of(mine, copied(rows, reference.dtype))
             if isinstance(loss, Tensor) and loss.requires_grad and _no_gradient_yet(mine, 0):
                 run_backward(loss, torch.ones_like(loss))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.verify.external import programs
 from tests.verify.external.programs import program
@@ -33,6 +36,39 @@ def test_a_rank_that_starts_from_its_own_values_beside_one_that_keeps_the_models
     report = verify_program(program(started_apart, dp=2), QUICK)
     assert report.verdict is Verdict.REFUTED
     assert {f.counter_example["cause"] for f in report.findings} == {"not_synchronised"}
+
+
+def _seeded(model: nn.Module, mesh: DeviceMesh, unlike: bool) -> nn.Module:
+    """Weights made on the meta device, from a seed of each shard, or of each rank: copies of a shard differ then."""
+    sharded = fully_shard(model.to("meta"), mesh=mesh["copies", "shards"])
+    sharded.to_empty(device="cpu")
+    torch.manual_seed(dist.get_rank() if unlike else mesh["shards"].get_local_rank())
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().normal_()
+    return sharded
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_copies_of_shards_that_start_unlike_are_told(unlike: bool) -> None:
+    made = replace(program(programs.replicated, copies=2, shards=2), parallelize=partial(_seeded, unlike=unlike))
+    report = verify_program(replace(made, data_axes=("copies", "shards")), QUICK)
+    assert report.verdict is (Verdict.INCONCLUSIVE if unlike else Verdict.TESTED_EXACT)
+    assert [f.code for f in report.findings] == ["replicas_differ"] * unlike
+
+
+def _kept_labels(model: Any, batch: Any) -> Any:
+    """Keeps the labels of the first batch: a mistake that shows where a later one has others."""
+    model.kept = getattr(model, "kept", batch[1])
+    return model(batch[0], model.kept)
+
+
+def test_what_is_kept_of_the_first_batch_is_refuted_without_data_parts() -> None:
+    right = program(programs.tensor_parallel, tp=2)
+    wrong = replace(right, step=_kept_labels, reference_step=right.step)
+    verdicts = [verify_program(one, ExternalSettings(steps=2, isolate=False)).verdict for one in (right, wrong)]
+    assert verdicts == [Verdict.TESTED_EXACT, Verdict.REFUTED]
 
 
 def _without_head(model: Any) -> torch.optim.Optimizer:

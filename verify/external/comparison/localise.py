@@ -84,10 +84,9 @@ def traced_model(program: ExternalProgram, model: nn.Module, reference: PlainRef
     """Run the plain model for one step, and keep what its modules return."""
     mine = copy.deepcopy(model)
     step = program.reference_step or program.step
-    _, parts = data_part(program, dict.fromkeys((axis for axis, _ in program.mesh), 0))
     plain = ExternalProgram(program.name, program.model, program.batch, lambda m, mesh: m, program.mesh, step=step)
     with torch.random.fork_rng(devices=[]), computing_in(mine, reference.dtype), _recorded([mine]) as seen:
-        run_step(plain, mine, copied(batch_of_step(reference.batch, 0, parts), reference.dtype))
+        run_step(plain, mine, copied(batch_of_step(reference.batch, 0), reference.dtype))
     return _whole(seen)
 
 
