@@ -21,11 +21,11 @@ from verify.external.comparison.micro_batch_reference import micro_means
 from verify.external.comparison.noise import Noise, measure
 from verify.external.comparison.repair import Repair, repair_of
 from verify.external.comparison.replicas_under_dropout import NAME as COPIES
-from verify.external.comparison.replicas_under_dropout import draws, draws_beside_dropout, unequal
+from verify.external.comparison.replicas_under_dropout import draws, draws_beside_dropout, unequal, unequal_losses
 from verify.external.observe_rank_run import RankRecord, observe
 from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
-from verify.external.reference import PlainReference, data_parts, piece_of_step, run_reference
+from verify.external.reference import PlainReference, data_part, data_parts, piece_of_step, run_reference
 from verify.external.unequal_label_counts import NAME as LABELS
 from verify.external.unequal_label_counts import UnequalLabels, unequal_labels
 from verify.results.finding import Finding
@@ -181,8 +181,11 @@ class ExternalCase:
             result.append(replace(finding, counter_example=example, help=help))
         return tuple(result)
 
-    def copies(self) -> tuple[Check, tuple[Finding, ...]] | None:
-        """Compare copies with dropout on, in float64; None where the plain model drops nothing."""
+    def copies(self, known: Sequence[RankRecord]) -> tuple[Check, tuple[Finding, ...]] | None:
+        """Compare copies, and losses, with dropout on, in float64; None where the plain model drops nothing.
+
+        `known`: the run without dropout.
+        """
         if not draws(self.program, self.model, self.truth.batch):
             return None
         one = replace(self.truth, steps=self.truth.steps[:1])
@@ -192,11 +195,15 @@ class ExternalCase:
         except RanksFailed as failure:
             finding = Finding(failure.code, f"{failure.message}, with dropout on", self.program.where)
             return Check(COPIES, Verdict.INCONCLUSIVE, 0), (finding,)
-        count, wrong = unequal(ran.results)
+        parts = [data_part(self.program, record.coordinate)[0] for record in ran.results]
+        both = unequal(ran.results), unequal_losses(ran.results, known, parts)
+        count, wrong = sum(compared for compared, _ in both), [one for _, told in both for one in told]
         found = tuple(
             Finding(
                 "random_numbers_differ",
-                f"copies of {one.name} on ranks {one.ranks[0]} and {one.ranks[1]} get other gradients with dropout on",
+                f"copies of {one.name} on ranks {one.ranks[0]} and {one.ranks[1]} get other gradients with dropout on"
+                if one.name
+                else f"the losses of ranks {one.ranks[0]} and {one.ranks[1]}, of the same rows, differ with dropout on",
                 self.program.where,
                 {"relative difference": f"{one.relative:.3g}", "cause": "random_numbers"},
                 "ranks that hold copies and see the same rows do not drop the same elements",

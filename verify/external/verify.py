@@ -215,7 +215,7 @@ def verify_in(
         checks, found = drawn
     elif not right and not known:
         found = case.explained(run, compared, found)
-    if right and dtype == torch.float64 and (copies := case.copies()) is not None:
+    if right and dtype == torch.float64 and (copies := case.copies(ran.results)) is not None:
         checks, found = (*checks, copies[0]), (*found, *copies[1])
     if right and not known:
         for check, others, said in (case.with_labels(ran.results, narrow), case.with_clipping(ran.results, narrow)):

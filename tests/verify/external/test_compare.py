@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -69,6 +71,26 @@ def test_what_is_kept_of_the_first_batch_is_refuted_without_data_parts() -> None
     wrong = replace(right, step=_kept_labels, reference_step=right.step)
     verdicts = [verify_program(one, ExternalSettings(steps=2, isolate=False)).verdict for one in (right, wrong)]
     assert verdicts == [Verdict.TESTED_EXACT, Verdict.REFUTED]
+
+
+class Bare(nn.Module):
+    """Nothing of it is held in copies under tensor parallelism; what it drops is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        return F.dropout(self.down(F.gelu(self.up(x))), 0.3).square().mean()
+
+
+@pytest.mark.parametrize("made", [programs.tensor_parallel, programs.seeded_by_rank])
+def test_losses_of_the_same_rows_agree_with_dropout_on(made: Callable[..., Any]) -> None:
+    report = verify_program(program(made, model=Bare, tp=2), QUICK)
+    wrong = made is programs.seeded_by_rank
+    assert report.verdict is (Verdict.REFUTED if wrong else Verdict.TESTED_EXACT)
+    assert [f.code for f in report.findings] == ["random_numbers_differ"] * wrong
+    assert next(check.count for check in report.checks if check.name == "copies with dropout") == 1
 
 
 def _without_head(model: Any) -> torch.optim.Optimizer:

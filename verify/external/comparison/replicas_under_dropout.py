@@ -1,5 +1,6 @@
 """With dropout on no rank can be compared with the plain model, but copies can be with each other: where ranks hold the
-same elements and see the same rows, their gradients are equal only if they drop the same.
+same elements and see the same rows, their gradients are equal only if they drop the same; and so are the losses of
+ranks that see the same rows, whatever they hold.
 
 Worked example. Under tensor parallelism every rank drops of the same activation after a row-parallel linear. Seeds that
 depend on the rank drop other elements on each of them: the losses differ, and so do the gradients of every copy.
@@ -27,8 +28,8 @@ _CLOSE = 1e-7  # relative; in float64 copies are equal up to rounding
 
 
 @dataclass(frozen=True)
-class UnequalGradients:
-    """A parameter whose copies on two ranks have different gradients."""
+class Unequal:
+    """A parameter whose copies on two ranks have different gradients, or "" for their losses."""
 
     name: str
     ranks: tuple[int, int]
@@ -62,10 +63,35 @@ def _loss(program: ExternalProgram, model: nn.Module, batch: Batch, dropout: boo
     return None if loss is None else loss.detach().clone()
 
 
-def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[UnequalGradients, ...]]:
+def unequal_losses(
+    records: Sequence[RankRecord], known: Sequence[RankRecord], parts: Sequence[int]
+) -> tuple[int, tuple[Unequal, ...]]:
+    """Compare the losses of ranks that see the same rows, in the first step; return as `unequal`.
+
+    `known`: a run without dropout, in which those losses are equal; `parts`: the data part of each rank.
+    """
+    first: dict[int, int] = {}  # data part -> the position of a rank
+    found: list[Unequal] = []
+    count = 0
+    for place, (record, part) in enumerate(zip(records, parts, strict=True)):
+        loss, without = record.steps[0].loss, known[place].steps[0].loss
+        if loss is None or without is None:
+            continue
+        other = first.setdefault(part, place)
+        one, alike = records[other].steps[0].loss, known[other].steps[0].loss
+        if other == place or one is None or alike is None or difference(without, alike).relative > _CLOSE:
+            continue
+        count += 1
+        gap = difference(loss.detach(), one.detach())
+        if gap.relative > _CLOSE:
+            found.append(Unequal("", (records[other].rank, record.rank), gap.relative))
+    return count, tuple(found)
+
+
+def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[Unequal, ...]]:
     """Compare the gradients of copies in the first step; return how many were compared, and those that differ."""
     first: dict[tuple[str, object], tuple[int, Tensor]] = {}
-    found: list[UnequalGradients] = []
+    found: list[Unequal] = []
     count = 0
     scale = family_scale([g for record in records for g in record.steps[0].gradients.values()])
     for record in records:
@@ -80,7 +106,7 @@ def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[UnequalGradients,
             count += 1
             gap = difference(gradient, other, scale)
             if gap.relative > _CLOSE:
-                found.append(UnequalGradients(piece.name, (rank, record.rank), gap.relative))
+                found.append(Unequal(piece.name, (rank, record.rank), gap.relative))
     return count, tuple(found)
 
 
