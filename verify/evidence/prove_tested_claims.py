@@ -7,16 +7,22 @@ rewritten call computes. A claim is as strong as its weakest sample call.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.dimension_types.prove import prove
+from verify.evidence.inputs.concrete_call import dtype_name
 from verify.evidence.oracle.annotation_claims import Slices, Target
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import Base
+from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
 from verify.evidence.smt.prove import prove_bounded
 from verify.results.verdict import Condition, Strength, Verdict
 
@@ -41,7 +47,7 @@ def prove_base(
     except (WholeRaised, NnscalerError) as error:
         return {t: Strength(Verdict.TESTED_EXACT, str(error)) for t in targets}
     found: dict[Target, Strength] = {}
-    steps = _steps_traced(runner.spec.target)
+    steps = (*_steps_traced(runner.spec.target), *_dtypes_traced(runner, whole))
     for proof in prove(runner.spec, base.signature, whole.concrete).proofs:
         choice = proof.target
         target: Target | None = None
@@ -79,3 +85,45 @@ def _steps_traced(target: object) -> tuple[Condition, ...]:
         return ()
     *some, last = (str(steps + 1) for steps in (0, *target.pasts))
     return (Condition(f"the optimizer counts its steps, and steps {', '.join(some)} and {last} are followed"),)
+
+
+def _dtypes_traced(runner: OperatorRunner, whole: WholeRun) -> tuple[Condition, ...]:
+    """Return what the proof of a user's operator takes for granted of dtypes. It follows the code in float64, and the
+    code may do something else in another one."""
+    if runner.spec.target is None or isinstance(runner.spec.target, Update):
+        return ()
+    function = runner.function(whole.concrete)
+    followed = _calls_in(torch.float64, function, whole)
+    ways = {dtype: _calls_in(dtype, function, whole) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    other = [dtype_name(dtype) for dtype, calls in ways.items() if None not in (calls, followed) and calls != followed]
+    return (Condition(f"it is followed in float64, and calls other functions in {', '.join(other)}"),) if other else ()
+
+
+def _calls_in(dtype: torch.dtype, function: Callable[..., Any], whole: WholeRun) -> tuple[str, ...] | None:
+    """Return the names of what the operator calls of torch in a dtype, without changes of dtype; None where it does not
+    run in it."""
+    for _ in range(2):  # the first run may fill what is kept for the second
+        calls = _Calls()
+        try:
+            with calls:
+                run_whole(function, whole.concrete, torch.Generator().manual_seed(0), dtype, whole.without_gradient)
+        except Exception:  # noqa: BLE001 - then no shard runs either
+            return None
+    return tuple(calls.names)
+
+
+_OF_DTYPES = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16", "is_floating_point", "finfo"))
+
+
+class _Calls(TorchFunctionMode):
+    """While open, the names of the functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name != "__get__" and name not in _OF_DTYPES:  # an attribute, such as a shape or the dtype
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))

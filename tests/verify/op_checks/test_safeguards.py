@@ -343,3 +343,24 @@ def test_what_halves_a_size_is_tried_on_even_ones() -> None:
     assert "all sizes were even: it raises on others, or gives other shapes than its annotation" in report.notes
     assert only_finding(turned_pairs, "b s d^ -> b s d^").counter_example["identifier"] == "s"
     assert only_finding(turned_pairs, "b s^ d^ -> b d^ s^").code == "annotation_does_not_fit"
+
+
+def scaled_in_float16(x: Tensor) -> Tensor:
+    if x.dtype == torch.float16:
+        x = x / (x.abs().amax() / 1e4).clamp(min=1.0)
+    return x * 2
+
+
+def normed_in_float32(x: Tensor) -> Tensor:
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def test_a_proof_in_float64_says_where_another_dtype_goes_another_way() -> None:
+    found = [
+        verify_spec(OperatorSpec(operator.__name__, "a b^ -> a b^", target=operator))
+        for operator in (scaled_in_float16, normed_in_float32)
+    ]
+    assert [report.verdict for report in found] == [Verdict.PROVED_BOUNDED, Verdict.PROVED_ALL_SIZES]
+    (split,) = (check for check in found[0].checks if check.name.startswith("split `a`"))
+    assert "calls other functions in float16" in split.detail
