@@ -364,3 +364,11 @@ def test_a_proof_in_float64_says_where_another_dtype_goes_another_way() -> None:
     assert [report.verdict for report in found] == [Verdict.PROVED_BOUNDED, Verdict.PROVED_ALL_SIZES]
     (split,) = (check for check in found[0].checks if check.name.startswith("split `a`"))
     assert "calls other functions in float16" in split.detail
+
+
+def centred_frames(x: Tensor) -> Tensor:
+    return x - x.mean(1, keepdim=True) if x.dim() == 5 else x * 2
+
+
+def test_a_wildcard_stands_for_as_many_dims_as_the_code_asks_for() -> None:
+    assert only_finding(centred_frames, "* -> *").counter_example["shapes"].count(",") >= 4

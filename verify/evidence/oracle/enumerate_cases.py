@@ -15,6 +15,7 @@ from itertools import combinations, product
 
 from op_registry.annotation.syntax_tree import UNSPLIT
 from op_registry.annotation.well_formed import parse_checked
+from op_registry.code_numbers import numbers_in
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
@@ -32,6 +33,7 @@ PAIRS = 15  # of two targets; the seed says which ones, where there are more
 LOW = ("float32", "bfloat16")
 USERS_LOW = (*LOW, "float16")  # a user's operator may do something else in any of them
 NESTED = (3, 2)
+_MOST_DIMS = 6  # that a number in the code is taken for a number of dims
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,12 @@ def bases(runner: OperatorRunner) -> list[Base]:
 
 
 def _of_other_dims(runner: OperatorRunner, inputs: Inputs, style: Style) -> Iterator[Base]:
-    """Yield calls in which `*` stands for fewer and for more dims, where a user's operator runs on such."""
-    annotation = parse_checked(str(runner.spec.annotation))
-    for dims in OTHER_DIMS if runner.spec.target is not None and dims_of(dict(inputs.sizes)) else ():
+    """Yield calls in which `*` stands for fewer and for more dims, and for as many as its code asks for, where a user's
+    operator runs on such."""
+    annotation, numbers = parse_checked(str(runner.spec.annotation)), {*numbers_in(runner.spec.target)}
+    asked = range(OTHER_DIMS[-1] + 1, _MOST_DIMS + 1)
+    wanted = (*OTHER_DIMS, *(n for n in asked if not numbers.isdisjoint((n, n - 1, n + 1))))
+    for dims in wanted if runner.spec.target is not None and dims_of(dict(inputs.sizes)) else ():
         other = replace(inputs, sizes=tuple(choose_sizes(annotation, (), style, dims).items()))
         try:
             signature = runner.prepare(other).signature
