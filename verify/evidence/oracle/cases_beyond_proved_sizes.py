@@ -44,6 +44,8 @@ def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Streng
     for name, number in product(bound.sizes, numbers):
         even = number + 2 - number % 2
         changes += [{name: even}, {name: 2 * even}] if name in together else [{name: even}]
+        # what it does at this very size, and at its multiples
+        changes += [{name: number}, {name: 2 * number}] if name in together else [{name: number}]
     changes += [{name: _POWER} for name in bound.sizes]  # kernels have a way of their own where sizes are such
     for number in numbers if len(bound.sizes) > 1 else ():  # all at once: the smaller of two sizes lies beyond it then
         even = number + 2 - number % 2
