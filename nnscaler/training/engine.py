@@ -245,10 +245,11 @@ class Engine:
         others. Raises NnscalerError("update_needs_whole") for a parameter that rests in shards which the
         optimizer cannot update one by one.
         """
-        entries = [e for e in self.manifest.parameters if e.trainable and not e.fqns[0].startswith(INPUT_GRADIENT)]
-        names = {e.fqns[0]: e.fqns for e in entries if only is None or only(e.fqns[0], tuple(e.shape))}
+        entries = [e for e in self.manifest.parameters if not e.fqns[0].startswith(INPUT_GRADIENT)]
+        names = {e.fqns[0]: e.fqns for e in entries if e.trainable and (not only or only(e.fqns[0], tuple(e.shape)))}
+        untrained = {name for e in entries if not e.trainable for name in e.fqns}
         held = [tensor for tensor in self.stored() if tensor.kind == "parameter"]
-        return build_optimizer(cls, names, held, groups or {}, defaults)
+        return build_optimizer(cls, names, held, groups or {}, defaults, untrained)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

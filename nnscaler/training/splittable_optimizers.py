@@ -7,7 +7,7 @@ one a test on the spot, which runs it whole and on shards.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -145,6 +145,7 @@ def build_optimizer(
     held: Sequence[StoredTensor],
     groups: Mapping[str, Mapping[str, Any]],
     defaults: Mapping[str, Any],
+    untrained: Collection[str] = (),
 ) -> Optimizer:
     """Return an optimizer of the parameters that this rank holds, in groups by pattern (`parameter_groups`).
 
@@ -152,7 +153,7 @@ def build_optimizer(
     """
     check_class(cls, defaults)
     here = {tensor.fqn: tensor for tensor in held}
-    made = parameter_groups(cls, names, {fqn: tensor.tensor for fqn, tensor in here.items()}, groups)
+    made = parameter_groups(cls, names, {fqn: tensor.tensor for fqn, tensor in here.items()}, groups, untrained)
     for group in made:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         own = [here[fqn] for fqn in group["param_names"]]
@@ -236,12 +237,15 @@ def parameter_groups(
     names: Mapping[str, Sequence[str]],
     here: Mapping[str, Tensor],
     groups: Mapping[str, Mapping[str, Any]],
+    untrained: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return the groups to make an optimizer of: one for each pattern, in order, then one for what none matches.
 
-    names    every trainable parameter of the model, in its order, with all its names (several where it is tied)
-    here     those that this rank has
-    groups   pattern (as `*.bias`) -> hyper-parameters; the first that matches any name of a parameter counts
+    names      every trainable parameter of the model, in its order, with all its names (several where it is tied)
+    here       those that this rank has
+    groups     pattern (as `*.bias`) -> hyper-parameters; the first that matches any name of a parameter counts
+    untrained  names of the model's other parameters: a group of these alone is empty, for torch leaves alone what gets
+               no gradient
 
     Every rank gets the same groups in the same order, some of them perhaps empty: schedulers do the same on all.
     Raises NnscalerError for a pattern without a parameter and for a hyper-parameter that the optimizer does not take.
@@ -249,7 +253,8 @@ def parameter_groups(
     taken: dict[str, str] = {}
     for pattern in groups:
         found = [fqn for fqn, all_names in names.items() if any(fnmatchcase(n, pattern) for n in all_names)]
-        _check_pattern(pattern, found, taken, names)
+        if found or not any(fnmatchcase(name, pattern) for name in untrained):
+            _check_pattern(pattern, found, taken, names)
         taken.update((fqn, pattern) for fqn in found if fqn not in taken)
     for pattern, overrides in groups.items():
         _check_overrides(cls, pattern, overrides)

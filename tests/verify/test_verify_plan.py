@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,29 @@ def test_a_module_is_taken_too_and_not_changed(tiny: Factory, batch: Batch) -> N
     assert verify.verify_plan(module, batch, ranks=2, plan="dp=2", steps=1).exit_code == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
+
+
+class Several(nn.Module):
+    """Returns more than its loss, and reads a layer without a gradient that it leaves trainable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head, self.teacher = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            target = self.teacher(x).softmax(-1)
+        logits = self.head(torch.tanh(self.layer(x)))
+        loss = nn.functional.cross_entropy(logits, y) + nn.functional.cross_entropy(logits, target)
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("how", [{"depth": "deep"}, {"depth": "deep", "steps": 1}, {"train": True}])
+def test_a_model_of_several_results_is_verified_at_any_depth(how: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(8, 6, generator=generator), "y": torch.randint(0, 3, (8,), generator=generator)}
+    report = verify.verify_plan(Several, batch, ranks=2, plan="dp=2", **how)
+    assert report.exit_code == 0, report.to_json()
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from nnscaler.runtime.tensor_bits import same_bits
 from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally, merge_outcomes
-from verify.programs.checks.logical_tensors import Holding, holdings_of
+from verify.programs.checks.logical_tensors import Holding, holdings_of, results_of
 from verify.programs.execution.record_rank_steps import RankResult, Task
 from verify.programs.execution.run_on_backend import Failure, finding_of, run_simulator
 from verify.programs.opened_program import open_program
@@ -99,8 +99,21 @@ def check_other_plan(
         return CheckOutcome(
             Check(NAME, outcome.verdict, 1, 1), (finding_of(outcome, program.path, SourceMap(prepared.graph)),)
         )
-    parameters, buffers = holdings_of(program.roles())
-    reference = comparison.reference
-    last = replace(reference, losses=reference.losses[-1:], gradients=reference.gradients[-1:])
-    other = replace(comparison, reference=last, results=outcome, parameters=parameters, buffers=buffers, steps=1)
+    roles = program.roles()
+    (parameters, buffers), reference = holdings_of(roles), comparison.reference
+    last = replace(
+        reference,
+        losses=reference.losses[-1:],
+        gradients=reference.gradients[-1:],
+        results=reference.results[-1:],
+    )
+    other = replace(
+        comparison,
+        reference=last,
+        results=outcome,
+        parameters=parameters,
+        buffers=buffers,
+        outputs=results_of(roles),
+        steps=1,
+    )
     return merge_outcomes(NAME, f"{NAME}: ", run_checks(other, {n: t.clone() for n, t in reference.buffers.items()}))

@@ -85,9 +85,14 @@ def _first(wrong: Sequence[ComparedValue]) -> list[ComparedValue]:
 
 def everything(trained: Trained) -> Iterator[ComparedValue]:
     """Yield all that is compared, in order."""
-    eager = trained.eager
+    eager, idle = trained.eager, _idle(trained)
     for number, expected in enumerate(eager.steps):
         steps = {r.rank: r.steps[number] for r in trained.ranks}
+        expected = replace(
+            expected,
+            rates={name: rate for name, rate in expected.rates.items() if name not in idle},
+            parameters={name: tensor for name, tensor in expected.parameters.items() if name not in idle},
+        )
         yield from _scalars(number, expected, steps)
         yield from _tensors(trained, "gradient", number, expected.gradients, {r: s.gradients for r, s in steps.items()})
         yield from _states(trained, number, expected, steps)
@@ -102,6 +107,14 @@ def everything(trained: Trained) -> Iterator[ComparedValue]:
         found = {r.rank: r.evaluation for r in trained.ranks if r.evaluation is not None}
         yield ComparedValue("evaluation", last, "", _alike(found), eager.evaluation, 0.0)
         yield from _tensors(trained, "evaluation", last, buffers, {r.rank: r.after for r in trained.ranks})
+
+
+def _idle(trained: Trained) -> frozenset[str]:
+    """Return the parameters that the model never gives a gradient, though they ask for one, and no rank trains: torch's
+    optimizers leave them alone."""
+    named = {name for step in trained.eager.steps for name in step.gradients}
+    moved = {name for step in trained.eager.steps for name, gradient in step.gradients.items() if gradient is not None}
+    return frozenset(named - moved - {name for rank in trained.ranks for step in rank.steps for name in step.rates})
 
 
 def _scalars(number: int, expected: StepRecord, steps: Mapping[int, StepRecord]) -> Iterator[ComparedValue]:
