@@ -59,6 +59,7 @@ from nnscaler.training.recompilation import (
     has_modes,
     sent,
     shapes_of,
+    unsaved_buffers,
     valueless,
     whole_batch,
 )
@@ -135,7 +136,7 @@ class Engine:
         self._family: list[Engine] = [self] if share is None else share._family
         self._current = self._run(sent(program), dict(program.state), None if share is None else share._current)
         self._running[self._first_size] = self._current
-        self._program = valueless(program)
+        self._program, self._unsaved = valueless(program), unsaved_buffers(program)
         if share is None:
             self._buffers = named_buffers(self.executor)  # as they are now, of all programs over these parameters
         else:
@@ -307,11 +308,10 @@ class Engine:
         return {tensor: named[name] for engine in self._family for name, tensor in engine.parameters.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the model's logical parameters and buffers by every name, whole, on each rank, which all call this.
-
-        For models that fit a rank; `Checkpoints` writes shards.
-        """
-        return gathered_state(self.stored(), self.communicator)
+        """Return the logical tensors of the model's own `state_dict` by every name, whole, on each rank, which all call
+        this: for models that fit a rank. `Checkpoints` writes shards."""
+        found = gathered_state(self.stored(), self.communicator)
+        return {name: tensor for name, tensor in found.items() if name not in self._unsaved}
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> int:
         """Compare copies on several ranks by checksums, as `nnscaler.training.check_replicas.check_replicas`."""

@@ -83,6 +83,12 @@ def sent(program: Program) -> SentProgram:
     return SentProgram(program.sources, program.manifest, constants, program.plan.data_axes)
 
 
+def unsaved_buffers(program: Program) -> frozenset[str]:
+    """Return the buffers that the module's own `state_dict` leaves out, where the module is known."""
+    parts = () if program.origin is None else program.origin.module.named_modules()
+    return frozenset(f"{path}.{name}".lstrip(".") for path, part in parts for name in part._non_persistent_buffers_set)
+
+
 def valueless(program: Program) -> Callable[[], Program]:
     """Return what gives a program that has been started, without the values of its model: the engine has them now, and
     a model that nobody else holds is freed. `state` has tensors on the meta device.

@@ -196,3 +196,24 @@ def test_a_file_of_torch_is_named_so(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(2)}, tmp_path / "w.pt")
     with pytest.raises(NnscalerError, match=r"w.pt is no file of safetensors, but one of torch.save"):
         weights.SafetensorFiles(tmp_path / "w.pt")
+
+
+class WithTable(torch.nn.Module):
+    """Has a buffer that it does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4), persistent=False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.table + self.count).square().mean()
+
+
+def test_the_state_is_that_which_the_module_loads() -> None:
+    model, batch = WithTable(), {"x": torch.ones(2, 4)}
+    engine = nnscaler.start(nnscaler.parallelize(model, batch, ranks=1, plan="dp=1"))
+    assert engine.state_dict().keys() == model.state_dict().keys()
+    assert any(entry.fqn == "table" for entry in engine.stored())
+    model.load_state_dict(engine.state_dict())
