@@ -115,8 +115,9 @@ def _able(graph: Graph, signatures: Signatures, parts: int) -> Rings:
     raise NnscalerError(
         "plan_illegal",
         f"cp={parts}: the model calls no attention whose keys can be passed around",
-        help="call torch.nn.functional.scaled_dot_product_attention (in transformers: attn_implementation='sdpa'); "
-        "or use tp or dp instead of cp",
+        help="call torch.nn.functional.scaled_dot_product_attention (in transformers: attn_implementation='sdpa') "
+        "without dropout, which is drawn for all keys: build the model with dropout 0 in attention; or use tp or dp "
+        "instead of cp",
     )
 
 

@@ -9,6 +9,7 @@ samples: where a rank has half of the windows of each, a dim of (samples x windo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +26,10 @@ from nnscaler.transform.plan import ChunkStep, OrderStep, Plan, RestStep, SplitS
 from nnscaler.transform.select_operations import select
 
 Signatures = Mapping[str, Signature]
+_COUNT = re.compile(r"_\d+(?=_|$)")  # in a name: which of its kind it is
 _KEYS: tuple[Callable[[Operation], Hashable], ...] = (
+    # a mode may take an operator apart: attention with dropout transposes its keys, beside what the line transposes
+    lambda op: (_COUNT.sub("", op.name), op.operator, op.module, op.where),
     lambda op: (op.operator, op.module, op.where),
     lambda op: (op.operator, op.module),  # a mode may have a line of its own
     lambda op: (op.name, op.module, op.where),  # or an operator: batch norm has other statistics in evaluation
@@ -98,7 +102,7 @@ def _resized(
 ) -> list[Step]:
     """Return the split of these operations as it is at their other sizes: a step for each form and name that it takes.
 
-    An operation of another size that cannot be cut so follows its operands instead.
+    An operation of another size, or with another operator, that cannot be cut so follows its operands instead.
     """
     parts = {size for axes in plan.mesh_axes for name, size in axes if name == step.axis}
     parts = {plan.micro_batches} if step.axis == MICRO else parts
@@ -114,7 +118,8 @@ def _resized(
         old, new = before.bound.sizes[step.identifier], after.bound.sizes[identifier]
         named = replace(step, identifier=identifier)
         form = named if old == new else _of_size(named, old, new)
-        if old == new or all(_is_legal(form, after, n) for n in parts):
+        alike = old == new and before.call.operator == after.call.operator
+        if alike or all(_is_legal(form, after, n) for n in parts):
             forms.setdefault(form, []).append(name)
     return [replace(form, operations=tuple(found)) for form, found in forms.items()]
 

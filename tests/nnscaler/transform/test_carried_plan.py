@@ -153,3 +153,34 @@ def test_a_mode_with_another_operator_has_its_parameters_in_the_same_layouts() -
     ]
     assert sorted(declared[0]) == sorted(declared[1])
     assert any('"norm.weight"' in line and "Sharded(0)" in line for line in declared[0])
+
+
+class Attending(nn.Module):
+    """Attention that drops in training, where it is taken apart, on a line that transposes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        p = 0.1 if self.training else 0.0
+        a = F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(0, 1).transpose(0, 1)
+        return self.out(a).square().mean()
+
+
+def test_attention_that_drops_in_training_alone_is_evaluated_under_its_plan() -> None:
+    x = {"x": torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before, after = (trace(Attending().train(training), x).graph for training in (True, False))
+    names = counterparts(before, after)
+    assert names["scaled_dot_product_attention_key"] is None
+    assert all(names[op.name] == op.name for op in before.operations if op.name.startswith("transpose"))
+    assert len([op for op in before.operations if op.name.startswith("transpose")]) == 2
+    torch.manual_seed(0)
+    model = Attending()
+    right = float(model.eval()(**x).detach())
+    program = nnscaler.parallelize(model.train(), x, ranks=2, plan="tp=2")
+    found = on_ranks(program, lambda engine: (engine.step(x), float(engine.evaluate(x)))[1])
+    assert found == [pytest.approx(right, rel=1e-5)] * 2
