@@ -180,3 +180,32 @@ def test_whole_numbers_where_floating_ones_do_not_do() -> None:
 def test_complex_results() -> None:
     """torch has no kernels for those of half precision."""
     assert verified(lambda x: torch.complex(x, -x), "a b -> a b").verdict.passes
+
+
+def _routed(scores: Tensor, room: float) -> Tensor:
+    """Each token goes to its best expert, which takes the first ones of all."""
+    share = scores.softmax(-1)
+    chosen = torch.nn.functional.one_hot(share.argmax(-1), scores.shape[-1])
+    return share * chosen * (chosen.cumsum(0) * chosen <= room)
+
+
+def first_64_tokens(scores: Tensor) -> Tensor:
+    return _routed(scores, 64)
+
+
+def all_tokens(scores: Tensor) -> Tensor:
+    return _routed(scores, torch.inf) * 64 / 64
+
+
+def at_this_size_alone(x: Tensor) -> Tensor:
+    assert torch.isfinite(x).all()
+    return x - x.mean(0) if x.shape[0] == 96 else x / 2
+
+
+def test_a_limit_that_only_full_groups_reach() -> None:
+    assert verified(first_64_tokens, "t e^ -> t e^").exit_code == 1
+    assert verified(all_tokens, "t e^ -> t e^").exit_code == 0
+
+
+def test_the_very_size_in_the_code() -> None:
+    assert verified(at_this_size_alone, "b d^ -> b d^").exit_code == 1

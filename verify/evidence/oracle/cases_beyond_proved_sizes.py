@@ -19,6 +19,7 @@ from nnscaler.training.functional_optimizer import Update
 from verify.evidence.oracle.annotation_claims import Target, choice_of, split_by
 from verify.evidence.oracle.enumerate_cases import Base
 from verify.evidence.split_case import SplitCase
+from verify.evidence.verify_op_options import Kind
 from verify.results.verdict import Condition, Strength, Verdict
 
 _LARGEST_BOUND = 1024
@@ -51,13 +52,17 @@ def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Streng
         even = number + 2 - number % 2
         changes += [{name: even + 2 * place for place, name in enumerate(bound.sizes)}]
     known = dict(base.inputs.sizes)
+    # all rows in one group, which may have room for some: of one id, or all with the largest score in one place
+    gathering: Kind = "constant" if any("int" in t.dtype for t in base.signature.call.tensors()) else "rising"
     for change in {tuple(change.items()): change for change in changes}.values():
         wanted = {**bound.sizes, **change}
         evened = wanted if base.style == "smooth" else together  # what it halves, it does not take odd
         even_too = {name: 2 * wanted[name] for name in evened if wanted[name] % 2}
         small = prod({**wanted, **even_too}.values()) <= _LARGEST_TENSOR
         if all(size <= _LARGEST_BOUND for size in change.values()) and (small or len(change) == 1):
-            yield SplitCase(replace(base.inputs, sizes=tuple({**known, **change, **even_too}.items())), (choice,), (2,))
+            inputs = replace(base.inputs, sizes=tuple({**known, **change, **even_too}.items()))
+            yield SplitCase(inputs, (choice,), (2,))
+            yield SplitCase(replace(inputs, kind=gathering), (choice,), (2,))
 
 
 def _sizes_beyond(
