@@ -57,9 +57,13 @@ def reached_from(functions: Sequence[Any]) -> Iterator[Any]:
 
 
 def _around(function: Any) -> tuple[list[Any], list[Any]]:
-    """Return what a function reads from its module, and what its closure holds."""
-    read = [getattr(function, "__globals__", {}).get(name) for name in names_in(function.__code__)]
-    return read, list(inspect.getclosurevars(function).nonlocals.values())
+    """Return what a function reads from its module, and what its closure holds; with the numbers that are attributes of
+    these (`Config.block`)."""
+    names = [*names_in(function.__code__)]
+    read = [getattr(function, "__globals__", {}).get(name) for name in names]
+    held = list(inspect.getclosurevars(function).nonlocals.values())
+    attributes = [getattr(value, "__dict__", {}).get(name) for value in (*read, *held) for name in names]
+    return [*read, *(value for value in attributes if isinstance(value, int | float | tuple))], held
 
 
 def _values(functions: Sequence[Any]) -> Iterator[Any]:

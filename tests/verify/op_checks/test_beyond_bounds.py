@@ -202,10 +202,25 @@ def at_this_size_alone(x: Tensor) -> Tensor:
     return x - x.mean(0) if x.shape[0] == 96 else x / 2
 
 
+class Limits:
+    rows = 160
+
+
+def beyond_a_class_s_number(x: Tensor) -> Tensor:
+    assert torch.isfinite(x).all()
+    return x - x.mean(0) if x.shape[0] > Limits.rows else x / 2
+
+
+def of_many_elements(x: Tensor) -> Tensor:
+    assert torch.isfinite(x).all()
+    return x - x.mean() if x.numel() > 8192 else x / 2
+
+
 def test_a_limit_that_only_full_groups_reach() -> None:
     assert verified(first_64_tokens, "t e^ -> t e^").exit_code == 1
     assert verified(all_tokens, "t e^ -> t e^").exit_code == 0
 
 
-def test_the_very_size_in_the_code() -> None:
-    assert verified(at_this_size_alone, "b d^ -> b d^").exit_code == 1
+@pytest.mark.parametrize("operator", [at_this_size_alone, beyond_a_class_s_number, of_many_elements])
+def test_sizes_that_the_code_names_where_no_proof_reads_it(operator: Any) -> None:
+    assert verified(operator, "b d^ -> b d^").exit_code == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, product
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from op_registry.code_numbers import numbers_in
@@ -51,6 +51,10 @@ def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Streng
     for number in numbers if len(bound.sizes) > 1 else ():  # all at once: the smaller of two sizes lies beyond it then
         even = number + 2 - number % 2
         changes += [{name: even + 2 * place for place, name in enumerate(bound.sizes)}]
+    dims = len(bound.sizes)
+    for number in _numbers_of_elements(spec.target) if dims > 1 else ():  # the halves have more, too
+        side = 2 * ceil((2 * number) ** (1 / dims) / 2)
+        changes += [{name: side + 2 * place for place, name in enumerate(bound.sizes)}]
     known = dict(base.inputs.sizes)
     # all rows in one group, which may have room for some: of one id, or all with the largest score in one place
     gathering: Kind = "constant" if any("int" in t.dtype for t in base.signature.call.tensors()) else "rising"
@@ -88,8 +92,20 @@ def _sizes_beyond(
 
 def _whole_numbers(target: Any) -> list[int]:
     """Return the whole numbers above 1 that stand in the code of an operator or of an optimizer, some at most."""
+    return [n for n in _all_numbers(target) if 1 < n <= _LARGEST_BOUND][:_NUMBERS]
+
+
+def _numbers_of_elements(target: Any) -> list[int]:
+    """Return the whole numbers in an operator's code that are too large for one size, some at most: it may count
+    elements."""
+    return (
+        []
+        if isinstance(target, Update)
+        else [n for n in _all_numbers(target) if _LARGEST_BOUND < n <= _LARGEST_TENSOR // 4][:_NUMBERS]
+    )
+
+
+def _all_numbers(target: Any) -> list[int]:
     if isinstance(target, Update):  # a hyper-parameter may be 128.0
-        found = sorted({int(n) for n in target.numbers if n == n // 1})
-    else:
-        found = [n for n in numbers_in(target) if isinstance(n, int)]
-    return [n for n in found if 1 < n <= _LARGEST_BOUND][:_NUMBERS]
+        return sorted({int(n) for n in target.numbers if n == n // 1})
+    return [n for n in numbers_in(target) if isinstance(n, int)]
