@@ -23,6 +23,7 @@ from verify.evidence.oracle.annotation_claims import Slices, Target
 from verify.evidence.oracle.case_runner import OperatorRunner, WholeRaised
 from verify.evidence.oracle.enumerate_cases import Base
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
+from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.prove import prove_bounded
 from verify.results.verdict import Condition, Strength, Verdict
 
@@ -68,12 +69,15 @@ def prove_base(
         if strength.verdict is Verdict.TESTED_EXACT and time.thread_time() > deadline:
             strength = replace(strength, blocker=SPENT, open=True)
         elif strength.verdict is Verdict.TESTED_EXACT:
-            bounded = prove_bounded(runner.spec, base.signature, whole.concrete, [target], steps=BOUNDED_STEPS)
+            limits = Limits(deadline=deadline)
+            bounded = prove_bounded(runner.spec, base.signature, whole.concrete, [target], limits, BOUNDED_STEPS)
             if target in bounded and bounded[target].proved:
                 strength = replace(strength, verdict=Verdict.PROVED_BOUNDED)
             elif target in bounded and bounded[target].counter_example:
                 counter_example = bounded[target].counter_example
                 strength = replace(strength, verdict=Verdict.REFUTED, counter_example=counter_example)
+            elif time.thread_time() > deadline:
+                strength = replace(strength, blocker=SPENT, open=True)
         found[target] = strength
     return found
 

@@ -8,9 +8,13 @@ nothing is proved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from math import inf
 from typing import Any
 
 import z3  # type: ignore[import-untyped]
@@ -121,14 +125,17 @@ class Translator:
 
 BLOWUP = 50  # how many times its length an expression may get when it is multiplied out
 QUESTION = 2000  # steps of a question to the solver, whatever it is
+_LOOK = 0.2  # seconds between two looks at the time that the solver takes
 RESOURCE = 0.3  # steps of one of Z3's resources
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one call of the solver: Z3's `resources`, which do not depend on the machine or on what else runs there."""
+    """Of one call of the solver: Z3's `resources`, which do not depend on the machine or on what else runs there. They
+    leave out some of what it does: `deadline`, of this thread's processor time, ends that."""
 
     resources: int = 4_000_000
+    deadline: float = inf
 
 
 @dataclass(frozen=True)
@@ -244,11 +251,13 @@ class Prover:
     def _check(self, wrong: Element, quick: bool = False) -> Any:
         """Ask Z3. Raises Unsupported where the steps of the proof are used up."""
         self.terms.work.spend(QUESTION)
+        if time.thread_time() > self.limits.deadline:
+            raise Unsupported("the limit of processor time was reached")
         term = self.translator.formula(wrong) if self.terms.symbolic(wrong) else z3.BoolVal(True, self._context)
         self._solver = self._kept() if quick else self._fresh()
         self._solver.push()
         self._solver.add(term, *self.translator.laws)
-        found = answer_of(self._solver)
+        found = answer_of(self._solver, self.limits.deadline)
         used = self._solver.statistics().get_key_value("rlimit count")
         self.terms.work.spend((used - self._used) * RESOURCE)
         self._used = used
@@ -276,12 +285,36 @@ class Prover:
         return {d.name(): _value(model[d]) for d in model.decls() if d.arity() == 0}
 
 
-def answer_of(solver: Any) -> Any:
-    """Return what Z3 says. Raises KeyboardInterrupt where that came in between: Z3 takes the signal for itself."""
-    found = solver.check()
-    if found == z3.unknown and "keyboard" in solver.reason_unknown():
+def answer_of(solver: Any, deadline: float = inf) -> Any:
+    """Return what Z3 says by a deadline, as in `Limits`. Raises KeyboardInterrupt where that came in between: Z3 takes
+    the signal for itself."""
+    with _until(deadline, solver.ctx):
+        found = solver.check()
+    if found == z3.unknown and "keyboard" in solver.reason_unknown() and time.thread_time() <= deadline:
         raise KeyboardInterrupt
     return found
+
+
+@contextmanager
+def _until(deadline: float, context: Any) -> Iterator[None]:
+    """Interrupt what Z3 does inside when this thread's processor time reaches the deadline."""
+    if deadline == inf or not hasattr(time, "pthread_getcpuclockid"):
+        yield
+        return
+    clock, ended = time.pthread_getcpuclockid(threading.get_ident()), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_LOOK):
+            if time.clock_gettime(clock) > deadline:
+                context.interrupt()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def _value(term: Any) -> Element:
