@@ -140,3 +140,16 @@ def test_random_values_have_no_cause(seed: int) -> None:
     values = [torch.randn(6, 4, generator=generator, dtype=torch.float64) for _ in AT]
     more = {"before": values[1], "own": lambda: values[2], "elements": RIGHT.flatten(), "operands": {"a": OTHER}}
     assert cause_of(wrong(lambda rank: values[rank], **more)) == Cause("differs", "")
+
+
+def test_of_one_element_any_two_numbers_have_a_ratio() -> None:
+    right, own = RIGHT[0, 0].reshape(1), OTHER[0, 0].reshape(1)
+    pieces = dict.fromkeys(AT, 1.2701 * own)
+    case = WrongTensor("gradient", pieces, right, AT, sizes=SIZES, judged=((0, 0),), own=lambda: own)
+    assert cause_of(case).kind not in ("own_rows", "scaled")
+    halved = replace(case, pieces=dict.fromkeys(AT, own / 2))
+    assert cause_of(halved).kind == "own_rows"
+
+
+def test_what_is_next_to_nothing_is_no_multiple() -> None:
+    assert cause_of(wrong(lambda rank: RIGHT * 1e-310)).kind != "scaled"

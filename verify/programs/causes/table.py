@@ -199,8 +199,10 @@ def _own_rows(wrong: WrongTensor) -> Cause | None:
     factor = wrong.factor(lambda _: own)
     if factor is None or abs(factor) < 1e-9:
         return None
-    one = abs(factor - 1) < wrong.close
-    times = "" if one else f", times {_fraction(factor, wrong.close)}"
+    one, told = abs(factor - 1) < wrong.close, _fraction(factor, wrong.close)
+    if not one and "." in told and own is not None and own.numel() == 1:
+        return None  # any two numbers have a ratio
+    times = "" if one else f", times {told}"
     rows = f"it is the {wrong.noun} of this rank's own rows of the batch{times}"
     return Cause("own_rows", f"{rows}: it was not averaged over the data parts", "", 0.0 if one else factor)
 
