@@ -1,10 +1,11 @@
 """A plan of one trace of a model, carried to another: for batches of other sizes, or the other mode.
 
 Two things in a plan are of one graph. Names count its operators: where a mode adds or leaves out one (stochastic depth
-in training), `add_8` is another operation after it. What tells operations apart in both graphs is their operator, their
-module and their line, and the order of those that share these; then, where a mode has another operator, the name that
-its line and module give its result. And the blocks of which a dim is made may be the
-samples: where a rank has half of the windows of each, a dim of (samples x windows) has as many blocks as samples.
+in training), `add_8` is another operation after it. What tells operations apart in both graphs is their name without
+its count, their operator, their module and their line, and the order of those that share these; then less of it, and,
+where a mode has another operator, the name that its line and module give its result. And the blocks of which a dim is
+made may be the samples: where a rank has half of the windows of each, a dim of (samples x windows) has as many blocks
+as samples.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
@@ -103,9 +104,8 @@ def _dtypes_traced(runner: OperatorRunner, whole: WholeRun) -> tuple[Condition, 
     return (Condition(f"it is followed in float64, and calls other functions in {', '.join(other)}"),) if other else ()
 
 
-def _calls_in(dtype: torch.dtype, function: Callable[..., Any], whole: WholeRun) -> tuple[str, ...] | None:
-    """Return the names of what the operator calls of torch in a dtype, without changes of dtype; None where it does not
-    run in it."""
+def _calls_in(dtype: torch.dtype, function: Callable[..., Any], whole: WholeRun) -> tuple[object, ...] | None:
+    """Return what an operator calls of torch in a dtype, without changes of dtype; None where it does not run in it."""
     for _ in range(2):  # the first run may fill what is kept for the second
         calls = _Calls()
         try:
@@ -113,21 +113,22 @@ def _calls_in(dtype: torch.dtype, function: Callable[..., Any], whole: WholeRun)
                 run_whole(function, whole.concrete, torch.Generator().manual_seed(0), dtype, whole.without_gradient)
         except Exception:  # noqa: BLE001 - then no shard runs either
             return None
-    return tuple(calls.names)
+    return tuple(calls.made)
 
 
 _OF_DTYPES = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16", "is_floating_point", "finfo"))
 
 
 class _Calls(TorchFunctionMode):
-    """While open, the names of the functions of torch that are called."""
+    """While open, the functions of torch that are called, with the whole numbers that they are given: dims, and not
+    the least number of a dtype."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.made: list[object] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name != "__get__" and name not in _OF_DTYPES:  # an attribute, such as a shape or the dtype
-            self.names.append(name)
+            self.made.append((name, *(n for n in tree_leaves((args, kwargs)) if isinstance(n, int))))
         return func(*args, **(kwargs or {}))

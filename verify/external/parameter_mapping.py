@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from nnscaler.runtime.tensor_bits import bits_of
+
 Kind = Literal["parameter", "buffer"]
 Addresses = range | Tensor  # a run of addresses, or one for each element of the local tensor, flattened
 _WRAPPERS = frozenset(
@@ -141,6 +143,13 @@ class RankPiece:
     def name(self) -> str:
         """Its name in the plain model, or in the program where it has none there."""
         return "+".join(self.names) if self.names else self.local
+
+    @property
+    def key(self) -> bytes | None:
+        """Its elements, to look for copies of it; None where it is unmatched."""
+        if self.addresses is None or isinstance(self.addresses, range):
+            return None if self.addresses is None else repr(self.addresses).encode()
+        return bits_of(self.addresses).numpy().tobytes()
 
     def take(self, whole: Tensor) -> Tensor:
         """Return this piece of a tensor over all addresses, in the local shape."""

@@ -246,11 +246,9 @@ _CARRIED = {  # dtypes that NCCL does not know, and those that hold them and the
 
 def _carried(tensor: Tensor) -> Tensor:
     """Return the tensor in a dtype that NCCL knows; of complex numbers a view, so that what arrives there is in it."""
-    return (
-        torch.view_as_real(tensor.resolve_conj())
-        if tensor.is_complex()
-        else tensor.to(_CARRIED.get(tensor.dtype, tensor.dtype))
-    )
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(_CARRIED.get(tensor.dtype, tensor.dtype))
 
 
 def _restored(carried: Tensor, dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,7 @@ def centred_rows(x: Tensor) -> Tensor:
 
 
 def added(x: Tensor) -> Tensor:
-    """What is added to a fill rounds at its size."""
+    """Rounds at the size of a fill, in the places that it fills."""
     return x + banned(torch.zeros_like(x), -1e9)
 
 

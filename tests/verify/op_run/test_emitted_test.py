@@ -27,6 +27,13 @@ WRONG = [
     ("additive", "m k+, n k+, +n -> m n", "x: Tensor, w: Tensor, b: Tensor", "x @ w.T + b.abs()", "x @ w.T + b"),
     ("heads", "b (h e) -> b (h e)", "x: Tensor, h: int", "x.unflatten(1, (h, -1)).flip(1).flatten(1)", "x * 2"),
     ("raises", "a b -> a b", "x: Tensor", "x * [2][int(x.shape[1] == 6)]", "x * 2"),
+    (
+        "filled",
+        "a b^ -> a b^",
+        "x: Tensor",
+        "torch.cat([x[:, 1:] - x.detach().mean(), x[:, :1] * 0 - 1e30], 1)",
+        "torch.cat([x[:, 1:] * 2, x[:, :1] * 0 - 1e30], 1)",
+    ),
     ("two", "a b -> a b, a b", "x: Tensor", "(x * 2, x.cumsum(0))", "(x * 2, x * 3)"),
 ]
 HEAD = "import nnscaler, torch\nfrom torch import Tensor\n\n"

@@ -23,7 +23,7 @@ from verify.results.tolerance import FAMILY_SHARE, is_finite, largest, largest_b
 UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value
 NOISE_FACTOR = 16.0
 LOW_CEILINGS = MappingProxyType({torch.float32: 0.02, torch.bfloat16: 0.25})
-FILL = 1e10  # times what was drawn: what fills masked places, which says nothing of the rounding beside it
+BEYOND_DRAWN = 1e10  # times what was drawn: what fills masked places, which says nothing of the rounding beside it
 CEILING = 1e-8  # of the largest value: no float64 difference above it is called rounding
 
 
@@ -36,7 +36,7 @@ class Bound:
 
     relative: float
     rounding: float = 0.0
-    fill: float = FILL
+    fill: float = BEYOND_DRAWN
 
     def agree(self, a: Tensor, b: Tensor, scale: float, terms: float = 0.0) -> bool:
         """Return whether two tensors of one shape differ by rounding alone. Integers and booleans must be equal.
@@ -85,7 +85,7 @@ def noise(low: WholeRun, exact: WholeRun) -> float:
 def _fill(run: WholeRun) -> float:
     """Return the number beyond which one is no result of what was drawn for this run."""
     drawn = (*run.concrete.tensors, *run.cotangents)
-    return FILL * max([1.0, *(largest(t[torch.isfinite(t)]) for t in drawn if t is not None)])
+    return BEYOND_DRAWN * max([1.0, *(largest(t[torch.isfinite(t)]) for t in drawn if t is not None)])
 
 
 def float64_bound(low: WholeRun | None, exact: WholeRun, moved: WholeRun | None = None) -> Bound:

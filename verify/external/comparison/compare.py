@@ -9,12 +9,11 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.tensor_bits import bits_of
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.observe_rank_run import ObservedStep, RankRecord
-from verify.external.parameter_mapping import Addresses, RankPiece, taken
+from verify.external.parameter_mapping import RankPiece, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.table import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
@@ -57,7 +56,7 @@ def _held(run: ProgramRun) -> ComparisonResult:
     held = torch.zeros(space.size, dtype=torch.bool)
     found: list[Difference] = []
     unmatched = False
-    starts: dict[tuple[str, str, bytes], tuple[int, float]] = {}
+    starts: dict[tuple[str, str, bytes | None], tuple[int, float]] = {}
     for record in run.records:
         for piece in record.pieces:
             if piece.addresses is None:
@@ -70,7 +69,7 @@ def _held(run: ProgramRun) -> ComparisonResult:
             else:
                 held[piece.addresses] = True
             if piece.kind == "parameter":
-                where = (piece.local, piece.name, _key(piece.addresses))
+                where = (piece.local, piece.name, piece.key)
                 first, started = starts.setdefault(where, (record.rank, piece.started))
                 if started != piece.started and not (isnan(started) and isnan(piece.started)):
                     # shards that were made on the meta device may be left for a checkpoint to fill
@@ -93,11 +92,6 @@ def _held(run: ProgramRun) -> ComparisonResult:
             text = f"{missing} of {len(whole)} elements"
             found.append(Difference("parameter_not_held", name, -1, 0, Verdict.INCONCLUSIVE, actual=text, cause=cause))
     return ComparisonResult("parameters are held", len(parameters), tuple(found))
-
-
-def _key(addresses: Addresses) -> bytes:
-    """Return the elements that a piece holds, to look for copies of it."""
-    return repr(addresses).encode() if isinstance(addresses, range) else bits_of(addresses).numpy().tobytes()
 
 
 def _changed(reference: PlainReference, kind: str) -> Iterator[str]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from nnscaler.tracing.float64_run import exact
 from verify.external.observe_rank_run import RankRecord
-from verify.external.parameter_mapping import RankPiece
 from verify.external.program import Batch, ExternalProgram
 from verify.external.reference import copied
 from verify.results.tolerance import difference, family_scale
@@ -90,7 +89,7 @@ def unequal_losses(
 
 def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[Unequal, ...]]:
     """Compare the gradients of copies in the first step; return how many were compared, and those that differ."""
-    first: dict[tuple[str, object], tuple[int, Tensor]] = {}
+    first: dict[tuple[str, bytes | None], tuple[int, Tensor]] = {}
     found: list[Unequal] = []
     count = 0
     scale = family_scale([g for record in records for g in record.steps[0].gradients.values()])
@@ -100,7 +99,7 @@ def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[Unequal, ...]]:
             gradient = step.late.get(piece.local, step.gradients.get(piece.local))
             if piece.kind != "parameter" or gradient is None or piece.addresses is None:
                 continue
-            rank, other = first.setdefault((piece.name, _key(piece)), (record.rank, gradient))
+            rank, other = first.setdefault((piece.name, piece.key), (record.rank, gradient))
             if rank == record.rank:
                 continue
             count += 1
@@ -108,8 +107,3 @@ def unequal(records: Sequence[RankRecord]) -> tuple[int, tuple[Unequal, ...]]:
             if gap.relative > _CLOSE:
                 found.append(Unequal(piece.name, (rank, record.rank), gap.relative))
     return count, tuple(found)
-
-
-def _key(piece: RankPiece) -> object:
-    addresses = piece.addresses
-    return addresses if isinstance(addresses, range) else None if addresses is None else tuple(addresses.tolist())

@@ -27,6 +27,7 @@ from verify.evidence.oracle.case_runner import OperatorRunner, Prepared
 from verify.evidence.oracle.compare_partition import AXES, Partition
 from verify.evidence.oracle.enumerate_cases import bases
 from verify.evidence.oracle.run_whole_operator import as_leaves
+from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.split_case import SplitCase
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.audit.derivative import ABOUT
@@ -43,6 +44,7 @@ Written by `nnscaler verify-op --emit-test`. It needs nothing but torch, pytest 
 {imports}
 
 BOUND = {bound!r}  # of a tensor's largest value: what rounding may explain
+FILL = {fill!r}  # beyond it, numbers that agree fill masked places, and are not among the largest
 ALL = None  # the whole of a dim
 
 
@@ -88,8 +90,10 @@ def agree(found, expected, whole, family=()):
     """Equal up to rounding, relative to the largest value of the whole tensor."""
     found, expected = found.detach(), expected.detach()
     assert found.shape == expected.shape and found.dtype == expected.dtype
-    sizes = [float(whole.detach().abs().max())] if whole.numel() else [0.0]
-    largest = max(sizes + [SHARE * float(g.abs().max()) for g in family])
+    sizes = whole.detach().abs().flatten()
+    if (found == expected)[expected.abs() > FILL].all():
+        sizes = sizes[sizes <= FILL]
+    largest = max([float(sizes.max()) if len(sizes) else 0.0] + [SHARE * float(g.abs().max()) for g in family])
     torch.testing.assert_close(found, expected, rtol=0, atol=BOUND * largest, equal_nan=True)
 '''
 _NO_TEST = MappingProxyType(
@@ -120,10 +124,16 @@ def write_tests(wanted: Sequence[EmittedFinding], file: Path, options: OpOptions
     title = f"`{spec.name}` against its annotation."
     bodies: list[str] = []
     problems: list[str] = []
-    bounds = [64 * torch.finfo(torch.float64).eps]
+    bounds = [Bound(64 * torch.finfo(torch.float64).eps)]
 
     def text_of(bodies: Sequence[str]) -> str:
-        head = HEADER.format(title=title, imports=names.imports, bound=max(bounds), load=names.load)
+        head = HEADER.format(
+            title=title,
+            imports=names.imports,
+            bound=max(bound.relative for bound in bounds),
+            fill=max(bound.fill for bound in bounds),
+            load=names.load,
+        )
         return "\n\n".join([head.replace("SHARE", repr(FAMILY_SHARE)), *bodies])
 
     for number, one in enumerate(wanted):
@@ -211,7 +221,7 @@ def _operator_text(spec: OperatorSpec, member: str, module: str, loaded: bool) -
     return f"{module}.{member}" + (".apply" if is_class else "")
 
 
-def _test(wanted: EmittedFinding, names: _Names, options: OpOptions, number: int, bounds: list[float]) -> str:
+def _test(wanted: EmittedFinding, names: _Names, options: OpOptions, number: int, bounds: list[Bound]) -> str:
     code = wanted.finding.code
     if code in _NO_TEST:
         raise NotWritable(_NO_TEST[code])
@@ -225,7 +235,7 @@ def _test(wanted: EmittedFinding, names: _Names, options: OpOptions, number: int
         body = _of_operator(code, runner, names)
     else:
         prepared = runner.prepare(wanted.token.case.inputs)
-        bounds.append(prepared.bound.relative)
+        bounds.append(prepared.bound)
         partition = runner.partition(prepared.signature, wanted.token.case)
         if isinstance(partition, str):
             raise NotWritable(partition)
