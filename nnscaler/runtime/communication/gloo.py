@@ -35,6 +35,7 @@ from nnscaler.runtime.communication.async_gloo import (
     summing,
     wait_for,
 )
+from nnscaler.runtime.communication.coalesced_sum import sum_in_place
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.cross_memory_attach import PeerMemory
 from nnscaler.runtime.communication.ordered_collective_thread import Lane
@@ -170,7 +171,21 @@ class GlooCommunicator(TorchCommunicator):
                 self._post([begun])
             else:
                 self._gathered.append(begun)
+        return self._awaiting(call, begun)
 
+    def coalesces(self, ranks: Sequence[int]) -> bool:
+        return self._peers.all_read(ranks)
+
+    def _begin_coalesced(self, call: CommunicationCall, tensors: list[Tensor]) -> Callable[[], None]:
+        small = sum(tensor.nbytes for tensor in tensors) <= _SMALL
+        if small or not self.coalesces(call.ranks) or any(tensor.device.type != "cpu" for tensor in tensors):
+            return super()._begin_coalesced(call, tensors)
+        return self._awaiting(call, self._lane(call).run(lambda: self._sum_coalesced(call, tensors)))
+
+    def _sum_coalesced(self, call: CommunicationCall, tensors: list[Tensor]) -> None:
+        sum_in_place(self._peers, self.rank, tensors, call.ranks, partial(self._tag, agreement_of(call)))
+
+    def _awaiting(self, call: CommunicationCall, begun: Awaited) -> Callable[[], None]:
         def wait() -> None:
             with self._inside(call):
                 begun.wait()
@@ -233,14 +248,14 @@ class GlooCommunicator(TorchCommunicator):
             self._exchange(dict.fromkeys(call.ranks, own), dict(zip(call.ranks, parts, strict=True)), call)
             add_in_order(parts, own)
             return
+        if self._peers.all_read(call.ranks):
+            self._sum_coalesced(call, [own.view(-1)])
+            return
         pieces = dict(zip(call.ranks, own.view(-1).tensor_split(count), strict=True))
         mine = pieces[self.rank]
-        if self._peers.reads_all(call.ranks):
-            self._peers.add_up(pieces, partial(self._tag, agreement_of(call)))
-        else:
-            parts = self._others(mine, call)
-            self._exchange(pieces, dict(zip(call.ranks, parts, strict=True)), call)
-            add_in_order(parts, mine)
+        parts = self._others(mine, call)
+        self._exchange(pieces, dict(zip(call.ranks, parts, strict=True)), call)
+        add_in_order(parts, mine)
         self._exchange(dict.fromkeys(call.ranks, mine), pieces, call)
 
     def _others(self, own: Tensor, call: CommunicationCall) -> list[Tensor]:

@@ -100,7 +100,7 @@ def held(program: Program, folder: Path) -> dict[int, Held]:
         def in_gradients() -> int:
             own = [leaf.grad for leaf in gradients._wanted if leaf.grad is not None]
             there = [*own, *gradients._apart.values(), *gradients._divided.values()]
-            there += [bucket.place(i) for leaf, (bucket, i) in gradients._place.items() if leaf in gradients._added]
+            there += [bucket.place(i) for one, (bucket, i) in gradients._place.items() if one in gradients._added]
             for bucket, _ in (*gradients._passing, *gradients._division_buckets):
                 there += bucket._pieces
             return sum({t.data_ptr(): t.nbytes for t in there if t.numel()}.values())

@@ -121,9 +121,8 @@ def summed_each_time(parameter: str) -> Fault:
         def collect(self: Gradients, stage: int) -> None:
             last = self._running is not None and self._running[2]
             right(self, stage)
-            for leaf, (bucket, position) in self._place.items():
-                one = self._wanted[leaf]
-                if not last and one.held.fqn == parameter and leaf in self._added and stage in one.stages:
+            for one, (bucket, position) in self._place.items():
+                if not last and one.held.fqn == parameter and one in self._added and stage in one.stages:
                     place = bucket.place(position)
                     place.copy_(self._communicator.all_reduce(place, bucket.group))
 

@@ -8,6 +8,7 @@ they are in.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.role import Stage
-from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBucket, SumBucket
+from nnscaler.runtime.training.gradients.buckets import CoalescedBucket, Departures, DivisionBucket, SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import (
     HALF,
     Slot,
@@ -27,7 +28,7 @@ from nnscaler.runtime.training.gradients.gradient_plan import (
     wanted,
     widened,
 )
-from nnscaler.runtime.training.gradients.separate_gradients import separate_gradients
+from nnscaler.runtime.training.gradients.separate_gradients import holders_within_hook, separate_gradients
 from nnscaler.runtime.training.parameters_at_rest import AtRest
 
 
@@ -55,41 +56,43 @@ class Gradients:
         self._wanted = wanted(stages, resting, precision)
         # what is neither summed over ranks nor added up elsewhere than in `.grad` is left to autograd
         self._plain = [leaf for leaf, one in self._wanted.items() if _is_plain(one, passes)]
-        self._moved = {leaf: one for leaf, one in self._wanted.items() if not _is_plain(one, passes)}
+        self._moved = [one for one in self._wanted.values() if not _is_plain(one, passes)]
         self._unused = {leaf: rest for leaf, rest in self._rest.items() if leaf not in self._wanted}
-        every = list(self._moved.values())
-        self._sum_buckets = [(_sum_bucket(slots), slots) for slots in sums_of(every)]
-        self._divisions = divisions_of_leaves([one for one in every if not one.at_once], 0)
-        self._at_once = {index: [o for o in every if o.at_once and index in o.stages] for index in stages}
-        self._of_stage = {index: [o for o in every if index in o.stages] for index in stages}
+        self._sum_buckets = [(_sum_bucket(slots, communicator), slots) for slots in sums_of(self._moved)]
+        self._divisions = divisions_of_leaves([one for one in self._moved if not one.at_once], 0)
+        self._at_once = {index: [o for o in self._moved if o.at_once and index in o.stages] for index in stages}
+        self._of_stage = {index: [o for o in self._moved if index in o.stages] for index in stages}
         self._before: dict[Leaf, Tensor] = {}
         self._frozen: list[Leaf] = []  # leaves whose gradient is not wanted in this step
         self._handles: list[RemovableHandle] = []
-        self._place: dict[Leaf, tuple[SumBucket, int]] = {}  # where gradients may lie from the first micro-batch on
+        self._place: dict[WantedGradient, tuple[SumBucket, int]] = {}  # where they may lie from the first backward on
+        self._taken: dict[WantedGradient, tuple[CoalescedBucket, int]] = {}  # those that stay where they are
         for bucket, slots in self._sum_buckets:
             for position, slot in enumerate(slots):
-                if not slot[0].late and len(slot) == 1:
-                    self._place[slot[0].leaf] = (bucket, position)
-        self._unplaced = [leaf for leaf in self._wanted if leaf not in self._place]
+                if isinstance(bucket, CoalescedBucket):
+                    self._taken[slot[0]] = (bucket, position)
+                elif not slot[0].late and len(slot) == 1:
+                    self._place[slot[0]] = (bucket, position)
+        self._unplaced = [one for one in self._wanted.values() if one not in self._place]
         self._clear()
 
     def _clear(self) -> None:
         self._departures = Departures(self._communicator)
         self._running: tuple[int, bool, bool] | None = None  # a backward: of which stage, and what it completes
-        self._own: set[Leaf] = set()  # leaves whose gradient shares no memory
+        self._own: set[WantedGradient] = set()  # those that share no memory
         self._ended: set[int] = set()  # stages whose last backward has run
-        self._added: set[Leaf] = set()  # leaves whose gradient lies in its place
-        self._apart: dict[Leaf, Tensor] = {}  # gradients of half precision that have no place yet, added up
-        self._divided: dict[Leaf, Tensor] = {}  # parts of gradients
-        self._complete: set[Leaf] = set()
+        self._added: set[WantedGradient] = set()  # those that lie in their place
+        self._apart: dict[WantedGradient, Tensor] = {}  # of half precision, without a place yet, added up
+        self._divided: dict[WantedGradient, Tensor] = {}  # parts of them
+        self._complete: set[WantedGradient] = set()
         for bucket, _ in self._sum_buckets:
             bucket.begin()
         self._division_buckets = [(_division_bucket(o, 0, named=True), o) for o in self._divisions]
         self._passing: list[tuple[DivisionBucket, list[WantedGradient]]] = []  # of the backward that runs
         self._departures.expect([bucket for bucket, _ in (*self._division_buckets, *self._sum_buckets)])
-        self._where: dict[Leaf, tuple[DivisionBucket, int]] = {}
+        self._where: dict[WantedGradient, tuple[DivisionBucket, int]] = {}
         for division, ones in self._division_buckets:
-            self._where.update((one.leaf, (division, position)) for position, one in enumerate(ones))
+            self._where.update((one, (division, position)) for position, one in enumerate(ones))
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +109,7 @@ class Gradients:
         for leaf, rest in self._rest.items():
             leaf.grad = rest.grad = None
             leaf.requires_grad_()  # which backward needs of all: ranks meet in sums of all gradients
-        self._handles = [leaf.register_post_accumulate_grad_hook(self._made) for leaf in self._moved]
+        self._handles = [one.leaf.register_post_accumulate_grad_hook(partial(self._made, one)) for one in self._moved]
 
     def enter(self, stage: int, *, divides: bool, last: bool) -> None:
         """A backward of this stage begins. `divides`: those gradients that are divided at once are complete with it;
@@ -118,23 +121,23 @@ class Gradients:
             ]
             self._departures.expect([bucket for bucket, _ in self._passing], first=True)
             for bucket, ones in self._passing:
-                self._where.update((one.leaf, (bucket, position)) for position, one in enumerate(ones))
+                self._where.update((one, (bucket, position)) for position, one in enumerate(ones))
 
     def widen(self, kept: bool = False) -> None:
         """After any backward, add its gradients up where those of other micro-batches are.
 
         `kept`: what arrived in it is kept for W, and gradients that lie there must not be added to.
         """
-        for leaf in self._moved:
-            if leaf.grad is not None:
-                self._add(leaf)
+        for one in self._moved:
+            if one.leaf.grad is not None:
+                self._add(one)
         if len(self._own) == len(self._unplaced):
             return
-        new = [leaf for leaf in self._unplaced if leaf.grad is not None and leaf not in self._own]
-        for leaf in new if kept else ():
-            leaf.grad = None if leaf.grad is None else leaf.grad.clone()
+        new = [one for one in self._unplaced if one.leaf.grad is not None and one not in self._own]
+        for one in new if kept else ():
+            one.leaf.grad = None if one.leaf.grad is None else one.leaf.grad.clone()
         if new and not kept:
-            separate_gradients(self._unplaced)
+            separate_gradients(one.leaf for one in self._unplaced)
         self._own.update(new)
 
     def collect(self, stage: int) -> None:
@@ -159,7 +162,7 @@ class Gradients:
         self.widen()
         self._release()
         if len(self._complete) < len(self._moved):
-            for one in self._moved.values():
+            for one in self._moved:
                 self._completed(one)
         values = self._divide_rest()
         self._sum_late(values)
@@ -167,26 +170,26 @@ class Gradients:
             bucket.wait()
             for position, slot in enumerate(slots):
                 place = bucket.place(position)
-                values[slot[0].leaf] = place.detach()
+                values[slot[0]] = place.detach()
                 for one in slot[1:]:
-                    values[one.leaf] = place.clone()
-        for leaf, one in self._moved.items():
-            gradient = values.pop(leaf)
+                    values[one] = place.clone()
+        for one in self._moved:
+            gradient, before = values.pop(one), self._before.get(one.leaf) if self._before else None
             if gradient.dtype in HALF:
                 gradient = gradient.float()
             if loss_scale != 1.0:
                 gradient = gradient.div_(loss_scale)
-            if leaf in self._before:
-                gradient = gradient.add_(self._before[leaf].to(gradient.dtype))
-            if leaf is not one.rest:
-                leaf.grad = None
+            if before is not None:
+                gradient = gradient.add_(before.to(gradient.dtype))
+            if one.leaf is not one.rest:
+                one.leaf.grad = None
             one.rest.grad = gradient.to(one.rest.dtype)
         for leaf in self._plain:
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            if loss_scale != 1.0 or leaf in self._before:  # rounded once, as what is added up in float32
+            gradient, before = _gradient_of(leaf), self._before.get(leaf) if self._before else None
+            if loss_scale != 1.0 or before is not None:  # rounded once, as what is added up in float32
                 gradient = gradient.to(widened(leaf.dtype)).div_(loss_scale)
-            if leaf in self._before:
-                gradient = gradient.add_(self._before[leaf])
+            if before is not None:
+                gradient = gradient.add_(before)
             leaf.grad = gradient.to(leaf.dtype)
         self._leave_others()
         self._before = {}
@@ -201,126 +204,128 @@ class Gradients:
 
     # -- a gradient -----------------------------------------------------------------------------------------------
 
-    def _made(self, leaf: Tensor) -> None:
+    def _made(self, one: WantedGradient, leaf: Tensor) -> None:
         """Autograd has added to the gradient of a leaf: all that this backward has for it."""
-        assert isinstance(leaf, Leaf)
-        if self._reads is not None and self._reads.awaits(leaf):
+        if self._reads is not None and self._reads.awaits(one.leaf):
             return
-        self._add(leaf)
-        if self._running is None or (leaf.grad is None and leaf not in self._added and leaf not in self._apart):
+        self._add(one)
+        if self._running is None or (leaf.grad is None and one not in self._added and one not in self._apart):
             return
-        (stage, divides, last), one = self._running, self._moved[leaf]
+        stage, divides, last = self._running
         if stage not in one.stages:
             return
         if one.at_once:
             if divides and one.travels:  # one that is only cut waits for the end of the backward
                 self._take(one)
         elif last and one.stages <= {*self._ended, stage}:
-            self._completed(one)
+            self._completed(one, holders=1 if one in self._own else holders_within_hook())
 
-    def _add(self, leaf: Leaf) -> None:
+    def _add(self, one: WantedGradient) -> None:
         """Bring what lies in `.grad` of a leaf to where it is added up."""
-        gradient, at = leaf.grad, self._place.get(leaf)
+        leaf, at = one.leaf, self._place.get(one)
+        gradient, wide = leaf.grad, widened(leaf.dtype)
         if gradient is None:
             return
-        wide = widened(leaf.dtype)
-        if at is None or self._moved[leaf].dtype != wide:
+        if at is None or one.dtype != wide:
             if leaf.dtype in HALF:
-                self._apart[leaf] = self._apart[leaf].add_(gradient) if leaf in self._apart else gradient.to(wide)
+                self._apart[one] = self._apart[one].add_(gradient) if one in self._apart else gradient.to(wide)
                 leaf.grad = None
             return
         place = at[0].place(at[1])
-        if leaf in self._added and leaf.dtype in HALF:
+        if one in self._added and leaf.dtype in HALF:
             place.add_(gradient)
-        elif leaf not in self._added or gradient.data_ptr() != place.data_ptr():  # `.grad` says what it is
+        elif one not in self._added or gradient.data_ptr() != place.data_ptr():  # `.grad` says what it is
             place.copy_(gradient)
-            self._added.add(leaf)
+            self._added.add(one)
         leaf.grad = place.detach() if leaf.dtype == wide else None  # what a step leaves that fails is not written over
 
     def _local(self, one: WantedGradient) -> Tensor:
         """Return this rank's gradient of a leaf without a place, in the dtype in which it is summed."""
-        found = self._apart.pop(one.leaf, None) if one.leaf.dtype in HALF else one.leaf.grad
+        found = self._apart.pop(one, None) if one.leaf.dtype in HALF else one.leaf.grad
         one.leaf.grad = None
         if found is None:
             found = torch.zeros_like(one.leaf, dtype=widened(one.leaf.dtype))
         return found.to(one.dtype)
 
-    def _completed(self, one: WantedGradient) -> None:
-        """Let a gradient travel, to which nothing is added any more."""
-        leaf = one.leaf
-        if leaf in self._complete:
+    def _completed(self, one: WantedGradient, holders: int = 1) -> None:
+        """Let a gradient travel, to which nothing is added any more. `holders`: of its memory, if it is its own."""
+        if one in self._complete:
             return
-        self._complete.add(leaf)
+        self._complete.add(one)
         if one.travels and not one.at_once:
             self._take(one)
-        elif leaf in self._place:
-            bucket, position = self._place[leaf]
-            if leaf not in self._added or (leaf.grad is None and leaf.dtype not in HALF):
+        elif one in self._taken:
+            coalesced, position = self._taken[one]
+            coalesced.take(position, self._local(one), holders)
+            self._departures.filled(coalesced)
+        elif one in self._place:
+            bucket, position = self._place[one]
+            if one not in self._added or (one.leaf.grad is None and one.leaf.dtype not in HALF):
                 bucket.place(position).copy_(self._local(one))
-            leaf.grad = None
+            one.leaf.grad = None
             self._departures.filled(bucket)
 
     # -- division -------------------------------------------------------------------------------------------------
 
     def _take(self, one: WantedGradient) -> None:
         """Put the gradient of a leaf into the bucket in which it is divided."""
-        bucket, position = self._where.pop(one.leaf)
+        bucket, position = self._where.pop(one)
         bucket.take(position, self._local(one))
         self._departures.filled(bucket)
 
     def _divide_at_once(self, stage: int) -> None:
         for one in self._at_once[stage]:
-            if one.travels and one.leaf in self._where:
+            if one.travels and one in self._where:
                 self._take(one)
         buckets, self._passing = self._passing, []
-        for leaf, part in self._divide(self._at_once[stage], buckets).items():
+        for one, part in self._divide(self._at_once[stage], buckets).items():
             wide = part.to(widened(part.dtype))
-            self._divided[leaf] = self._divided[leaf].add_(wide) if leaf in self._divided else wide
+            self._divided[one] = self._divided[one].add_(wide) if one in self._divided else wide
 
-    def _divide_rest(self) -> dict[Leaf, Tensor]:
+    def _divide_rest(self) -> dict[WantedGradient, Tensor]:
         """Return the parts of gradients that are divided, and those that nothing is done with."""
-        apart = [one for one in self._moved.values() if one.leaf not in self._place]
-        values = {one.leaf: self._divided[one.leaf] for one in apart if one.leaf in self._divided}
-        values.update(self._divide([one for one in apart if one.leaf not in values], self._division_buckets))
+        apart = [one for one in self._moved if one not in self._place and one not in self._taken]
+        values = {one: self._divided[one] for one in apart if one in self._divided}
+        values.update(self._divide([one for one in apart if one not in values], self._division_buckets))
         return values
 
     def _divide(
         self, ones: Sequence[WantedGradient], buckets: Iterable[tuple[DivisionBucket, list[WantedGradient]]]
-    ) -> dict[Leaf, Tensor]:
+    ) -> dict[WantedGradient, Tensor]:
         """Return this rank's parts of gradients. `buckets`: those of the first axis, which have left."""
-        values = {one.leaf: self._local(one) for one in ones if not one.travels}
+        values = {one: self._local(one) for one in ones if not one.travels}
         for bucket, taken in buckets:
             bucket.wait()
-            values.update(zip((one.leaf for one in taken), bucket.parts(), strict=True))
+            values.update(zip(taken, bucket.parts(), strict=True))
         for depth in range(max((len(one.divisions) for one in ones), default=0)):
             for one in ones:
                 if len(one.divisions) > depth and not one.divisions[depth].sums:
                     division = one.divisions[depth]
-                    values[one.leaf] = division.part(values[one.leaf], division.index).clone()
+                    values[one] = division.part(values[one], division.index).clone()
             if depth:
                 self._divide_further(ones, values, depth)
         return values
 
-    def _divide_further(self, ones: Sequence[WantedGradient], values: dict[Leaf, Tensor], depth: int) -> None:
+    def _divide_further(self, ones: Sequence[WantedGradient], values: dict[WantedGradient, Tensor], depth: int) -> None:
         taken = [(_division_bucket(o, depth, named=not o[0].at_once), o) for o in divisions_of_leaves(ones, depth)]
         self._departures.expect([bucket for bucket, _ in taken], first=True)
         for bucket, members in taken:
             for position, one in enumerate(members):
-                bucket.take(position, values[one.leaf])
+                bucket.take(position, values[one])
                 self._departures.filled(bucket)
         for bucket, members in taken:
             bucket.wait()
-            values.update(zip((one.leaf for one in members), bucket.parts(), strict=True))
+            values.update(zip(members, bucket.parts(), strict=True))
 
-    def _sum_late(self, values: Mapping[Leaf, Tensor]) -> None:
+    def _sum_late(self, values: Mapping[WantedGradient, Tensor]) -> None:
         """Begin the sums of what other stages, or divisions, had to be waited for."""
         for bucket, slots in self._sum_buckets:
             for position, slot in enumerate(slots):
-                if slot[0].leaf not in self._place:
+                if slot[0] not in self._place and slot[0] not in self._taken:
                     place = bucket.place(position)
-                    place.copy_(values[slot[0].leaf])
+                    place.copy_(values[slot[0]])
                     for one in slot[1:]:
-                        place.add_(values[one.leaf])
+                        place.add_(values[one])
                     self._departures.filled(bucket)
 
     def _refuse_hooks(self) -> None:
@@ -347,11 +352,17 @@ def _is_plain(one: WantedGradient, passes: Mapping[int, int]) -> bool:
     return still and len(one.held.group) == 1 and not one.travels and not one.at_once
 
 
-def _sum_bucket(slots: Sequence[Slot]) -> SumBucket:
+def _gradient_of(leaf: Leaf) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _sum_bucket(slots: Sequence[Slot], communicator: Communicator) -> SumBucket:
     first = slots[0][0]
     names = tuple(slot[0].held.fqn for slot in slots)
     shapes = [tuple(slot[0].rest.shape) for slot in slots]
-    return SumBucket(first.held.group, names, shapes, first.sum_dtype, first.leaf.device)
+    stays = all(len(s) == 1 and not s[0].late and s[0].leaf.dtype == s[0].dtype == first.sum_dtype for s in slots)
+    kind = CoalescedBucket if stays and communicator.coalesces(first.held.group) else SumBucket
+    return kind(first.held.group, names, shapes, first.sum_dtype, first.leaf.device)
 
 
 def _division_bucket(ones: Sequence[WantedGradient], depth: int, *, named: bool) -> DivisionBucket:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import SUMMED, Communicator, Pending
+from nnscaler.runtime.training.gradients.separate_gradients import holders
 from nnscaler.runtime.training.parameters_at_rest import Division, unflattened
 
 _NAMED = 3  # parameters of a bucket that an error names
@@ -90,7 +91,7 @@ class SumBucket(Bucket):
         handed out as a gradient is another view, by which it is seen that somebody holds it."""
         if not self._of_step:
             self._of_step = True
-            if self._flat is None or _holders(self._flat) > 1 + len(self._places):
+            if self._flat is None or holders(self._flat) > 1 + len(self._places):
                 sizes = [prod(shape) for shape in self._shapes]
                 self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
                 self._places = [p.view(s) for p, s in zip(self._flat.split(sizes), self._shapes, strict=True)]
@@ -101,10 +102,24 @@ class SumBucket(Bucket):
         return communicator.start_all_reduce(self._flat, self.group)
 
 
-def _holders(tensor: Tensor) -> int:
-    """Return how many tensors have the memory of this one, itself included."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # without the object that asks
+class CoalescedBucket(SumBucket):
+    """Gradients that are summed in place where autograd leaves them, as one."""
+
+    def begin(self) -> None:
+        super().begin()
+        self._places = [torch.empty(0)] * self._count
+
+    def take(self, position: int, gradient: Tensor, most: int) -> None:
+        """Take a gradient. Where more than `most` tensors hold its memory, it is copied: what else lies there keeps its
+        value."""
+        apart = gradient.is_contiguous() and holders(gradient) <= most
+        self._places[position] = gradient if apart else gradient.clone(memory_format=torch.contiguous_format)
+
+    def place(self, position: int) -> Tensor:
+        return self._places[position]
+
+    def _begin(self, communicator: Communicator) -> Pending:
+        return communicator.start_all_reduce_coalesced(self._places, self.group)
 
 
 class DivisionBucket(Bucket):

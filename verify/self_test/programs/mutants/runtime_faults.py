@@ -38,21 +38,21 @@ def early_reducer(parameter: str) -> Fault:
     """The sum of one parameter's gradient over ranks has what was there before the last micro-batch added its part."""
 
     def place_of(self: Gradients) -> Tensor | None:
-        found = [at for leaf, at in self._place.items() if self._wanted[leaf].held.fqn == parameter]
+        found = [at for one, at in self._place.items() if one.held.fqn == parameter]
         return found[0][0].place(found[0][1]) if found else None
 
     def enter(self: Gradients, *given: Any, **named: Any) -> None:
         place = place_of(self)
-        if place is not None and any(self._wanted[leaf].held.fqn == parameter for leaf in self._added):
+        if place is not None and any(one.held.fqn == parameter for one in self._added):
             self.__dict__["_early"] = place.clone()
         _enter(self, *given, **named)
 
-    def completed(self: Gradients, one: WantedGradient) -> None:
+    def completed(self: Gradients, one: WantedGradient, holders: int = 1) -> None:
         place = place_of(self)
         early = self.__dict__.pop("_early", None) if one.held.fqn == parameter else None
         if early is not None and place is not None:
             place.copy_(early)
-        _completed(self, one)
+        _completed(self, one, holders)
 
     _enter, _completed = Gradients.enter, Gradients._completed
 
