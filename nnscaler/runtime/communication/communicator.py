@@ -248,14 +248,15 @@ class Communicator:
         return self._start(call, [tensor.detach()], [tensor.detach()])
 
     def coalesces(self, ranks: Sequence[int]) -> bool:
-        """Return whether tensors are summed over these ranks where they lie as fast as if they were one."""
+        """Return whether `start_all_reduce_coalesced` is there for these ranks. Each of them says the same."""
         return False
 
     def start_all_reduce_coalesced(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> Pending:
-        """Begin to sum contiguous tensors of one dtype over ranks, in place, as the one that they make up together."""
+        """Begin to sum contiguous tensors over ranks, in place, as the one that they make up together. All are of one
+        dtype and device, and need no gradient."""
         shape = (sum(tensor.numel() for tensor in tensors),)
         call = self._record("all_reduce", ranks, (shape,), tensors[0].dtype, reduction="sum", begun=True)
-        flat = [tensor.detach().view(-1) for tensor in tensors]
+        flat = [tensor.view(-1) for tensor in tensors]
         return Pending(call, self._begin_coalesced(call, flat) if len(call.ranks) > 1 else lambda: None, self._begun)
 
     def start_all_gather(
@@ -367,15 +368,7 @@ class Communicator:
         return lambda: None
 
     def _begin_coalesced(self, call: CommunicationCall, tensors: list[Tensor]) -> Callable[[], None]:
-        """Begin the sum of tensors of one dim. An implementation that knows no better joins them."""
-        joined = torch.cat(tensors)
-        arrived = self._begin(call, [joined], [joined])
-
-        def wait() -> None:
-            arrived()
-            _copy(list(joined.split([tensor.numel() for tensor in tensors])), tensors)
-
-        return wait
+        raise AssertionError("implementations that coalesce define this")
 
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         raise AssertionError("implementations define this")

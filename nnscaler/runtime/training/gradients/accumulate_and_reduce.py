@@ -74,6 +74,7 @@ class Gradients:
                 elif not slot[0].late and len(slot) == 1:
                     self._place[slot[0]] = (bucket, position)
         self._unplaced = [one for one in self._wanted.values() if one not in self._place]
+        self._left = {one for one in self._taken if one.leaf.dtype not in HALF}  # which are added up in `.grad`
         self._clear()
 
     def _clear(self) -> None:
@@ -129,7 +130,7 @@ class Gradients:
         `kept`: what arrived in it is kept for W, and gradients that lie there must not be added to.
         """
         for one in self._moved:
-            if one.leaf.grad is not None:
+            if one not in self._left and one.leaf.grad is not None:
                 self._add(one)
         if len(self._own) == len(self._unplaced):
             return
@@ -152,7 +153,7 @@ class Gradients:
             self._divide_at_once(stage)
         if last:
             self._ended.add(stage)
-            for one in self._of_stage[stage]:
+            for one in self._of_stage[stage] if len(self._complete) < len(self._moved) else ():
                 if one.stages <= self._ended:
                     self._completed(one)
 
@@ -169,10 +170,9 @@ class Gradients:
         for bucket, slots in self._sum_buckets:
             bucket.wait()
             for position, slot in enumerate(slots):
-                place = bucket.place(position)
-                values[slot[0]] = place.detach()
+                values[slot[0]] = bucket.result(position)
                 for one in slot[1:]:
-                    values[one] = place.clone()
+                    values[one] = values[slot[0]].clone()
         for one in self._moved:
             gradient, before = values.pop(one), self._before.get(one.leaf) if self._before else None
             if gradient.dtype in HALF:
@@ -183,7 +183,7 @@ class Gradients:
                 gradient = gradient.add_(before.to(gradient.dtype))
             if one.leaf is not one.rest:
                 one.leaf.grad = None
-            one.rest.grad = gradient.to(one.rest.dtype)
+            one.rest.grad = gradient if gradient.dtype == one.rest.dtype else gradient.to(one.rest.dtype)
         for leaf in self._plain:
             gradient, before = _gradient_of(leaf), self._before.get(leaf) if self._before else None
             if loss_scale != 1.0 or before is not None:  # rounded once, as what is added up in float32
@@ -208,7 +208,8 @@ class Gradients:
         """Autograd has added to the gradient of a leaf: all that this backward has for it."""
         if self._reads is not None and self._reads.awaits(one.leaf):
             return
-        self._add(one)
+        if one not in self._left:
+            self._add(one)
         if self._running is None or (leaf.grad is None and one not in self._added and one not in self._apart):
             return
         stage, divides, last = self._running
@@ -217,7 +218,7 @@ class Gradients:
         if one.at_once:
             if divides and one.travels:  # one that is only cut waits for the end of the backward
                 self._take(one)
-        elif last and one.stages <= {*self._ended, stage}:
+        elif last and (len(one.stages) == 1 or one.stages <= {*self._ended, stage}):
             self._completed(one, holders=1 if one in self._own else holders_within_hook())
 
     def _add(self, one: WantedGradient) -> None:
@@ -245,7 +246,7 @@ class Gradients:
         one.leaf.grad = None
         if found is None:
             found = torch.zeros_like(one.leaf, dtype=widened(one.leaf.dtype))
-        return found.to(one.dtype)
+        return found if found.dtype == one.dtype else found.to(one.dtype)
 
     def _completed(self, one: WantedGradient, holders: int = 1) -> None:
         """Let a gradient travel, to which nothing is added any more. `holders`: of its memory, if it is its own."""

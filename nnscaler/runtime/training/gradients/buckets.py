@@ -87,8 +87,7 @@ class SumBucket(Bucket):
         self._of_step = False
 
     def place(self, position: int) -> Tensor:
-        """Return where a gradient lies: a view of the flat memory, the same one in each step with this memory. What is
-        handed out as a gradient is another view, by which it is seen that somebody holds it."""
+        """Return where a gradient lies: a view of the flat memory, the same one in each step with this memory."""
         if not self._of_step:
             self._of_step = True
             if self._flat is None or holders(self._flat) > 1 + len(self._places):
@@ -96,6 +95,10 @@ class SumBucket(Bucket):
                 self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
                 self._places = [p.view(s) for p, s in zip(self._flat.split(sizes), self._shapes, strict=True)]
         return self._places[position]
+
+    def result(self, position: int) -> Tensor:
+        """Return a gradient to hand out: another view of its place, by which it is seen that somebody holds it."""
+        return self.place(position).detach()
 
     def _begin(self, communicator: Communicator) -> Pending:
         assert self._flat is not None, "gradients lie in it"
@@ -116,6 +119,9 @@ class CoalescedBucket(SumBucket):
         self._places[position] = gradient if apart else gradient.clone(memory_format=torch.contiguous_format)
 
     def place(self, position: int) -> Tensor:
+        return self._places[position]
+
+    def result(self, position: int) -> Tensor:
         return self._places[position]
 
     def _begin(self, communicator: Communicator) -> Pending:
