@@ -25,11 +25,15 @@ Key = tuple[str, int]  # name in the model, position in the stage's mesh
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter of a rank: the leaf that its text reads, and the tensor at rest (one object where they are equal)."""
+    """A parameter of a rank: the leaf that its text reads, and the tensor at rest (one object where they are equal).
+
+    trained  by the program; a user who freezes one that is sets `requires_grad` of the tensor at rest
+    """
 
     leaf: torch.nn.Parameter
     rest: torch.nn.Parameter
     description: Parameter
+    trained: bool
 
 
 class StageBuilder:
@@ -96,9 +100,9 @@ class StageBuilder:
         known = self._known(stage, description, trained)
         if known is None:
             rest = torch.nn.Parameter(self._cut(stage, description), requires_grad=trained)
-        elif trained and not known.rest.requires_grad and known.description.at_rest != description.at_rest:
+        elif trained and not known.trained and known.description.at_rest != description.at_rest:
             rest = torch.nn.Parameter(self._divided(stage, description, known.rest.detach()))
-        elif known.rest.requires_grad == trained:
+        elif known.trained == trained:
             rest = known.rest
         else:  # the same memory: what trains it in one program is seen by the other
             rest = torch.nn.Parameter(known.rest.detach(), requires_grad=trained)
@@ -109,14 +113,14 @@ class StageBuilder:
         if description.rest or rest.dtype != dtype:
             shape = local_shape(description.shape, description.states, stage.sizes(), stage.coordinates())
             alike = known is not None and (known.leaf.shape, known.leaf.dtype) == (shape, dtype)
-            if known is not None and alike and trained and known.leaf.requires_grad:
+            if known is not None and alike and trained and known.trained:
                 leaf = known.leaf
             else:
                 leaf = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=self._device), requires_grad=trained)
             self.resting.append(AtRest(leaf, rest, divisions_of(stage, description), description.scatter))
         if known is None:
             rest.description = description  # type: ignore[attr-defined]
-        self.held[key] = Held(leaf, rest, description)
+        self.held[key] = Held(leaf, rest, description, trained)
         return self.held[key]
 
     def _known(self, stage: Stage, description: Parameter, trained: bool) -> Held | None:
@@ -133,7 +137,7 @@ class StageBuilder:
             return None
         theirs = known.description
         alike = dict(theirs.at_rest) == dict(description.at_rest)
-        frozen = not trained or not known.rest.requires_grad
+        frozen = not trained or not known.trained
         if alike or (frozen and dict(theirs.states) == dict(description.states)):
             return known
         if not (description.used and theirs.used):
@@ -176,13 +180,13 @@ def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, 
         for name, own in stage.frozen.items():
             key = (own.fqn, stage.ranks.index(stage.rank))
             mine, theirs = held[key], given.get(key)
-            if theirs is None or not theirs.rest.requires_grad or mine.rest.shape == theirs.rest.shape:
+            if theirs is None or not theirs.trained or mine.rest.shape == theirs.rest.shape:
                 continue
             description = replace(own, rest=theirs.description.rest, reduce=(), scatter="step")
             rest = torch.nn.Parameter(theirs.rest.detach(), requires_grad=False)
             stage.at_rest[name] = rest
             found[key] = AtRest(mine.leaf, rest, divisions_of(stage, description), "step")
-            held[key] = Held(mine.leaf, rest, description)
+            held[key] = Held(mine.leaf, rest, description, trained=False)
     return tuple(found.values())
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -223,3 +223,56 @@ def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
     found = re.findall(r"energy distance (\S+) before, (\S+) after", told)
     assert len(found) == 2
     assert all(float(after) < float(before) / 4 for before, after in found)
+
+
+class Mean(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.module(x).square().mean()
+        return result
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("dp=1", 1), ("dp=2,zero=1", 2), ("dp=3,zero=3", 3)])
+def test_a_size_that_comes_while_a_parameter_is_frozen(plan: str, ranks: int) -> None:
+    """As torch trains: frozen it counts in no norm, and it goes on when it is not any more, in steps of either size."""
+
+    def loop(step: Callable[[int], float], weight: nn.Parameter) -> list[float]:
+        found = [step(12)]
+        for frozen in (True, False):
+            weight.requires_grad_(not frozen)
+            found += [step(6), step(12)]
+        return found
+
+    torch.manual_seed(0)
+    module, generator = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.Generator().manual_seed(1)
+    model, batches = Mean(module), {n: torch.randn(n, 4, generator=generator) for n in (12, 6)}
+    program = nnscaler.parallelize(model, {"x": batches[12]}, ranks=ranks, plan=plan)
+    plain = copy.deepcopy(model)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
+
+    def right(rows: int) -> float:
+        sgd.zero_grad()
+        plain(batches[rows]).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.2, torch.inf)
+        sgd.step()
+        return float(norm)
+
+    def work(communicator: Communicator) -> list[float]:
+        engine = Engine(program, communicator, EngineSettings(device="cpu"))
+        optimizer = engine.optimizer(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+
+        def step(rows: int) -> float:
+            optimizer.zero_grad()
+            engine.step({"x": batches[rows].tensor_split(ranks)[communicator.rank]})
+            norm = engine.clip_grad_norm_(0.2, torch.inf)
+            optimizer.step()
+            return float(norm)
+
+        return loop(step, engine.parameters["module.0.weight"])
+
+    wanted = loop(right, plain.module[0].weight)
+    for found in Simulator(ranks).run(work):
+        assert found == pytest.approx(wanted, rel=1e-5)

@@ -39,7 +39,8 @@ def gradient_norm(stages: Sequence[Stage], communicator: Communicator, norm_type
     if not norm_type > 0:
         raise ProgramError(f"a norm of type {norm_type} does not exist: it must be positive")
     wide = {False: torch.float64, True: torch.complex128}
-    own = [torch.linalg.vector_norm(g, norm_type, dtype=wide[g.is_complex()]) for g in _counted(stages)]
+    held = [g for g in _counted(stages) if g.numel()]  # nothing may be left of one that is cut: it has no largest
+    own = [torch.linalg.vector_norm(g, norm_type, dtype=wide[g.is_complex()]) for g in held]
     device = stages[0].device if stages else torch.device("cpu")
     everyone = tuple(range(communicator.world_size))
     if norm_type == inf:
