@@ -12,24 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from op_registry.call import DType, instances_in
+from op_registry.call import instances_in
 from op_registry.registry import facts_of
 
-from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.tracing.graph_builder import (
     Builder,
     RawGraph,
     TensorName,
-    infer,
     map_references,
     references,
-    torch_operator,
     written_inputs,
 )
 from nnscaler.tracing.passes.decompositions import RUNNING_STATISTIC, statistic_written
+from nnscaler.tracing.passes.functional_forms import functional_form, unwritable
 
 # How to write through a view: the viewed tensor's new value, from a new value of the view.
 
@@ -38,7 +34,6 @@ _DROPOUTS = "dropout feature_dropout alpha_dropout feature_alpha_dropout"
 DROPOUTS = frozenset(f"aten.{name}.default" for name in _DROPOUTS.split())
 
 _REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}  # dtypes of the parts
-_HELP = "write it without the in-place operator, or to a buffer"
 Emit = Callable[[str, tuple[Any, ...], LogicalTensor], str]
 
 
@@ -66,7 +61,7 @@ def write_through(view: Operation, output: int, base: LogicalTensor, value: Logi
     scattered = _scatter(kind, args, kwargs, output, base, value, emit)
     if scattered is not None:
         return scattered
-    raise _unwritable(view, f"an in-place change through {kind} cannot be traced")
+    raise unwritable(view, f"an in-place change through {kind} cannot be traced")
 
 
 def _scatter(
@@ -131,85 +126,6 @@ def slice_bounds(start: int | None, stop: int | None, size: int) -> tuple[int, i
     """Python's slice bounds on a dim of this size, both in 0..size."""
     first, last, _ = slice(start, stop).indices(size)
     return first, max(first, last)
-
-
-# Functional forms of in-place operators: operators that return values.
-
-Step = tuple[str, tuple[Any, ...], dict[str, Any]]  # operator, args, kwargs; `...` stands for the previous result
-
-
-def functional_form(
-    operation: Operation,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: Callable[[str], LogicalTensor],
-) -> list[Step]:
-    """Return the steps that give what the written tensor (`args[0]`, or `out`) is worth afterwards, in its dtype
-    and shape.
-
-    Raises NnscalerError "trace_failed" when the operator has no functional form.
-    """
-    packet = operation.operator.split(".")[1]
-    out, kwargs = kwargs.get("out"), {name: value for name, value in kwargs.items() if name != "out"}
-    target = tensors((out or args[0]).name)
-    if packet == "copy_":
-        return _fit(args[1], target, tensors)
-    if packet == "zero_":
-        return [("aten.zeros_like.default", (args[0],), {})]
-    if packet == "fill_":
-        if isinstance(args[1], TensorName):
-            return _fit(args[1], target, tensors)
-        return [("aten.full_like.default", (args[0], args[1]), {})]
-    if packet == "fill_diagonal_" and len(target.shape) == 2 and not any(args[2:]):
-        filled = ("aten.full_like.default", (..., args[1]), kwargs)
-        return [("aten.diagonal.default", args[:1], {}), filled, ("aten.diagonal_scatter.default", (args[0], ...), {})]
-    operator = _without_underscore(operation)
-    result = infer(operator, args, kwargs, tensors)[0]
-    assert result is not None, operator
-    if out and result[0] != target.shape:  # torch would give it other memory
-        raise _unwritable(operation, f"{operation.operator} gives {list(result[0])} for an out of {list(target.shape)}")
-    steps: list[Step] = [(operator, args, kwargs)]
-    if result[1] != target.dtype:
-        steps.append(("aten.to.dtype", (..., DType(target.dtype)), {}))
-    return steps
-
-
-def _fit(source: TensorName, target: LogicalTensor, tensors: Callable[[str], LogicalTensor]) -> list[Step]:
-    """`source` as a value of the target's dtype and shape."""
-    have = tensors(source.name)
-    steps: list[Step] = [("aten.alias.default", (source,), {})]
-    if have.dtype != target.dtype:
-        steps.append(("aten.to.dtype", (..., DType(target.dtype)), {}))
-    if have.shape != target.shape:
-        steps.append(("aten.expand.default", (..., target.shape), {}))
-    return steps
-
-
-def _without_underscore(operation: Operation) -> str:
-    """`aten.add_.Tensor` -> `aten.add.Tensor`; `aten.__iand__.Tensor` -> `aten.__and__.Tensor`."""
-    namespace, packet, overload = operation.operator.split(".")
-    if packet.startswith("__i"):
-        packet = "__" + packet[3:]
-    elif packet.endswith("_") and not packet.endswith("__"):
-        packet = packet[:-1]
-    for candidate in (packet, f"{packet}_functional"):
-        for name in _overloads(namespace, candidate, overload):
-            if not written_inputs(name) and _kinds(name) == _kinds(operation.operator):
-                return name
-    raise _unwritable(operation, f"the in-place operator {operation.operator} cannot be traced")
-
-
-def _overloads(namespace: str, packet: str, first: str) -> list[str]:
-    """Return the operators of a packet, the overload called `first` before the others."""
-    found = getattr(getattr(torch.ops, namespace), packet, None)
-    names = sorted(found.overloads(), key=lambda o: o != first) if found is not None else []
-    return [f"{namespace}.{packet}.{name}" for name in names]
-
-
-def _kinds(operator: str) -> list[str]:
-    """Return the types of an operator's arguments, without `out`."""
-    schema = torch_operator(operator)._schema  # type: ignore[attr-defined]
-    return [str(argument.type) for argument in schema.arguments if not argument.is_out]
 
 
 def to_values(raw: RawGraph) -> Graph:
@@ -316,7 +232,7 @@ class _Values:
         parent = next((n for n in (operation.inputs if operation else ()) if self.raw.storages.get(n) == storage), None)
         if parent is None:
             if storage in self.roots:  # made by an operator that hides what it views
-                raise _unwritable(operation, "memory that an operator shares without saying how is changed in place")
+                raise unwritable(operation, "memory that an operator shares without saying how is changed in place")
             self.roots[storage] = name
             self.values[storage] = {}
         else:
@@ -325,7 +241,7 @@ class _Values:
 
     def _write_in_place(self, operation: Operation, names: list[str]) -> None:
         if len(names) != 1 or len(operation.outputs) > 1:
-            raise _unwritable(operation, f"{operation.operator} changes several tensors in place")
+            raise unwritable(operation, f"{operation.operator} changes several tensors in place")
         target = names[0]
         args, kwargs = references(operation)
 
@@ -370,7 +286,7 @@ class _Values:
             return  # it has no gradient, and keeps its value: `torch.tensor([], device="meta")`
         if root.role in ("parameter", "constant"):
             what = f"the parameter {root.fqns[0]}" if root.role == "parameter" else "a tensor that is no buffer"
-            raise _unwritable(operation, f"{what} is changed in forward")
+            raise unwritable(operation, f"{what} is changed in forward")
         self.values[storage] = path
         self.changed.add(storage)
 
@@ -394,7 +310,3 @@ class _Values:
         loss = self.value(raw.loss) if raw.loss else ""
         outputs = tuple((name, self.value(tensor)) for name, tensor in raw.outputs)  # before the end: it may view again
         return self.builder.finish(tuple(updates)).replace(loss=loss, outputs=outputs)
-
-
-def _unwritable(operation: Operation | None, message: str) -> NnscalerError:
-    return NnscalerError("trace_failed", message, operation.where if operation else None, _HELP)

@@ -27,6 +27,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {  # of a te
     "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), 1, 4 * 12**-0.5),
     "bernoulli": (torch.bernoulli, 0.5, 0.5),
     "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.2), 0.2, 0.4),
+    "bernoulli_ of its default": (lambda x: x.new_empty(SIZE).bernoulli_(0.5), 0.5, 0.5),
     "bernoulli_ of a tensor": (lambda x: torch.empty_like(x).bernoulli_(x), 0.5, 0.5),
     "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), 0.5, 0.5),
     "randint": (lambda x: torch.randint(3, 7, SIZE), 4.5, 1.25**0.5),
