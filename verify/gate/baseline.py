@@ -26,7 +26,7 @@ from nnscaler.pyproject_settings import Document, Key, KeyPath, read_document, r
 from verify.report_formats.machine_format_findings import problems
 from verify.results.catalogue import CODES, UNFINISHED
 from verify.results.finding import Finding
-from verify.results.report import Report
+from verify.results.report import Check, Report
 
 _KEYS = (
     Key("item", "text", required=True),
@@ -128,8 +128,13 @@ def fingerprints(report: Report) -> list[tuple[Finding, str]]:
 
 
 def failing_checks(report: Report) -> tuple[str, ...]:
-    """Return the names of the checks that do not pass."""
-    return tuple(dict.fromkeys(check.name for check in report.checks if not check.verdict.passes))
+    """Return the names of the checks that do not pass, with the digest of its findings where not all are shown."""
+    return tuple(dict.fromkeys(named(check) for check in report.checks if not check.verdict.passes))
+
+
+def named(check: Check) -> str:
+    """`gradients`; `gradients 0f3e1b9a2c4d` where it has more findings than are shown."""
+    return " ".join(filter(None, (check.name, check.failures)))
 
 
 def entries_of(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-from verify.gate.baseline import KnownFinding, entries_of, failing_checks, fingerprints
+from verify.gate.baseline import KnownFinding, entries_of, failing_checks, fingerprints, named
 from verify.results.catalogue import UNFINISHED
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -146,13 +146,14 @@ def judge_one(result: ItemResult, entries: Sequence[KnownFinding], today: date) 
 
 
 def _beyond(report: Report, held: Sequence[KnownFinding]) -> Finding | None:
-    """Find checks that fail beside those that failed when the findings became known: new errors may
-    hide behind them."""
+    """Find checks that fail beside those that failed when the findings became known, or otherwise than then: new
+    errors may hide behind them."""
     allowed = [set(entry.checks) for entry in held if entry.checks is not None]
-    more = sorted(set(failing_checks(report)) - set().union(*allowed)) if allowed else []
+    failing = failing_checks(report) if allowed else [named(check) for check in report.checks if check.failures]
+    more = sorted(set(failing) - set().union(*allowed)) if held else []
     if not more:
         return None
-    text = f"`{report.subject}` fails more checks than when its findings became known: {', '.join(more)}"
+    text = f"`{report.subject}` fails more than when its findings became known: {', '.join(more)}"
     help = "something new may hide behind what is known; nnscaler gate --update-baseline writes it as it is now"
     return Finding("baseline_stale", text, held[0].where, help=help)
 

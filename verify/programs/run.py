@@ -26,7 +26,7 @@ from nnscaler.runtime.training.saving.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.assemble_report import keep_program, make_report
 from verify.programs.checks import resume, run_checks, steps_with_other_scale_or_labels, timed
-from verify.programs.checks.input_and_outcome import LOCALISED, CheckOutcome, Comparison
+from verify.programs.checks.input_and_outcome import LOCALISED, CheckOutcome, Comparison, outcome_of
 from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
 from verify.programs.execution.record_rank_steps import Task
@@ -294,7 +294,7 @@ def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Che
     found = localise_apart(task.plain(), prepared.graph, prepared.program, SourceMap(prepared.graph), request.timeout)
     text = f"{len(found)} wrong line{'s' * (len(found) != 1)}" if found else "nothing more"
     prepared.context.progress("localise", time.perf_counter() - started, text)
-    return [CheckOutcome(Check(LOCALISED, Verdict.REFUTED, len(found), len(found)), found)] if found else []
+    return [outcome_of(Check(LOCALISED, Verdict.REFUTED, len(found), len(found)), found)] if found else []
 
 
 def _minimal(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from op_registry.spec import SourceLocation
@@ -34,3 +35,13 @@ class Finding:
     def with_reproduce(self, line: str | None) -> Finding:
         """Return the same finding with its line that reproduces it, unless it has one."""
         return self if self.reproduce or line is None else replace(self, reproduce=line)
+
+
+def digest_of(findings: Iterable[Finding]) -> str:
+    """Return what tells these findings from others, whatever their order, their numbers and their lines' numbers."""
+    abouts = []
+    for finding in findings:
+        facts = [finding.counter_example.get(name, "") for name in ("identifier", "tensor", "parameter", "check")]
+        text = "" if finding.where is None else finding.where.text
+        abouts.append("\0".join([finding.code, *facts, text]))
+    return hashlib.sha256("\n".join(sorted(abouts)).encode("utf-8", "backslashreplace")).hexdigest()[:12]

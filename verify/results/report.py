@@ -47,6 +47,7 @@ class Check:
     seconds     that it took
     detail      a remark for people ("worst difference 3e-15")
     supporting  an audit rather than a claim of its own: it lowers the verdict only where it fails
+    failures    a digest of all its findings, where it has more than are shown
     """
 
     name: str
@@ -56,6 +57,7 @@ class Check:
     seconds: float = 0.0
     detail: str = ""
     supporting: bool = False
+    failures: str = ""
 
     def with_other(self, other: Check) -> Check:
         """Return the same check of both subjects, such as two sample calls."""
@@ -66,6 +68,7 @@ class Check:
             refuted=self.refuted + other.refuted,
             seconds=self.seconds + other.seconds,
             detail=self.detail or other.detail,
+            failures=" ".join(filter(None, (self.failures, other.failures))),
         )
 
 

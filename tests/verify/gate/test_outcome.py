@@ -10,8 +10,10 @@ import pytest
 
 from tests.verify.gate.results import LATER, TODAY, entry, finding, report, result
 from verify.gate.baseline import fingerprints
-from verify.gate.outcome import KNOWN, GateOutcome, judge, updated_entries, worst_code
+from verify.gate.outcome import KNOWN, GateOutcome, ItemResult, judge, updated_entries, worst_code
+from verify.programs.checks.input_and_outcome import outcome_of
 from verify.results.catalogue import UNFINISHED
+from verify.results.report import Check
 from verify.results.verdict import Verdict
 
 PASS = result("b")
@@ -68,7 +70,25 @@ def test_another_check_that_fails_beside_a_known_finding_is_new() -> None:
     assert judged(wider, PASS, entries=[entry(checks=("gradients", "evaluation"))]).exit_code == 0
     outcome = judged(wider, PASS, entries=[entry(checks=("gradients",))])
     assert outcome.exit_code == 1
-    assert "fails more checks than when its findings became known: evaluation" in outcome.judged[0].new[0].message
+    assert "fails more than when its findings became known: evaluation" in outcome.judged[0].new[0].message
+
+
+def test_a_finding_that_is_not_shown_does_not_hide_behind_known_ones() -> None:
+    """Of a check five findings are shown, the same ones when another tensor is wrong in the place of the last."""
+
+    def found(*names: str) -> ItemResult:
+        outcome = outcome_of(Check("gradients", Verdict.REFUTED, 9, len(names)), [finding(tensor=n) for n in names])
+        right = result("a", *outcome.findings)
+        return replace(right, report=replace(right.report, checks=(outcome.check,)))
+
+    before = found(*"abcdef")
+    entries, refused = updated_entries([before], [], {"a"}, TODAY, {"owner": "o", "expires": LATER, "reason": "r"})
+    assert len(entries) == 5 and not refused
+    for names, known in (("abcdef", True), ("abcdeg", False), ("abcdefg", False), ("abcde", False)):
+        assert (judged(found(*names), PASS, entries=entries).exit_code == 0) == known, names
+    by_hand = [entry(item="a", code="gradient_differs")]
+    assert judged(found(*"abcde"), PASS, entries=by_hand).exit_code == 0
+    assert "gradients" in judged(before, PASS, entries=by_hand).judged[0].new[0].message
 
 
 def test_an_entry_holds_until_its_last_day_is_over() -> None:

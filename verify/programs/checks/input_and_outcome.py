@@ -10,7 +10,7 @@ from op_registry.spec import SourceLocation
 from verify.programs.checks.logical_tensors import Holding
 from verify.programs.execution.record_rank_steps import RankResult
 from verify.programs.reference.eager import Trajectory
-from verify.results.finding import Finding
+from verify.results.finding import Finding, digest_of
 from verify.results.report import Check
 from verify.results.tolerance import Key, Tolerance
 from verify.results.typed_attachments import ComparedTensor
@@ -64,6 +64,14 @@ class CheckOutcome:
     rows: tuple[ComparedTensor, ...] = ()
 
 
+def outcome_of(check: Check, findings: Sequence[Finding], rows: Sequence[ComparedTensor] = ()) -> CheckOutcome:
+    """Return the outcome of a check, with those of its findings that are shown. What tells all of them apart stays:
+    those that are known must not hide another one."""
+    if len(findings) > SHOWN:
+        check = replace(check, failures=digest_of(findings))
+    return CheckOutcome(check, tuple(findings[:SHOWN]), tuple(rows))
+
+
 def merge_outcomes(name: str, prefix: str, outcomes: Sequence[CheckOutcome]) -> CheckOutcome:
     """Merge several outcomes into one check; `prefix` is put before the message of each finding."""
     checks = [outcome.check for outcome in outcomes]
@@ -73,7 +81,8 @@ def merge_outcomes(name: str, prefix: str, outcomes: Sequence[CheckOutcome]) -> 
     findings = tuple(replace(f, message=prefix + f.message) for outcome in outcomes for f in outcome.findings)
     rows = tuple(replace(row, kind=f"{name}: {row.kind}") for outcome in outcomes for row in outcome.rows)
     merged = merge(c.verdict for c in checks if c.count)
-    return CheckOutcome(Check(name, merged, count, refuted, 0.0, worst), findings, rows)
+    failures = " ".join(c.failures for c in checks if c.failures)
+    return CheckOutcome(Check(name, merged, count, refuted, 0.0, worst, failures=failures), findings, rows)
 
 
 def _worst(detail: str) -> float:
@@ -109,7 +118,7 @@ class Tally:
         self.verdicts.append(verdict)
         if verdict.passes:
             self.worst = max(self.worst, relative)
-        if finding is not None and len(self.findings) < SHOWN:
+        if finding is not None:
             self.findings.append(finding)
 
     def outcome(self, detail: str = "") -> CheckOutcome:
@@ -118,7 +127,7 @@ class Tally:
             detail = f"worst difference {self.worst:.1e}"
         verdict = merge(self.verdicts) if self.verdicts else self.level
         check = Check(self.name, verdict, self.count, self.refuted, 0.0, detail)
-        return CheckOutcome(check, tuple(self.findings), tuple(self.rows))
+        return outcome_of(check, self.findings, self.rows)
 
 
 def _named(key: Key) -> tuple[str, int, str]:

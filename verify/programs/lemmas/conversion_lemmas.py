@@ -46,7 +46,7 @@ from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simu
 from nnscaler.runtime.communication.token_slice_cache import KeptRows
 from nnscaler.runtime.cut_tensors import pieces_of
 from verify.evidence.inputs.operand_shards import gather, lay_of
-from verify.programs.checks.input_and_outcome import SHOWN, CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
 from verify.programs.typing.lines.chunked_region import JOIN
 from verify.results.finding import Finding
 from verify.results.report import Check
@@ -112,7 +112,7 @@ def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> CheckO
     detail = f"{len(wanted)} rows on all basis vectors, forward and backward, in {', '.join(map(str, parts))} parts"
     findings = tuple(Finding("operation_differs", text, cause="the runtime's conversion is wrong") for text in wrong)
     check = Check(NAME, verdict, count, len(wrong), time.perf_counter() - started, detail if count else "")
-    return CheckOutcome(check, findings[:SHOWN])
+    return outcome_of(check, findings)
 
 
 def conversions(functions: frozenset[str], parts: int) -> Iterator[Conversion]:

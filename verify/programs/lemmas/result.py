@@ -13,7 +13,7 @@ from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.cache import Cache, key_of, open_cache
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job
-from verify.programs.checks.input_and_outcome import SHOWN, CheckOutcome
+from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence
 from verify.programs.lemmas.statement import Claim
 from verify.results.finding import Finding
@@ -83,7 +83,7 @@ class LemmaResult:
         refuted = sum(lemma.strength is Verdict.REFUTED for lemma in self.lemmas)
         check = Check(NAME, self.verdict, len(self.lemmas), refuted, self.seconds, self._detail())
         worst = sorted((m for m in self.lemmas if not m.strength.passes), key=lambda m: -m.strength.rank)
-        return (CheckOutcome(check, tuple(_finding(lemma) for lemma in worst[:SHOWN])),)
+        return (outcome_of(check, [_finding(lemma) for lemma in worst]),)
 
     def _detail(self) -> str:
         shown = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())

@@ -111,8 +111,8 @@ def advice_on(operation: Operation | None) -> str | None:
 
 
 def findings_of(culprits: list[Culprit], places: SourceMap, tensors: Mapping[str, str]) -> tuple[Finding, ...]:
-    """Return one finding per culprit, at most five; the first says how many there are."""
-    found = [culprit.finding(places, tensors) for culprit in culprits[:SHOWN]]
+    """Return one finding per culprit; the first says how many there are."""
+    found = [culprit.finding(places, tensors) for culprit in culprits]
     if len(culprits) > 1:
         shown = f", the first {SHOWN} are shown" if len(culprits) > SHOWN else ""
         facts = {**found[0].counter_example, "places": f"{len(culprits)} lines are wrong by themselves{shown}"}

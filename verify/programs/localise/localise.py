@@ -143,7 +143,7 @@ REPAIR_SECONDS = 3.0  # of processor time, for the changes that are tried on one
 def localise_all(
     task: Task, graph: Graph, program: OpenedProgram, places: SourceMap, timeout: float
 ) -> tuple[Finding, ...]:
-    """Return a finding for each wrong line, five at most, in the order of the program; none if all agrees."""
+    """Return a finding for each wrong line, in the order of the program; none if all agrees."""
     try:
         culprits = find_culprits(task, graph, program, timeout)
     except Exception:  # noqa: BLE001 - a wrong program may raise anything; a plain run still says where it differs

@@ -259,7 +259,7 @@ def check_program(
             finder.add(role.file, problem.line, Mistake("program_unreadable", problem.why))
     if not sources:
         finder.add("", 0, Mistake("program_unreadable", "there is no role program"))
-    read = CheckOutcome(_check("text of the role programs", len(sources), finder), finder.take())
+    read = finder.outcome(_check("text of the role programs", len(sources), finder))
     if len(roles) < len(sources) or not roles:  # what the others lack may be there: nothing more can be said
         return StaticResult((read,), (), 0, (), {}, frozenset(), time.perf_counter() - started)
     outcomes = [read]
@@ -268,12 +268,12 @@ def check_program(
             count, wrong = check_manifest(manifest, roles, graph)
             for mistake in wrong:
                 finder.add(MANIFEST, 0, mistake)
-            outcomes.append(CheckOutcome(_check("manifest", count, finder), finder.take()))
+            outcomes.append(finder.outcome(_check("manifest", count, finder)))
         result = _interpret(roles, graph, finder, outcomes)
     except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
         message = f"the program cannot be read: {type(error).__name__}: {error}"
         finder.add(roles[0].file, 0, Mistake("program_unreadable", message))
-        last = CheckOutcome(_check("program", len(roles), finder), finder.take())
+        last = finder.outcome(_check("program", len(roles), finder))
         result = StaticResult((*outcomes, last), (), 0, (), {}, frozenset(), 0.0)
     return replace(result, seconds=time.perf_counter() - started)
 
@@ -295,7 +295,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
     def conclude(name: str, count: int, noted: Sequence[Noted]) -> None:
         for entry in with_order(noted, stages):
             finder.add(entry.stage.file, entry.number, entry.mistake)
-        outcomes.append(CheckOutcome(_check(name, count, finder), finder.take()))
+        outcomes.append(finder.outcome(_check(name, count, finder)))
 
     count, noted = check_ranks(roles)
     conclude("ranks and axes", count, noted)
@@ -304,7 +304,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
         finder.add(role.file, role.schedule_line, mistake)
     instructions = sum(len(role.schedule) for role in roles)
     ordered = replace(_check("schedule has a total order", instructions, finder), detail=order.semantics)
-    outcomes.append(CheckOutcome(ordered, finder.take()))
+    outcomes.append(finder.outcome(ordered))
 
     known = stored_tensors(graph)
     _check_operators(roles, finder)

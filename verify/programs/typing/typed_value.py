@@ -11,10 +11,11 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
 from nnscaler.layout import INVARIANT, MICRO, SLICE, Layout, Replicated, State
-from verify.programs.checks.input_and_outcome import SHOWN
+from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
 from verify.programs.source_map import SourceMap
 from verify.programs.typing.roles.rank_program_syntax import StageText
 from verify.results.finding import Finding
+from verify.results.report import Check
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,6 @@ class Finder:
 
     def add(self, file: str, number: int, mistake: Mistake) -> None:
         self.count += 1
-        if len(self._found) >= SHOWN:
-            return
         lines = self._sources.get(file, [])
         text = lines[number - 1].strip().partition("  # ")[0] if 0 < number <= len(lines) else ""
         place = SourceLocation(str(Path(self._folder) / file), max(number, 1), text)
@@ -121,6 +120,7 @@ class Finder:
         related = (("generated program", place),)
         self._found.append(Finding(mistake.code, message, where, facts, mistake.cause, related=related))
 
-    def take(self) -> tuple[Finding, ...]:
-        found, self._found, self.count = tuple(self._found), [], 0
-        return found
+    def outcome(self, check: Check) -> CheckOutcome:
+        """Return the outcome of a check that ends here; the next one begins without findings."""
+        found, self._found, self.count = self._found, [], 0
+        return outcome_of(check, found)

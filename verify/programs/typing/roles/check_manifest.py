@@ -129,7 +129,7 @@ def check_state(stored: Stored, graph: Graph, folder: str = "") -> CheckOutcome:
     verdict = Verdict.REFUTED if finder.count else Verdict.TESTED_EXACT
     detail = "weights are the user's own: names, shapes and dtypes agree" if stored.own_weights else ""
     check = Check(NAME, verdict, count, finder.count, detail=detail, supporting=True)
-    return CheckOutcome(check, finder.take())
+    return finder.outcome(check)
 
 
 def check_batch(
@@ -151,7 +151,7 @@ def check_batch(
             finder.add(BATCH, 0, Mistake("record_differs", message, "the launcher trains on this batch", name))
     verdict = Verdict.REFUTED if finder.count else Verdict.TESTED_EXACT
     check = Check("sample batch", verdict, len({*recorded, *found, *inputs}), finder.count, supporting=True)
-    return CheckOutcome(check, finder.take())
+    return finder.outcome(check)
 
 
 def _untied(graph: Graph, found: Mapping[str, StoredTensor]) -> Iterator[Mistake]:

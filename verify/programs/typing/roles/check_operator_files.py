@@ -52,7 +52,7 @@ def check_operator_files(
         return None
     verdict = Verdict.REFUTED if finder.count else Verdict.TESTED_EXACT
     check = Check(NAME, verdict, max(len(registered), finder.count), finder.count, supporting=True)
-    return CheckOutcome(check, finder.take())
+    return finder.outcome(check)
 
 
 def _headers(text: str) -> Iterator[ast.Call]:
