@@ -2,8 +2,7 @@
 
 The order of an epoch is a function of (seed, epoch). A batch is a run of that order, and a data part has the rows of it
 that the program cuts for it: a contiguous block, the larger ones first where the batch does not divide. So the same
-samples meet in the same step under every plan, and where a run is in its data is a place in that order: it is saved and
-loaded without a word of parts or worker processes.
+samples meet in the same step under every plan, and a run's place in it, which is saved, knows no parts or workers.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, pairwise
 from typing import Any, cast
 from zlib import crc32
 
@@ -251,7 +250,6 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         self._streams = isinstance(dataset, IterableDataset)
         self._first: int | None = None  # checksum of the epoch's first batch
         self._known = -1 if self._streams else len(dataset)
-        options = {"snapshot_every_n_steps": None, **options}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
             if self._streams:
@@ -286,6 +284,11 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         if self._streams:
             raise NnscalerError("bad_data", "a stream has no number of batches before it ends", help=_NO_LENGTH)
         return int(super().__len__())
+
+    def left(self, epochs: int) -> int | None:
+        """Return how many batches of so many epochs are not handed out; None for a stream: its end tells."""
+        rest = self.order.end(self._known) - self.samples
+        return None if self._streams else -(-rest // self.order.batch_size) + (epochs - self.epoch - 1) * len(self)
 
     def __iter__(self) -> Iterator[Any]:
         place, self._first = self._place, None
@@ -341,6 +344,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 
 _OF_ORDER = {"seed": "seed", "shuffle": "shuffle", "length": "a number of samples of"}
 _OTHER = "give what the run had, or start from its weights alone, in another folder; in Python also: set_epoch(n)"
+_SAVED_BY_US = {"snapshot_every_n_steps": None}
 _NO_LENGTH = "count steps instead of epochs"
 _STACKED = (
     "pad rows to one shape, or give a function that makes a batch of rows: `collate` of [data], or of engine.loader"
@@ -355,12 +359,9 @@ def _unchanged(batch: Any) -> Any:
 
 def _with_last(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
     """Yield each batch, and whether it is the last one: the next one is read before."""
-    empty = object()
-    batch = next(batches, empty)
-    while batch is not empty:
-        following = next(batches, empty)
-        yield batch, following is empty
-        batch = following
+    end = object()
+    for batch, following in pairwise(chain(batches, (end,))):
+        yield batch, following is end
 
 
 def loader(
@@ -396,4 +397,4 @@ def loader(
     elif order.drop_last and len(dataset) < order.batch_size:
         message = f"the dataset has {len(dataset)} samples, a batch {order.batch_size}, and short ones are dropped"
         raise NnscalerError("bad_data", message, help="take a smaller batch, or keep the last one")
-    return Loader(dataset, order, part, collate or default_collate, {"num_workers": workers, **options})
+    return Loader(dataset, order, part, collate or default_collate, {**_SAVED_BY_US, "num_workers": workers, **options})

@@ -186,7 +186,7 @@ class Trainer:
         self._scaler = LossScaler(self.engine) if settings.precision.scale_loss else None
         self.loader = self._loader(self._parts.training, training_order(settings, self._parts.training))
         self._steps = self._count_steps()
-        self.loader.ends_known = settings.schedule.per == "epoch"
+        self.loader.ends_known = settings.schedule.per == "epoch" or not self._steps
         self.schedule = make_schedule(settings, self.optimizer, self._units())
         chosen = settings.checkpoints
         if chosen.folder:
@@ -195,6 +195,7 @@ class Trainer:
             )
             self.step = self._load(self.checkpoints)
             if self.step:
+                self._steps = self._count_steps()  # those that were made may have had other sizes
                 self._say(f"going on     after step {self.step} of {chosen.folder}")
         if settings.weights and not self.step:
             for name in load_weights(self.engine, settings.weights, settings.weights_prefix):
@@ -223,13 +224,8 @@ class Trainer:
 
     def _count_steps(self) -> int:
         """Return how many steps the run has; 0 where only the end of a stream tells."""
-        settings = self.settings
-        if settings.steps:
-            return settings.steps
-        try:
-            return -(-len(self.loader) * settings.epochs // settings.accumulation)
-        except NnscalerError:
-            return 0
+        settings, left = self.settings, self.loader.left(self.settings.epochs)
+        return settings.steps or (0 if left is None else self.step - (-left // settings.accumulation))
 
     def _units(self) -> int:
         """Return how many times the schedule goes on; 0 where only the end of a stream tells."""
@@ -264,13 +260,12 @@ class Trainer:
                 if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
                     check_replicas(self.engine, self.optimizer)
                 self._call("on_step")
-                stopping = self._stopping or self._interrupted
-                last = stopping or self.step == self._steps
-                if settings.validation.every and (self.step % settings.validation.every == 0 or last):
+                ending, every = self._stopping or self._at_end(), settings.validation.every
+                if every and (self.step % every == 0 or ending):  # a run that goes on has no other validations
                     self._validate()
-                if self._save(request=last):
+                if self._save(request=ending or self._interrupted):
                     saved = self.step
-                if stopping:
+                if self._stopping or self._interrupted:
                     ended = "stopped" if self._stopping else "interrupted"
                     break
         if saved != self.step:
@@ -279,6 +274,10 @@ class Trainer:
             self.checkpoints.finish()
         self._call("on_end")
         return ended  # type: ignore[return-value]
+
+    def _at_end(self) -> bool:
+        """Say if the step was the last one."""
+        return self.step == self._steps if self._steps else self.loader.completed >= self.settings.epochs
 
     def _step(self, group: Sequence[Batch]) -> float | None:
         """Make a step of the optimizer, where the loss and all gradients are finite; return their norm, None where they

@@ -195,6 +195,57 @@ def test_a_run_that_is_asked_to_stop_ends_after_the_step_and_saves(tmp_path: Pat
     assert trainer.checkpoints is not None and trainer.checkpoints.steps() == [3]
 
 
+@pytest.mark.parametrize("more", [{"data": {"batch_size": 8, "shuffle": True}}, {"accumulation": 3}, {"epochs": 4}])
+def test_epochs_end_where_they_end_in_a_run_that_goes_on_with_other_sizes(tmp_path: Path, more: dict[str, Any]) -> None:
+    def run(**fields: Any) -> tuple[Trainer, Result]:
+        fields = {"optimizer": {"name": "SGD", "lr": 0.1}, "data": {"batch_size": 4, "shuffle": True}, **fields}
+        made = Trainer(module=Model(), datasets=rows_of(30), checkpoints={"folder": str(tmp_path)}, **fields)
+        return made, made.fit()
+
+    run(steps=5)
+    asked = {"epochs": 3, **more}
+    trainer, result = run(**asked)
+    assert (result.ended, trainer.loader.completed) == ("finished", asked["epochs"])
+    assert run(**asked)[1].steps == result.steps  # nothing is left
+
+
+@pytest.mark.parametrize("rows", [rows_of(26), Stream(26)])
+def test_a_run_ends_with_a_validation_and_a_checkpoint_that_has_its_score(tmp_path: Path, rows: Any) -> None:
+    at: list[tuple[int, str]] = []
+    hooks = {p: [lambda t, p=p: at.append((t.step, p))] for p in ("on_validation", "on_checkpoint")}
+    kept = {"folder": str(tmp_path), "every": 7}
+    _, result = fit((rows, rows_of(4)), steps=0, epochs=1, validation={"every": 5}, checkpoints=kept, hooks=hooks)
+    assert result.steps == 7
+    assert at == [(5, "on_validation"), (7, "on_validation"), (7, "on_checkpoint")]
+
+
+@pytest.mark.parametrize("point", ["on_step", "on_validation", "on_checkpoint"])
+def test_a_hook_stops_a_run_after_its_step(tmp_path: Path, point: str) -> None:
+    hooks = {point: [lambda trainer: trainer.stop() if trainer.step == 4 else None]}
+    kept = {"folder": str(tmp_path), "every": 2}
+    data = (rows_of(10), rows_of(4))
+    trainer, result = fit(data, validation={"every": 2}, checkpoints=kept, hooks=hooks)
+    assert (result.ended, result.steps) == ("stopped", 4)
+    assert trainer.checkpoints is not None and trainer.checkpoints.steps() == [2, 4]
+
+
+def test_an_interruption_changes_no_schedule_that_counts_validations(tmp_path: Path) -> None:
+    plateau = {"name": "ReduceLROnPlateau", "patience": 0, "threshold": 0.5}
+
+    def rates(folder: str, **more: Any) -> list[float]:
+        rate = Rates()
+        more = {"hooks": {"on_step": [rate]}, **more}
+        data = (rows_of(10), rows_of(4))
+        fit(data, schedule=plateau, validation={"every": 4}, checkpoints={"folder": str(tmp_path / folder)}, **more)
+        return rate.of_next
+
+    whole = rates("whole", steps=12)
+    first = Rates()
+    ask = [first, lambda trainer: trainer.step == 5 and trainer.ask_to_stop()]
+    rates("parts", steps=12, hooks={"on_step": ask})
+    assert [*first.of_next, *rates("parts", steps=12)] == whole and len(set(whole)) > 1
+
+
 SLOW = """
 import time, torch
 class Model(torch.nn.Module):
