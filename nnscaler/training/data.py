@@ -18,7 +18,7 @@ from typing import Any, cast
 from zlib import crc32
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
 from torch.utils.data._utils import worker as worker_loop
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -28,16 +28,7 @@ from nnscaler.model_file import seed_generators
 from nnscaler.runtime.tensor_bits import bits_of
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.training.check_replicas import ONE_STREAM
-from nnscaler.training.packing import pack
-
-Collate = Callable[[list[Any]], Any]
-
-
-def rows_of(part: DataPart, size: int) -> range:
-    """Return the part's rows of a batch of `size`: contiguous, of sizes that differ by one, the larger ones first."""
-    each, more = divmod(size, part.count)
-    start = part.index * each + min(part.index, more)
-    return range(start, start + each + (part.index < more))
+from nnscaler.training.make_batches import Collate, Collated, check_collate, pack, rows_of
 
 
 @dataclass(frozen=True)
@@ -119,41 +110,6 @@ class _Samples:
         return (several(wanted) if several else [self._dataset[index] for index in wanted]), form
 
 
-@dataclass(frozen=True)
-class _Collated:
-    """Makes a batch of samples; one without rows of a sample that is there for its form."""
-
-    collate: Collate
-
-    def __call__(self, found: tuple[list[Any], bool]) -> Any:
-        samples, form = found
-        try:
-            batch = self.collate(samples)
-        except (TypeError, RuntimeError, KeyError) as error:
-            unlike = _unlike(samples) if self.collate is default_collate else ""
-            if not unlike:
-                raise
-            raise NnscalerError(
-                "bad_data", f"the rows of a batch cannot be stacked: {unlike}", help=_STACKED
-            ) from error
-        return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch) if form else batch
-
-
-def _unlike(samples: list[Any]) -> str:
-    """Say in what samples are not alike that cannot be stacked; "" where that is not seen."""
-    known: dict[str, str] = {}
-    for number, sample in enumerate(samples):
-        leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(sample)[0]}
-        for path, leaf in leaves.items():
-            kind = f"of shape {list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
-            if known.setdefault(path, kind) != kind or leaf is None:
-                first = f", and that of row 0 is {known[path]}" if known[path] != kind else ""
-                return f"{path or 'the row'} of row {number} is {kind}{first}"
-        if number and leaves.keys() != known.keys():
-            return f"row {number} has {', '.join(leaves)}, and row 0 {', '.join(known)}"
-    return ""
-
-
 class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
     """This part's rows of each batch of a stream, the batch's size, and the stream's state after it; with the first one
     that a worker makes, a checksum of the first batch that it read.
@@ -164,7 +120,7 @@ class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
 
     def __init__(self, dataset: Any, order: SampleOrder, part: DataPart, collate: Collate, place: _Place) -> None:
         self._dataset, self._order, self._part, self._place = dataset, order, part, place
-        self._collate = _Collated(collate)
+        self._collate = Collated(collate)
 
     def __iter__(self) -> Iterator[tuple[Any, int, Any, int | None]]:
         worker = get_worker_info()
@@ -258,7 +214,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
             else:
                 batches = _Batches(order, part, self._known, self._place)
                 samples = cast("torch.utils.data.Dataset[Any]", _Samples(dataset))
-                super().__init__(samples, batch_sampler=batches, collate_fn=_Collated(collate), **options)
+                super().__init__(samples, batch_sampler=batches, collate_fn=Collated(collate), **options)
 
     @property
     def epoch(self) -> int:
@@ -345,10 +301,8 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 _OF_ORDER = {"seed": "seed", "shuffle": "shuffle", "length": "a number of samples of"}
 _OTHER = "give what the run had, or start from its weights alone, in another folder; in Python also: set_epoch(n)"
 _SAVED_BY_US = {"snapshot_every_n_steps": None}
+_PARTS = 4  # for which it is seen whether a function collates rows one by one
 _NO_LENGTH = "count steps instead of epochs"
-_STACKED = (
-    "pad rows to one shape, or give a function that makes a batch of rows: `collate` of [data], or of engine.loader"
-)
 _STREAM = "shuffle the stream itself, or give a dataset with __len__ and __getitem__"
 _FORMS = "a dataset has __len__ and __getitem__, or is a torch.utils.data.IterableDataset"
 
@@ -397,4 +351,7 @@ def loader(
     elif order.drop_last and len(dataset) < order.batch_size:
         message = f"the dataset has {len(dataset)} samples, a batch {order.batch_size}, and short ones are dropped"
         raise NnscalerError("bad_data", message, help="take a smaller batch, or keep the last one")
+    elif collate is not None and part.count > 1 and len(dataset) > 1:
+        parts = min(part.count, len(dataset) // 2 or 1, _PARTS)
+        check_collate(collate, [dataset[index] for index in range(2 * parts)], parts)
     return Loader(dataset, order, part, collate or default_collate, {**_SAVED_BY_US, "num_workers": workers, **options})

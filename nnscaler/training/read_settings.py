@@ -266,7 +266,7 @@ _SWITCHES = {
 
 
 def idle(settings: TrainSettings) -> list[str]:
-    """Say which settings do nothing, since another one is not set."""
+    """Say which settings do nothing, since another one is not set, or is."""
     made, default = ({"": s} | {f.name: getattr(s, f.name) for f in fields(s)} for s in (settings, TrainSettings()))
 
     def value(of: Mapping[str, Any], path: str) -> Any:
@@ -280,6 +280,11 @@ def idle(settings: TrainSettings) -> list[str]:
         named = [f"{table}.{key}" for key in made[table].arguments] if f"{table}.arguments" in found else []
         shown = ", ".join(f"`{name}`" for name in [p for p in found if not p.endswith(".arguments")] + named)
         told += [f"`{switch}` is not set, and without it there is no effect of {shown}"] if found else []
+    precision = settings.precision
+    given = {name: getattr(precision, name) for name in ("param", "reduce", "output")}
+    shown = ", ".join(f"`precision.{n}`" for n, dtype in given.items() if dtype and dtype != precision.dtype)
+    if precision.dtype and shown:
+        told.append(f"`precision.dtype` is set, and beside it there is no effect of {shown}")
     return told
 
 

@@ -126,7 +126,8 @@ def _states(
             continue
         shape, dtype = kind
         saved = (folder.contents.tensors.get(key_of((MODEL, name))) for name in (entry.fqn, *entry.names))
-        if shape and dtype == next((of[1] for of in saved if of is not None), None):  # it follows the parameter's
+        counts = path[3] == "step" or (entry.shape and not shape)  # in a dtype of its own
+        if not counts and dtype == next((of[1] for of in saved if of is not None), None):  # it follows the parameter's
             dtype = parameter.dtype
         device = "cpu" if path[3] == "step" and not on_device[path[2]] else parameter.device  # as torch does
         if shape == entry.shape:

@@ -14,8 +14,8 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.training.cut_batch import DataPart
-from nnscaler.training.data import Loader, SampleOrder, loader, rows_of
-from nnscaler.training.packing import PackedRows, pack
+from nnscaler.training.data import Loader, SampleOrder, loader
+from nnscaler.training.make_batches import PackedRows, pack, rows_of
 
 
 class Numbers:
@@ -273,3 +273,41 @@ def test_a_place_in_other_data_is_refused() -> None:
     assert error.value.code == "other_data"
     with pytest.raises(NnscalerError, match="seed 3, and this loader's is 4"):
         load(Numbers(), 5, DataPart(0, 1), shuffle=True, seed=4).load_state_dict(state)
+
+
+def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """Rows of 1 + n % 3 places, padded to the longest of the batch."""
+    return {"x": torch.nn.utils.rnn.pad_sequence([row["x"][: 1 + int(row["number"]) % 3] for row in rows], True)}
+
+
+COLLATES: dict[str, tuple[Any, str]] = {
+    "rows": (lambda rows: [torch.stack([row["x"] for row in rows]), torch.ones(7), torch.tensor(0.5), "text"], ""),
+    "padded": (padded, ""),
+    "noise": (lambda rows: torch.rand(len(rows), 3), ""),
+    "wants many rows": (lambda rows: torch.stack([row["x"] for row in rows])[: 1 // (len(rows) // 5)], ""),
+    "time first": (
+        lambda rows: {"x": torch.stack([row["x"] for row in rows], 1)},
+        r"\['x'\] is \[3, 8\] of 8 rows, .*12, 2",
+    ),
+    "two views": (lambda rows: torch.stack([r["x"] for r in rows] * 2), "and other values where they are joined"),
+    "sorted": (lambda rows: torch.stack([r["x"] for r in rows]).sort(0, descending=True).values, "other values"),
+}
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_a_collate_that_does_not_go_by_rows_is_refused_where_parts_are_joined(name: str) -> None:
+    collate, told = COLLATES[name]
+    before = torch.get_rng_state()
+    loader(Numbers(), SampleOrder(10), DataPart(0, 1), collate=collate)
+    if told:
+        with pytest.raises(NnscalerError, match=told):
+            loader(Numbers(), SampleOrder(10), DataPart(1, 4), collate=collate)
+    else:
+        loader(Numbers(), SampleOrder(10), DataPart(1, 4), collate=collate)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_part_without_rows_keeps_what_is_no_rows() -> None:
+    made = loader(Numbers(5), SampleOrder(4), DataPart(2, 3), collate=COLLATES["rows"][0])
+    *_, (rows, weights, number, text) = made
+    assert rows.shape == (0, 3) and weights.shape == (7,) and (float(number), text) == (0.5, "text")

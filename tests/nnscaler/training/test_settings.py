@@ -116,6 +116,7 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"checkpoints": {"every": 2, "keep": 1}}, "`checkpoints.folder` .* of `checkpoints.every`, `checkpoints.keep`"),
     ({"profiler": {"last": 3}}, "`profiler.first` is not set"),
     ({"weights_prefix": "model."}, "`weights` is not set"),
+    ({"precision": {"dtype": "float64", "param": "bfloat16"}}, "`precision.dtype` is set.* no effect of .*param`"),
 ]
 
 

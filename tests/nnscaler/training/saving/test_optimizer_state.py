@@ -59,12 +59,21 @@ def test_what_belongs_to_no_parameter_goes_on_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")])
 def test_a_run_goes_on_in_another_dtype(tmp_path: Path, dtypes: tuple[str, str]) -> None:
     """As torch's optimizers do, what had the dtype of a parameter follows it."""
+
+    class Scaled(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, *given: Any, **named: Any) -> Any:
+            return super().forward(*given, **named) * self.scale
+
     for dtype in dtypes:
-        engine, run = Engine(compiled(Model(), "dp=1", 1), None, EngineSettings(dtype=dtype)), Checkpoints(tmp_path, 1)
+        engine, run = Engine(compiled(Scaled(), "dp=1", 1), None, EngineSettings(dtype=dtype)), Checkpoints(tmp_path, 1)
         optimizer = engine.optimizer(torch.optim.AdamW, lr=0.1)
         run.load(engine, optimizer)
         engine.step({n: t.to(getattr(torch, dtype)) if n == "x" else t for n, t in batch(4).items()})
         optimizer.step()
         run.save(1, engine, optimizer)
-    kinds = {name: value.dtype for value in optimizer.state.values() for name, value in value.items()}
-    assert kinds == {"step": torch.float32, **dict.fromkeys(("exp_avg", "exp_avg_sq"), getattr(torch, dtypes[1]))}
+    kinds = {(name, value.dtype) for value in optimizer.state.values() for name, value in value.items()}
+    assert kinds == {("step", torch.float32), *((n, getattr(torch, dtypes[1])) for n in ("exp_avg", "exp_avg_sq"))}
