@@ -81,24 +81,31 @@ def verify_external() -> Callable[..., Any]:
     return lambda program, **options: _tool().check_external(program, **options)
 
 
-_VERIFIED: pytest.StashKey[bool] = pytest.StashKey()  # of an item in which verify_plan was called
+_VERIFIED: pytest.StashKey[bool] = pytest.StashKey()  # of an item in which a plan was verified
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test with the marker in which nothing was verified, whatever kind of test it is."""
+    result = yield
+    if item.get_closest_marker(MARKER) is not None and not item.stash.get(_VERIFIED, False):
+        text = "nothing was verified: return a model file, or (module, inputs), from a function that is no method of a"
+        pytest.fail(f"{item.name}: {text} unittest.TestCase, or call verify_plan in it", pytrace=False)
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Call a function with the marker, and verify its result. Fails where nothing was verified."""
+    """Call a function with the marker, and verify its result."""
     marker = pyfuncitem.get_closest_marker(MARKER)
     if marker is None:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     returned = pyfuncitem.obj(**arguments)
-    if returned is None:
-        if not pyfuncitem.stash.get(_VERIFIED, False):
-            text = "returned nothing, so nothing was verified: return a model file, or (module, inputs)"
-            pytest.fail(f"{pyfuncitem.name} {text}", pytrace=False)
-        return True
-    model, inputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-    _tool().check_plan(model, inputs, **{"ranks": 2, **marker.kwargs})
+    if returned is not None:
+        model, inputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        _tool().check_plan(model, inputs, **{"ranks": 2, **marker.kwargs})
+        pyfuncitem.stash[_VERIFIED] = True
     return True
 
 

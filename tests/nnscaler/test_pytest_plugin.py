@@ -61,6 +61,7 @@ def test_none(verify_op):
     verify_op("plugin_ops.py::nothing")
 """
 PLANS = """
+import unittest
 import pytest
 from model import build_model, sample_inputs
 
@@ -84,6 +85,11 @@ def test_nothing():
 @pytest.mark.nnscaler_plan(ranks=2)
 def test_unused(verify_plan):
     pass
+
+class TestCase(unittest.TestCase):
+    @pytest.mark.nnscaler_plan(ranks=2)
+    def test_method(self):
+        return "model.py"
 
 @pytest.mark.nnscaler_plan(ranks=3, plan="dp=2")
 def test_illegal():
@@ -222,10 +228,11 @@ def test_operators(suite: Suite) -> None:
 
 def test_plans(suite: Suite) -> None:
     passed = dict.fromkeys(["test_file", "test_module", "test_fixture"], "passed")
-    failed = dict.fromkeys(["test_nothing", "test_unused", "test_illegal", "test_no_inputs"], "failed")
+    failed = dict.fromkeys(["test_nothing", "test_unused", "test_illegal", "test_no_inputs", "TestCase"], "failed")
     assert suite.outcomes("test_plans.py") == passed | failed
-    suite.lines.fnmatch_lines(["test_nothing returned nothing, so nothing was verified: *"])
-    suite.lines.fnmatch_lines(["test_unused returned nothing, so nothing was verified: *"])
+    for name in ("test_nothing", "test_unused", "test_method"):
+        suite.lines.fnmatch_lines([f"{name}: nothing was verified: return a model file, *"])
+    suite.lines.fnmatch_lines(["FAILED test_plans.py::TestCase::test_method*"])
     suite.lines.fnmatch_lines(["could not be verified: *plan*"])
     suite.lines.fnmatch_lines(["could not be verified: a module needs its inputs: *"])
 

@@ -38,23 +38,24 @@ def perform_item(folder: Path, cache: Cache | None) -> Callable[[Item, Phase, No
     def perform(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
         if isinstance(item, OpItem):
             return verify_operator(item, folder, cache, note)
+        context = _context(note, cache is not None)
         if isinstance(item, ExternalItem):
-            return verify_external_item(item, note), False
-        return verify_plan_item(item, phase, note), False
+            return verify_external_item(item, context), False
+        return verify_plan_item(item, phase, context), False
 
     return perform
 
 
-def verify_plan_item(item: PlanItem, phase: Phase, note: Note) -> Report:
-    """Verify a plan, and note each of its phases. Raises NnscalerError for one that cannot be run at all."""
-    note(f"loading {item.request.model}")
-    return verify_request(replace(item.request, level=phase), context=_context(note))
+def verify_plan_item(item: PlanItem, phase: Phase, context: RunContext) -> Report:
+    """Verify a plan. Raises NnscalerError for one that cannot be run at all."""
+    context.say(f"loading {item.request.model}")
+    return verify_request(replace(item.request, level=phase), context=context)
 
 
-def verify_external_item(item: ExternalItem, note: Note) -> Report:
+def verify_external_item(item: ExternalItem, context: RunContext) -> Report:
     """Verify the programs of an item; what is said of several is one report. Raises NnscalerError as above."""
-    note(f"loading {item.request.name}")
-    reports = verify_external_request(item.request, _context(note))
+    context.say(f"loading {item.request.name}")
+    reports = verify_external_request(item.request, context)
     if len(reports) == 1:
         return reports[0]
     return replace(
@@ -68,11 +69,12 @@ def verify_external_item(item: ExternalItem, note: Note) -> Report:
     )
 
 
-def _context(note: Note) -> RunContext:
+def _context(note: Note, cached: bool) -> RunContext:
     return RunContext(
         progress=lambda name, seconds, text: note(_words(f"{name} {seconds:.1f} s {text}")),
         say=lambda text: note(_words(text)),
         command=("nnscaler", *sys.argv[1:]),
+        cached=cached,
     )
 
 

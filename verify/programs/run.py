@@ -116,7 +116,7 @@ def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
         prepared.graph,
         folder=str(prepared.program.path),
         manifest=prepared.program.manifest,
-        options=ProofOptions(request.timeout, request.seed),
+        options=ProofOptions(request.timeout, request.seed, prepared.context.cached),
         progress=prepared.context.progress,
     )
 

@@ -44,6 +44,7 @@ class RunContext:
     command   the words of the command line, shown where a token would be too long for one; None: findings have no line
               that reproduces them
     server    to start ranks from
+    cached    take lemmas about operators that were shown before
     """
 
     progress: Progress = lambda phase, seconds, text: None
@@ -51,6 +52,7 @@ class RunContext:
     say: Callable[[str], None] = lambda text: None
     command: tuple[str, ...] | None = None
     server: ForkServer | None = None
+    cached: bool = True
 
 
 def load_subject(request: PlanRequest, say: Callable[[str], None]) -> PlanSubject:

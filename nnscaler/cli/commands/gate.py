@@ -81,7 +81,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, metavar="S", help="of parameters, batches and inputs (default: 0)")
     group.add_argument("--jobs", type=positive, metavar="N", help="operators at a time (default: one per processor)")
-    group.add_argument("--no-cache", action="store_true", help="run operators that passed and have not changed too")
+    group.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="take no verdict and no lemma from before",
+    )
     group = parser.add_argument_group("known findings")
     group.add_argument("--baseline", type=Path, metavar="FILE", help="known findings, each with owner and expiry date")
     group.add_argument("--update-baseline", action="store_true", help="write what is found to the baseline")

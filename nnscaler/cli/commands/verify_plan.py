@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="static: read and prove the program's text, run nothing; run: the other way round (default: all)",
     )
     group.add_argument("--certificate", type=Path, metavar="PATH", help="write what was proved, and on what it rests")
+    group.add_argument("--no-cache", action="store_true", help="show every lemma about operators again; for releases")
     how = group.add_mutually_exclusive_group()
     how.add_argument(
         "--quick",
@@ -146,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
 
     request = plan_request(options)
     _check_outputs(options, request)
-    report = verify(request, options.console)
+    report = verify(request, options.console, cached=not options.no_cache)
     print_report(report, options.output_format, options.console)
     if options.certificate is not None:
         _write_certificate(options.certificate, report, options.console)
@@ -162,11 +164,11 @@ def plan_request(options: argparse.Namespace) -> PlanRequest:
     return request_of(PlanRequest, options, depth=depth)
 
 
-def verify(request: PlanRequest, console: Console) -> Report:
-    """Verifies what the request says, and tells the console. Raises NnscalerError for what could not be run."""
+def verify(request: PlanRequest, console: Console, *, cached: bool = True) -> Report:
+    """Verify what the request says, and tell the console. Raises NnscalerError for what could not be run."""
     from verify.programs.entry_point import verify_request
 
-    return verify_request(request, context=run_context(console))
+    return verify_request(request, context=replace(run_context(console), cached=cached))
 
 
 def run_context(console: Console) -> RunContext:

@@ -14,6 +14,7 @@ from verify.gate.items import ExternalItem
 from verify.gate.run import tool_of
 from verify.gate.run_order import State, batches, first_units, other_units
 from verify.gate.verify_item import verify_external_item
+from verify.programs.subject import RunContext
 
 WRONG = "\n\ndef forgotten(model, mesh):\n    return model\n"
 SETTINGS = """
@@ -77,7 +78,7 @@ def test_several_programs_of_an_item_are_one_report(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("verify.external.transformers.expand_requests.targets", lambda: ["llama", "no_such_model"])
     request = ExternalRequest("hf:all", tp=(2,), steps=1, level="run")
     notes: list[str] = []
-    report = verify_external_item(ExternalItem("models", request), notes.append)
+    report = verify_external_item(ExternalItem("models", request), RunContext(say=notes.append))
     assert (report.subject, report.setting, report.verdict.word) == ("models", "2 programs", "INCONCLUSIVE")
     assert [finding.code for finding in report.findings] == ["could_not_run"]
     assert any(check.name == "hf:llama --tp 2 on 2 ranks (tp=2), in float64: gradients" for check in report.checks)

@@ -17,7 +17,9 @@ from tests.verify.gate.results import report
 from verify.gate.items import OpItem, OpSource, check_names, select
 from verify.gate.settings import EXAMPLE, GateSettings, read_settings
 from verify.gate.verify_item import perform_item
+from verify.operators.run.cache import Cache
 from verify.programs.request import BACKENDS, DTYPES, PlanRequest
+from verify.programs.subject import RunContext
 from verify.results.report import Report
 
 MODELS = """
@@ -99,15 +101,18 @@ def test_the_file_of_a_schedule_is_beside_the_settings(folder: Path, monkeypatch
 def test_the_text_alone_is_read_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     item = settings(f"[tool.nnscaler.gate]\n{MODELS}").plans[0]
     asked: list[PlanRequest] = []
+    cached: list[bool] = []
 
-    def verified(request: PlanRequest, context: object) -> Report:
+    def verified(request: PlanRequest, context: RunContext) -> Report:
         asked.append(request)
+        cached.append(context.cached)
         return report()
 
     monkeypatch.setattr("verify.gate.verify_item.verify_request", verified)
-    for phase in ("static", "all"):
-        perform_item(folder, None)(item, phase, lambda text: None)
+    for phase, cache in (("static", None), ("all", Cache(folder))):
+        perform_item(folder, cache)(item, phase, lambda text: None)
     assert asked == [replace(item.request, level="static"), item.request]
+    assert cached == [False, True]  # lemmas too
 
 
 def test_choices_are_those_of_verify_plan(folder: Path) -> None:
