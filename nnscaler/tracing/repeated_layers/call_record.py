@@ -80,7 +80,9 @@ def made_like(look: Look, memory: torch.UntypedStorage | None, mode: FakeTensorM
         else:
             bare = torch.empty(0, dtype=look.dtype, device="meta")
             bare.set_(memory, look.offset, look.shape, look.stride)
-    return FakeTensor(mode, bare, look.device, requires_grad=look.requires_grad)
+    made = FakeTensor(mode, bare, look.device)
+    made.requires_grad_(look.requires_grad)
+    return made
 
 
 def join_history(tensor: Tensor) -> None:
