@@ -106,7 +106,7 @@ def test_the_text_alone_is_read_first(folder: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("verify.gate.verify_item.verify_request", verified)
     for phase in ("static", "all"):
-        perform_item(folder, None)(item, phase, lambda text: None)
+        perform_item(folder, None, None)(item, phase, lambda text: None)
     assert asked == [replace(item.request, level="static"), item.request]
 
 
