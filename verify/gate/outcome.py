@@ -74,10 +74,15 @@ class JudgedItem:
 
 @dataclass(frozen=True)
 class GateOutcome:
-    """Everything, worst first. `baseline`: what is wrong with the baseline, None where nothing is."""
+    """Everything, worst first.
+
+    baseline     what is wrong with the baseline, None where nothing is
+    interrupted  the exit code of the signal that ended the gate; 0 where none did
+    """
 
     judged: tuple[JudgedItem, ...]
     baseline: Report | None = None
+    interrupted: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -88,6 +93,11 @@ class GateOutcome:
         if not any(judged.result.report.total for judged in self.judged):
             codes.add(3)
         return worst_code(codes)
+
+    @property
+    def ends_with(self) -> int:
+        """The exit code of the command."""
+        return self.interrupted or self.exit_code
 
     @property
     def word(self) -> str:

@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from shlex import quote
@@ -151,8 +152,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt as stop:
         stopped = stop
         chosen = chosen or every
-    code = _finish(options, settings, (every, chosen), results, entries, clock, stopped is not None)
-    return code if stopped is None else exit_code_of(stopped)
+    return _finish(options, settings, (every, chosen), results, entries, clock, exit_code_of(stopped) if stopped else 0)
 
 
 def gate_settings(options: argparse.Namespace) -> GateSettings:
@@ -257,9 +257,9 @@ def _finish(
     results: dict[str, ItemResult],
     entries: Sequence[KnownFinding],
     clock: Clock,
-    interrupted: bool,
+    interrupted: int,
 ) -> int:
-    """Judge, remember, print, and return the exit code."""
+    """Judge, remember, print, and return the exit code. `interrupted`: that of the signal that ended the gate, or 0."""
     from verify.gate.outcome import judge
     from verify.gate.run import complete
 
@@ -275,9 +275,10 @@ def _finish(
         assert file is not None
         entries = _updated(options, file, completed, entries, names)
     outcome = judge(completed, entries, names, date.today(), "" if file is None else os.path.relpath(file))
+    outcome = replace(outcome, interrupted=interrupted)
     _remember(settings, outcome)
-    deliver(outcome, options, clock.spent, clock.budget, interrupted)
-    return outcome.exit_code
+    deliver(outcome, options, clock.spent, clock.budget)
+    return outcome.ends_with
 
 
 def _may_register_more(settings: GateSettings, results: Mapping[str, ItemResult]) -> bool:
@@ -318,9 +319,7 @@ def _remember(settings: GateSettings, outcome: GateOutcome) -> None:
     write_state(file, read_state(file), now)
 
 
-def deliver(
-    outcome: GateOutcome, options: argparse.Namespace, seconds: float, budget: float | None, interrupted: bool
-) -> None:
+def deliver(outcome: GateOutcome, options: argparse.Namespace, seconds: float, budget: float | None) -> None:
     """Write the summary to stdout, and every format to where it was asked for.
 
     Raises NnscalerError `cannot_write` where a file cannot be written, after everything else was.
@@ -330,7 +329,7 @@ def deliver(
     from verify.gate.render_outcome import render, summary
 
     console: Console = options.console
-    text = summary(outcome, seconds, budget, interrupted)
+    text = summary(outcome, seconds, budget)
     where = destinations(options.output_format, os.environ)
     for name in where.stdout:
         if name != "full":  # the summary holds all that is in it
