@@ -6,6 +6,7 @@ The compiler makes it, `manifest.json` is the same entry by entry, and the runti
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ class RoleRecord:
     sha256: str
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
+
+    def change(self, folder: Path, text: bytes) -> str | None:
+        """Return a note on a text that is not the one that was generated; None on one that is."""
+        same = hashlib.sha256(text).hexdigest() == self.sha256
+        return None if same else f"{folder / self.file} was changed after it was generated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +101,8 @@ class ResultRecord:
 
 @dataclass(frozen=True, slots=True)
 class Returns:
-    """The results of the model.
-
-    structure   how (`nnscaler.runtime.output_structure`); empty where it is the loss alone
-    results     the tensors, the loss first
-    """
+    """The results of the model. `structure`: how (`nnscaler.runtime.output_structure`), empty where it is the loss
+    alone; `results`: the tensors, the loss first."""
 
     structure: str = ""
     results: tuple[ResultRecord, ...] = ()
@@ -258,13 +261,8 @@ class TimelineRow:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRows:
-    """A timeline for drawing.
-
-    unit       the meaning of one unit of time, in words
-    rows       one per role
-    makespan   in units
-    bubble     the idle fraction
-    """
+    """A timeline for drawing. `unit`: the meaning of one unit of time, in words; `rows`: one per role; `makespan`: in
+    units; `bubble`: the idle fraction."""
 
     unit: str
     rows: tuple[TimelineRow, ...]

@@ -21,7 +21,7 @@ from textwrap import indent
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.errors import NnscalerError, SourceLocation, exit_call
 from nnscaler.is_user_file import is_users
 
 # Targets on a command line and in settings: a file, or a module of a package, and a function in it.
@@ -228,7 +228,7 @@ def import_user_file(path: Path) -> ModuleType:
         raise
     except SystemExit as stop:
         place = user_frame(stop, file.parent)
-        message = f"{path} calls sys.exit({stop.code!r}) when imported"
+        message = f"{path} calls {exit_call(stop)} when imported"
         raise NnscalerError("model_import_failed", message, place, _of_arguments(stop, place) or _GUARD_MAIN) from None
     except Exception as error:
         place = user_frame(error, file.parent) or SourceLocation(str(path), 1)

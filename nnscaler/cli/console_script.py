@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 
+from nnscaler.cli.hard_exits import own_exit_code
 from nnscaler.cli.signals import Terminated, exit_code_of, stop_in_order
 
 
@@ -18,6 +19,7 @@ def run_process() -> int:
     command's time. What a command itself drops in cycles is still collected, in larger batches.
     """
     stopped = stop_in_order()
+    decide = own_exit_code()
     try:
         import gc
 
@@ -31,6 +33,7 @@ def run_process() -> int:
         code = exit_code_of(stop)
     signal = stopped()
     code = code if signal is None else exit_code_of(signal)
+    decide(code)
     if code and "RANK" in os.environ:
         _leave(code)
     return code

@@ -73,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(ended.name.lower(), file=sys.stderr)
         return ended
     except SystemExit as stop:
-        print(f"error: the model's code stopped the process: sys.exit({stop.code!r})", file=sys.stderr)
+        from nnscaler.errors import exit_call
+
+        print(f"error: the model's code stopped the process: {exit_call(stop)}", file=sys.stderr)
         return ExitCode.COULD_NOT_RUN
     except BaseException as error:
         return _explain(error, console)

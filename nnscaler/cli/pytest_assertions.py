@@ -19,7 +19,7 @@ from verify import verify_external, verify_op, verify_plan
 from verify.gate.baseline import KnownFinding, read_baseline
 from verify.gate.items import Item, check_names
 from verify.gate.outcome import KNOWN, GateOutcome, ItemResult, judge
-from verify.gate.run import Clock, complete, find_operators, preload, run_items
+from verify.gate.run import Clock, complete, find_operators, preload, registered_later, run_items
 from verify.gate.run_order import State
 from verify.gate.settings import GateSettings, all_items, read_settings
 from verify.gate.verify_item import perform_item
@@ -121,25 +121,32 @@ class Gate:
         return [*self.items, *self.failed, *([_BASELINE] if self.entries else [])]
 
     def run(self, name: str) -> dict[str, str]:
-        """Runs an item; what is to be kept with its test. Raises CheckFailed."""
+        """Runs an item; what is to be kept with its test. Raises CheckFailed.
+
+        With a plan run the operators that only its model, built and run, has registered.
+        """
         if name == _BASELINE:
-            names = set(self.items) | {entry.item for entry in self.entries if self.failed}  # those may be in there
+            unlisted = self.failed or self.settings.user_operators
+            names = set(self.items) | {entry.item for entry in self.entries if unlisted}  # those may be in there
             outcome = judge([], self.entries, names, date.today(), str(self.settings.baseline))
             if outcome.baseline is not None:
                 raise CheckFailed(told(outcome.baseline))
             return {"nnscaler": f"{len(self.entries)} known findings"}
-        result = self.failed.get(name) or self._result(self.items[name])
-        own = [entry for entry in self.entries if entry.item == name and not entry.expired(date.today())]
-        outcome = judge([result], own, set(self.items), date.today(), str(self.settings.baseline))
+        results = [self.failed.get(name) or self._result(self.items[name])]
+        results += [self._result(operator) for operator in registered_later(results, self.items.values())]
+        names = {result.name for result in results}
+        own = [entry for entry in self.entries if entry.item in names and not entry.expired(date.today())]
+        outcome = judge(results, own, {*self.items, *names}, date.today(), str(self.settings.baseline))
         if outcome.exit_code:
             raise CheckFailed("\n\n".join(told(report) for report in _failing(outcome)))
-        report = outcome.judged[0].result.report
-        known = "; ".join(f.counter_example[KNOWN] for f in report.findings if KNOWN in f.counter_example)
+        (report,) = (judged.result.report for judged in outcome.judged if judged.result.name == name)
+        findings = [finding for judged in outcome.judged for finding in judged.result.report.findings]
+        known = "; ".join(f.counter_example[KNOWN] for f in findings if KNOWN in f.counter_example)
         return {"nnscaler": report.verdict.value, **({"known": known} if known else {})}
 
     def _result(self, item: Item) -> ItemResult:
         cache = open_cache("verify_op", self.settings.folder) if self.settings.get("cache") else None
-        perform = perform_item(self.settings.folder, cache)
+        perform = perform_item(self.settings.folder, cache, self.settings.user_operators)
         runs = run_items([item], State(), Clock(time.perf_counter(), None), perform)
         (result,) = complete([item], {unit.item.name: result for unit, result in runs}, "budget")
         return result

@@ -152,6 +152,7 @@ def _train(
     stages = program.stages()
     if place.rank == 0:
         print(_headline(program, backend, device, options), flush=True)
+        _tell_changes(program)
     communicator: Communicator = Communicator(0, 1)
     if place.world_size > 1:
         join(backend, place.rank, place.world_size, device)
@@ -192,6 +193,15 @@ def _train(
         communicator.barrier(range(place.world_size))  # a rank that leaves early cuts connections of others
         leave()
     return not broken
+
+
+def _tell_changes(program: ProgramDirectory) -> None:
+    """Warn of role files that were edited: they may be, on purpose."""
+    changes = program.changes()
+    if changes:
+        more = f", and so were {len(changes) - 1} more" if len(changes) > 1 else ""
+        check = f"nnscaler verify-plan MODEL --program {quote(str(program.path))}"
+        print(f"warning: {changes[0]}{more}; `{check}` says whether it is still right", file=sys.stderr, flush=True)
 
 
 def _write_records(folder: Path, rank: int, events: Sequence[RecordedEvent]) -> None:

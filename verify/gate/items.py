@@ -48,13 +48,17 @@ class ExternalItem:
 
 @dataclass(frozen=True)
 class OpItem:
-    """`address` names the operator in another process; `modules` must be imported for it to be known."""
+    """`address` names the operator in another process; `modules` must be imported for it to be known.
+
+    plan  which registers the operator, perhaps only when its model is built or run; None where importing does
+    """
 
     name: str
     address: str
     modules: tuple[str, ...] = ()
     seed: int = 0
     timeout: float = 60.0
+    plan: PlanRequest | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class OpSource:
     """Where operators come from, as the settings name them.
 
     `text`: a name or pattern, a file, or a module; for "user" the model files, of which every operator is taken that
-    the user's own code registers.
+    the user's own code registers: when it is imported, or when a plan is verified.
     """
 
     kind: SourceKind
@@ -100,13 +104,18 @@ def select(items: Sequence[Item], patterns: Sequence[str]) -> list[Item]:
         return list(items)
     chosen: dict[str, Item] = {}
     for pattern in patterns:
-        found = [item for item in items if fnmatch.fnmatchcase(item.name, pattern) or pattern in item.name]
+        found = [item for item in items if is_meant(item, pattern)]
         if not found:
             close = get_close_matches(pattern, [item.name for item in items], n=1, cutoff=0.3)
             help = f"did you mean {close[0]!r}?" if close else "nnscaler gate --list shows the items"
             raise NnscalerError("nothing_named", f"no item of the gate matches {pattern!r}", help=help)
         chosen |= {item.name: item for item in found}
     return [item for item in items if item.name in chosen]
+
+
+def is_meant(item: Item, pattern: str) -> bool:
+    """Return whether the item's name matches the pattern, or contains it."""
+    return fnmatch.fnmatchcase(item.name, pattern) or pattern in item.name
 
 
 def check_names(items: Sequence[Item]) -> None:

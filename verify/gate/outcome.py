@@ -8,6 +8,7 @@ from datetime import date
 from typing import Any, Literal
 
 from verify.gate.baseline import KnownFinding, entries_of, failing_checks, fingerprints, named
+from verify.gate.items import OpItem
 from verify.results.catalogue import UNFINISHED
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -33,6 +34,8 @@ class ItemResult:
 
     stop       2: it could not be run; 101: nnScaler failed on it; 0: the report's verdict counts
     finished   whether all that was asked ran: only then can a finding be missed
+    operators  of a plan, where the operators of the models are asked for: all that the user's code had registered when
+               it was verified
     """
 
     name: str
@@ -40,6 +43,7 @@ class ItemResult:
     stop: int = 0
     finished: bool = True
     cached: bool = False
+    operators: tuple[OpItem, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,15 @@ class JudgedItem:
 
 @dataclass(frozen=True)
 class GateOutcome:
-    """Everything, worst first. `baseline`: what is wrong with the baseline, None where nothing is."""
+    """Everything, worst first.
+
+    baseline     what is wrong with the baseline, None where nothing is
+    interrupted  the exit code of the signal that ended the gate; 0 where none did
+    """
 
     judged: tuple[JudgedItem, ...]
     baseline: Report | None = None
+    interrupted: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -84,6 +93,11 @@ class GateOutcome:
         if not any(judged.result.report.total for judged in self.judged):
             codes.add(3)
         return worst_code(codes)
+
+    @property
+    def ends_with(self) -> int:
+        """The exit code of the command."""
+        return self.interrupted or self.exit_code
 
     @property
     def word(self) -> str:

@@ -27,9 +27,9 @@ FINDINGS = 30
 WIDTH = 2000  # characters of one line of a finding: a token may be longer than any screen
 
 
-def summary(outcome: GateOutcome, seconds: float, budget: float | None, interrupted: bool = False) -> str:
+def summary(outcome: GateOutcome, seconds: float, budget: float | None) -> str:
     """Return the text; it ends with an end of line."""
-    head = f"### nnscaler gate: {outcome.word}" + (", interrupted" if interrupted else "")
+    head = f"### nnscaler gate: {outcome.word}" + (", interrupted" if outcome.interrupted else "")
     lines = [head, "", counts(outcome, seconds, budget), "", *_table(outcome.judged)]
     lines += _findings(outcome)
     lines += ["", _made_with(outcome)]
@@ -124,7 +124,7 @@ def render(name: str, outcome: GateOutcome, seconds: float) -> str:
 def _sarif(text: str, outcome: GateOutcome) -> str:
     log = json.loads(text)
     for run in log["runs"]:
-        run["invocations"][0]["exitCode"] = outcome.exit_code
+        run["invocations"][0]["exitCode"] = outcome.ends_with
         run["invocations"][0]["exitCodeDescription"] = outcome.word
         for result in run["results"]:
             known = result.get("properties", {}).get(KNOWN)
@@ -161,9 +161,19 @@ def _count(element: ElementTree.Element) -> None:
 
 
 def _document(text: str, outcome: GateOutcome) -> str:
-    document = json.loads(text)
-    document["gate"] = {
-        "exit_code": outcome.exit_code,
+    return _json({**json.loads(text), "gate": _gate(outcome)})
+
+
+def _lines(text: str, outcome: GateOutcome) -> str:
+    """Add the gate to the last line, which has the verdict on all."""
+    before, _, last = text.removesuffix("\n").rpartition("\n")
+    verdict = json.dumps({**json.loads(last), "gate": _gate(outcome)}, ensure_ascii=False)
+    return f"{before}\n{verdict}\n" if before else f"{verdict}\n"
+
+
+def _gate(outcome: GateOutcome) -> dict[str, Any]:
+    return {
+        "exit_code": outcome.ends_with,
         "verdict": outcome.word,
         "items": [{"name": judged.result.name, "verdict": judged.word} for judged in outcome.judged],
         "known": [
@@ -172,7 +182,6 @@ def _document(text: str, outcome: GateOutcome) -> str:
             for e in judged.entries
         ],
     }
-    return _json(document)
 
 
 def _github(outcome: GateOutcome, seconds: float) -> str:
@@ -195,5 +204,5 @@ def _json(document: Mapping[str, Any]) -> str:
 
 
 _CHANGES: Mapping[str, Callable[[str, GateOutcome], str]] = MappingProxyType(
-    {"sarif": _sarif, "junit": _junit, "json": _document}
+    {"sarif": _sarif, "junit": _junit, "json": _document, "jsonl": _lines}
 )

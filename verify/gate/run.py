@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ LEAST = 0.2  # seconds under which nothing is started
 _PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "verify.programs.run", "verify.operators.run.verify_many")
 _PRELOAD_EXTERNAL = "verify.external.verify"  # and what only such an item would
 T = TypeVar("T")
-Perform = Callable[[Item, Phase, Note], tuple[Report, bool]]
+Perform = Callable[[Item, Phase, Note], ItemResult]
 Runs = Generator[tuple[Unit, ItemResult], None, None]
 
 
@@ -113,22 +113,35 @@ def _run_batch(batch: Sequence[Unit], clock: Clock, perform: Perform) -> Runs:
         for event in events:
             unit = batch[event.index]
             if isinstance(event, Done):
-                report, cached = event.result
-                report = replace(report, seconds=event.seconds)
-                yield unit, ItemResult(unit.item.name, report, cached=cached)
+                yield unit, replace(event.result, report=replace(event.result.report, seconds=event.seconds))
             elif isinstance(event, TimedOut) and clock.left() <= 0:
                 continue  # the budget ended it: what is not there was not run
             else:
                 yield unit, _lost(unit.item.name, tool_of(unit.item), unit.item.seed, event, cut=False)
 
 
-def _performing(unit: Unit, perform: Perform) -> Task[tuple[Report, bool]]:
+def _performing(unit: Unit, perform: Perform) -> Task[ItemResult]:
     return lambda note: perform(unit.item, unit.phase, note)
 
 
 def _events(tasks: Sequence[Task[T]], workers: int, limit: float, left: float) -> Generator[Event[T], None, None]:
     """Run the units, in child processes where possible. `left`: of the budget, which is time on the wall."""
     yield from run_forked(tasks, workers, limit, wall=left) if why_not_fork() is None else run_here(tasks)
+
+
+def registered_later(results: Iterable[ItemResult], known: Iterable[Item]) -> list[OpItem]:
+    """Return the operators that the models of plans register, and that are not among the known items.
+
+    They are registered when a model is built or run: importing its file does not show them.
+    """
+    names = {item.name for item in known}
+    return without_repeats(op for result in results for op in result.operators if op.name not in names)
+
+
+def no_operator(source: OpSource) -> ItemResult:
+    """Return the result of a source that asks for the operators of the models, where they have none."""
+    error = NnscalerError("unknown_operator", "the models register no operator", help="take `user = true` out of ops")
+    return _lost(source.name, "verify-op", source.seed, Raised(0, error, ""), cut=False)
 
 
 def complete(items: Sequence[Item], results: dict[str, ItemResult], why: str) -> list[ItemResult]:

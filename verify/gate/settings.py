@@ -148,6 +148,11 @@ class GateSettings:
     def folder(self) -> Path:
         return self.file.resolve().parent
 
+    @property
+    def user_operators(self) -> OpSource | None:
+        """The source that asks for all operators of the models; None where nothing does."""
+        return next((source for source in self.sources if source.kind == "user"), None)
+
     def get(self, name: str) -> Any:
         """Return the value of a setting."""
         return self.values[name].value

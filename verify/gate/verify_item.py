@@ -5,43 +5,54 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+
+from torch import nn
 
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from nnscaler.is_user_file import is_users
+from nnscaler.tracing import trace
 from verify.evidence.inputs.find_operator import matching, registered_in
 from verify.evidence.inputs.import_user_code import import_module
 from verify.evidence.verify_op_options import OpOptions
 from verify.external.entry_point import verify_external_request
 from verify.gate.items import ExternalItem, Item, OpItem, OpSource, PlanItem
+from verify.gate.outcome import ItemResult
 from verify.gate.run_order import Phase
 from verify.operators.run.cache import Cache
 from verify.operators.run.job import address_of, make_job
 from verify.operators.run.targets import registered_by
 from verify.operators.run.verify_many import PoolSettings, run_many
 from verify.programs.entry_point import verify_request
-from verify.programs.subject import RunContext
+from verify.programs.subject import RunContext, load_subject
 from verify.results.report import Report
 from verify.results.typed_attachments import Attachments
 
 Note = Callable[[str], None]
 
 
-def perform_item(folder: Path, cache: Cache | None) -> Callable[[Item, Phase, Note], tuple[Report, bool]]:
-    """Return what verifies an item, in a child process: its report, and whether that is an earlier one. `folder`: of
-    the settings."""
+def perform_item(folder: Path, cache: Cache | None, user: OpSource | None) -> Callable[[Item, Phase, Note], ItemResult]:
+    """Return what verifies an item, in a child process.
 
-    def perform(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
+    `folder`: of the settings. `user`: the source that asks for the operators of the models; None where nothing does.
+    """
+
+    def perform(item: Item, phase: Phase, note: Note) -> ItemResult:
         if isinstance(item, OpItem):
-            return verify_operator(item, folder, cache, note)
+            report, cached = verify_operator(item, folder, cache, note)
+            return ItemResult(item.name, report, cached=cached)
         context = _context(note, cache is not None)
         if isinstance(item, ExternalItem):
-            return verify_external_item(item, context), False
-        return verify_plan_item(item, phase, context), False
+            return ItemResult(item.name, verify_external_item(item, context))
+        report = verify_plan_item(item, phase, context)
+        found = [] if user is None else _annotated(_of_the_user())
+        operators = [replace(_item(spec, user, folder, ()), plan=item.request) for spec in found if user is not None]
+        return ItemResult(item.name, report, operators=tuple(operators))
 
     return perform
 
@@ -85,7 +96,8 @@ def _words(text: str) -> str:
 def list_operators(source: OpSource, folder: Path) -> tuple[OpItem, ...]:
     """Return the operators of a source. `folder`: of the settings; items are named relative to it.
 
-    Raises NnscalerError where a file or module cannot be imported, or there is no operator.
+    Raises NnscalerError where a file or module cannot be imported, or there is no operator; for "user" there may be
+    none yet, for code that runs later registers some too.
     """
     _search(folder)
     modules = (source.text,) if source.kind == "module" else ()
@@ -94,7 +106,9 @@ def list_operators(source: OpSource, folder: Path) -> tuple[OpItem, ...]:
     elif source.kind == "file":
         specs = matching(source.text) if "::" in source.text else registered_in(source.text)
     elif source.kind == "user":
-        specs = _users(source.files)
+        for file in source.files:
+            registered_in(file, empty=True)
+        specs = _of_the_user()
     else:
         specs = matching(source.text)
     return tuple(_item(spec, source, folder, modules) for spec in _annotated(specs))
@@ -109,13 +123,29 @@ def verify_operator(item: OpItem, folder: Path, cache: Cache | None, note: Note)
     for module in item.modules:
         import_module(module)
     note(f"verifying {item.address}")
-    specs = _annotated(matching(item.address))
+    specs = _named(item, note)
     if len(specs) != 1:
         raise NnscalerError("several_operators", f"{item.address!r} names {len(specs)} operators")
     job = make_job(specs[0])
     settings = PoolSettings(workers=1, cache=cache, modules=item.modules)
     (result,) = run_many([job], OpOptions(seed=item.seed, timeout=item.timeout), settings)
     return result.report, result.cached
+
+
+def _named(item: OpItem, note: Note) -> list[OperatorSpec]:
+    """Return what the item names. The model of its plan is traced where the operator is not there without."""
+    if item.plan is not None:
+        with suppress(NnscalerError):
+            found = _annotated(matching(item.address))
+            if any(spec.annotation != "" for spec in found):
+                return found
+        note(f"tracing {item.plan.model}, which registers {item.address}")
+        subject = load_subject(item.plan, note)
+        model = subject.module_or_factory
+        trace(
+            model if isinstance(model, nn.Module) else model(), subject.sample_inputs, specialise=item.plan.specialise
+        )
+    return _annotated(matching(item.address))
 
 
 def _search(folder: Path) -> None:
@@ -131,19 +161,11 @@ def _annotated(specs: Iterable[OperatorSpec]) -> list[OperatorSpec]:
     return [spec for spec in found if spec.annotation != ""] or found
 
 
-def _users(files: Iterable[str]) -> list[OperatorSpec]:
-    """Import the files and return the operators that the user's code registers.
-
-    Raises NnscalerError where there are none: nothing would be checked.
-    """
-    for file in files:
-        registered_in(file, empty=True)
+def _of_the_user() -> list[OperatorSpec]:
+    """Return the operators that the user's code has registered in this process so far."""
     registry = default_registry()
     specs = [spec for name in registry.names() if (spec := registry.lookup(name)) is not None]
-    found = [s for s in specs if s.where is not None and any(map(is_users, (s.where.file, *s.callers)))]
-    if not found:
-        raise NnscalerError("unknown_operator", "the models register no operator", help="take `user = true` out of ops")
-    return found
+    return [s for s in specs if s.where is not None and any(map(is_users, (s.where.file, *s.callers)))]
 
 
 def _item(spec: OperatorSpec, source: OpSource, folder: Path, modules: tuple[str, ...]) -> OpItem:

@@ -305,7 +305,7 @@ def _settle(inherited: Sequence[Connection], trace: int, parent: int, folder: st
 
 def _serve(tasks: Sequence[Task[Result]], connection: Connection, memory: mmap.mmap) -> None:
     def note(text: str) -> None:
-        data = text.encode("utf-8")[: _NOTE_BYTES - 4]
+        data = text.encode("utf-8", "backslashreplace")[: _NOTE_BYTES - 4]
         memory[4 : 4 + len(data)] = data
         memory[:4] = len(data).to_bytes(4, "little")
 

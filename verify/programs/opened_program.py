@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -156,8 +155,7 @@ def _changed(path: Path, role: RoleRecord) -> str | None:
         raise NnscalerError("not_a_program", f"{path} lacks {role.file}", help=_HELP)
     content = file.read_bytes()
     _check_text(file, content)
-    digest = hashlib.sha256(content).hexdigest()
-    return None if digest == role.sha256 else f"{file} was changed after it was generated"
+    return role.change(path, content)
 
 
 def _check_text(file: Path, content: bytes) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from shlex import quote
@@ -121,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     check_temporary()
     entries = _entries(options, settings)
-    from verify.gate.run import Clock, find_operators, preload
+    from verify.gate.run import Clock, find_operators, no_operator, preload, registered_later
     from verify.gate.settings import all_items
 
     clock = Clock(time.perf_counter(), settings.get("budget"))
@@ -143,11 +144,19 @@ def run(options: argparse.Namespace) -> int:
             return 2 if failed else 0
         results = {} if options.only else {result.name: result for result in failed}
         _run(chosen, results, settings, clock, console)
+        later = [op for op in registered_later(results.values(), every) if _asked(op, options.only)]
+        every, chosen = [*every, *later], [*chosen, *later]
+        if later:
+            count = "an operator" if len(later) == 1 else f"{len(later)} operators"
+            console.progress(f"{count} more, which models register when they are built or run")
+            _run(later, results, settings, clock, console)
+        source = settings.user_operators
+        if source is not None and not _may_register_more(settings, results) and not _register(results):
+            results[source.name] = no_operator(source)
     except KeyboardInterrupt as stop:
         stopped = stop
         chosen = chosen or every
-    code = _finish(options, settings, (every, chosen), results, entries, clock, stopped is not None)
-    return code if stopped is None else exit_code_of(stopped)
+    return _finish(options, settings, (every, chosen), results, entries, clock, exit_code_of(stopped) if stopped else 0)
 
 
 def gate_settings(options: argparse.Namespace) -> GateSettings:
@@ -206,6 +215,12 @@ def _chosen(every: Sequence[Item], failed: Sequence[ItemResult], only: Sequence[
     return select(every, only) if every or not failed else []
 
 
+def _asked(item: Item, only: Sequence[str]) -> bool:
+    from verify.gate.items import is_meant
+
+    return not only or any(is_meant(item, pattern) for pattern in only)
+
+
 def _run(
     chosen: Sequence[Item], results: dict[str, ItemResult], settings: GateSettings, clock: Clock, console: Console
 ) -> None:
@@ -221,7 +236,7 @@ def _run(
     cache = open_cache("verify_op", settings.folder) if settings.get("cache") else None
     if cache is not None and cache.problem is not None:
         console.warning(cache.problem)
-    perform = perform_item(settings.folder, cache)
+    perform = perform_item(settings.folder, cache, settings.user_operators)
     with closing(run_items(chosen, state, clock, perform, settings.get("jobs"))) as runs:
         for unit, result in runs:
             results[unit.item.name] = result
@@ -246,9 +261,9 @@ def _finish(
     results: dict[str, ItemResult],
     entries: Sequence[KnownFinding],
     clock: Clock,
-    interrupted: bool,
+    interrupted: int,
 ) -> int:
-    """Judge, remember, print, and return the exit code."""
+    """Judge, remember, print, and return the exit code. `interrupted`: that of the signal that ended the gate, or 0."""
     from verify.gate.outcome import judge
     from verify.gate.run import complete
 
@@ -257,17 +272,27 @@ def _finish(
     completed = complete(chosen, results, "interrupted" if interrupted else "budget")
     completed += [result for name, result in results.items() if name not in asked]  # sources that cannot be listed
     names = {item.name for item in every}
-    whole = not interrupted and len(completed) == len(chosen)
     file = settings.baseline
+    if interrupted or len(completed) > len(chosen) or _may_register_more(settings, results):
+        names |= {entry.item for entry in entries}  # what was not listed is not gone
     if options.update_baseline and not interrupted:
         assert file is not None
         entries = _updated(options, file, completed, entries, names)
-    if not whole:  # what a source that cannot be listed would have named is not gone
-        names |= {entry.item for entry in entries}
     outcome = judge(completed, entries, names, date.today(), "" if file is None else os.path.relpath(file))
+    outcome = replace(outcome, interrupted=interrupted)
     _remember(settings, outcome)
-    deliver(outcome, options, clock.spent, clock.budget, interrupted)
-    return outcome.exit_code
+    deliver(outcome, options, clock.spent, clock.budget)
+    return outcome.ends_with
+
+
+def _may_register_more(settings: GateSettings, results: Mapping[str, ItemResult]) -> bool:
+    """Return whether operators of the models may be unknown: a plan, which shows them, did not run to its end."""
+    ran = {name for name, result in results.items() if result.finished}
+    return settings.user_operators is not None and any(plan.name not in ran for plan in settings.plans)
+
+
+def _register(results: Mapping[str, ItemResult]) -> bool:
+    return any(result.operators for result in results.values())
 
 
 def _updated(
@@ -298,9 +323,7 @@ def _remember(settings: GateSettings, outcome: GateOutcome) -> None:
     write_state(file, read_state(file), now)
 
 
-def deliver(
-    outcome: GateOutcome, options: argparse.Namespace, seconds: float, budget: float | None, interrupted: bool
-) -> None:
+def deliver(outcome: GateOutcome, options: argparse.Namespace, seconds: float, budget: float | None) -> None:
     """Write the summary to stdout, and every format to where it was asked for.
 
     Raises NnscalerError `cannot_write` where a file cannot be written, after everything else was.
@@ -310,7 +333,7 @@ def deliver(
     from verify.gate.render_outcome import render, summary
 
     console: Console = options.console
-    text = summary(outcome, seconds, budget, interrupted)
+    text = summary(outcome, seconds, budget)
     where = destinations(options.output_format, os.environ)
     for name in where.stdout:
         if name != "full":  # the summary holds all that is in it

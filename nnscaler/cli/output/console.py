@@ -102,11 +102,13 @@ class Console:
 
     def _write(self, text: str) -> None:
         """Write to stdout. Where it takes nothing more, the command goes on, for it may have files to write as well:
-        a reader that went away (`| head`) has what it wanted; anything else is a `problem`, told at the end."""
+        a reader that went away (`| head`) has what it wanted; anything else is a `problem`, told at the end. What
+        stdout has no bytes for, as half of a surrogate pair in an error of the user's code, is written escaped."""
         if self._out is None:
             return
+        encoding = self._out.encoding or "utf-8"
         try:
-            self._out.write(text)
+            self._out.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._out.flush()
         except OSError as error:
             self._abandon(error)

@@ -47,6 +47,12 @@ class ProgramDirectory:
         """Return the stage classes of all roles."""
         return [stage for file in self.manifest.role_files for stage in load_role(self.path / file).STAGES]
 
+    def changes(self) -> list[str]:
+        """Return a note on each role file that is not as it was generated."""
+        files = [(role, self.path / role.file) for role in self.manifest.roles]
+        notes = (role.change(self.path, file.read_bytes()) for role, file in files if file.is_file())
+        return [note for note in notes if note is not None]
+
     def state(self) -> dict[str, Tensor]:
         """Read the logical tensors of the model by name; their pages are read when they are used.
 

@@ -57,3 +57,15 @@ def test_quiet_silences_progress_and_not_warnings(capsys: pytest.CaptureFixture[
 def test_long_lines_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     Console("always").lines([plain("x" * 500)])
     assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize(("encoding", "written"), [("utf-8", "\\ud800 é"), ("ascii", "\\ud800 \\xe9")])
+def test_what_stdout_has_no_bytes_for_is_escaped(encoding: str, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the user's code may have half of a surrogate pair, and so may the name of a file."""
+    stream = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(stream, encoding=encoding))
+    console = Console("never")
+    console.lines([plain("\ud800 é")])
+    console.result("\ud800 é")
+    assert stream.getvalue().decode(encoding) == f"{written}\n" * 2
+    assert console.said()

@@ -79,8 +79,8 @@ def write_program(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     roles = []
     for role, (text, name, ranks) in enumerate(((FIRST, "Stage0", (0, 1)), (SECOND, "Stage1", (2, 3)))):
         order = f'\nSTAGES = ({name},)\nRANKS = {ranks}\nSCHEDULE = "F{role}.0 F{role}.1 B{role}.0 B{role}.1"\n'
-        (folder / f"role_{role}.py").write_text(HEAD + text + order)
-        roles.append({"file": f"role_{role}.py", "sha256": "", "ranks": ranks, "stages": [role]})
+        digest = write_role(folder, role, HEAD + text + order)
+        roles.append({"file": f"role_{role}.py", "sha256": digest, "ranks": ranks, "stages": [role]})
     manifest = {
         "format": 1,
         "model": {"name": "Tiny", "file": "tiny.py"},
@@ -169,14 +169,19 @@ def write_program_of_one_rank(tmp_path: Path) -> tuple[dict[str, torch.Tensor], 
     tmp_path.mkdir(exist_ok=True)
     state, x = write_program(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest |= {"ranks": 1, "axes": [], "roles": [dict(manifest["roles"][0], ranks=[0], stages=[0, 1])]}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     text = HEAD + FIRST + SECOND + '\nSTAGES = (Stage0, Stage1)\nRANKS = (0,)\nSCHEDULE = "F0.0 F1.0 B1.0 B0.0"\n'
     text = text.replace("micro_batches = 2", "micro_batches = 1").replace('(2, 3), "float32"', '(8, 3), "float32"')
     for ranks in ("(0, 1)", "(2, 3)"):
         text = text.replace(f"ranks = {ranks}", "ranks = (0,)").replace(f"peers={ranks}", "peers=(0,)")
-    (tmp_path / "role_0.py").write_text(text.replace('{"dp": 2}', '{"dp": 1}').replace("outer=2", "outer=1"))
+    digest = write_role(tmp_path, 0, text.replace('{"dp": 2}', '{"dp": 1}').replace("outer=2", "outer=1"))
+    role = {"file": "role_0.py", "sha256": digest, "ranks": [0], "stages": [0, 1]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"ranks": 1, "axes": [], "roles": [role]}))
     return state, x
+
+
+def write_role(folder: Path, role: int, text: str) -> str:
+    (folder / f"role_{role}.py").write_text(text)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_one_rank_needs_no_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,3 +162,16 @@ def test_a_checkpoint_that_cannot_be_written(
     assert launch.main([*arguments, "--save", str(tmp_path / "saved")]) == 2
     assert capsys.readouterr().err == f"error: cannot write the checkpoint {tmp_path}/saved: No space left on device\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "program"]
+
+
+def test_a_role_file_that_was_edited_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be edited on purpose: the program runs as it is."""
+    write_program_of_one_rank(tmp_path)
+    arguments = [str(tmp_path), "--device", "cpu", "--steps", "1"]
+    assert launch.main(arguments) == 0
+    assert "warning" not in capsys.readouterr().err
+    role = tmp_path / "role_0.py"
+    role.write_text(role.read_text() + "# a note of mine\n")
+    assert launch.main(arguments) == 0
+    check = f"`nnscaler verify-plan MODEL --program {tmp_path}` says whether it is still right"
+    assert capsys.readouterr().err == f"warning: {role} was changed after it was generated; {check}\n"

@@ -32,14 +32,13 @@ from verify.gate.run_order import (
     write_state,
 )
 from verify.programs.request import PlanRequest
-from verify.results.report import Report
 from verify.results.verdict import Verdict
 
 Note = Callable[[str], None]
 BUDGET = 60.0
 
 
-def behave(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
+def behave(item: Item, phase: Phase, note: Note) -> ItemResult:
     """Behave as the item's name says."""
     note(f"being {item.name}")
     word = item.name.rstrip("0123456789")
@@ -56,10 +55,10 @@ def behave(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
     elif word == "bug":
         raise KeyError("view_3")
     elif word == "refuted":
-        return report(finding()), False
+        return ItemResult(item.name, report(finding()))
     elif word == "text" and phase == "static":
-        return report(finding("layouts_disagree")), False
-    return report(), False
+        return ItemResult(item.name, report(finding("layouts_disagree")))
+    return ItemResult(item.name, report())
 
 
 def ops(*names: str, timeout: float = 30.0) -> list[Item]:
@@ -138,10 +137,10 @@ def test_what_does_not_fit_into_the_budget_is_not_run() -> None:
 def test_a_program_of_which_only_the_text_was_read_is_not_decided() -> None:
     items: list[Item] = [plan_item("good"), plan_item("text"), plan_item("hangs")]
 
-    def texts(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
+    def texts(item: Item, phase: Phase, note: Note) -> ItemResult:
         if phase == "all":
             time.sleep(600)
-        return behave(item, phase, note) if item.name == "text" else (report(), False)
+        return behave(item, phase, note) if item.name == "text" else ItemResult(item.name, report())
 
     texts_alone = len(list(batches(first_units(items, State()), 1)))
     clock = Told(*[60.0] * texts_alone, 1.0, 0.0)
@@ -219,11 +218,11 @@ def test_operators_run_side_by_side(tmp_path: Path) -> None:
     """Each waits for the others."""
     names = ("one", "two", "three", "four")
 
-    def meet(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
+    def meet(item: Item, phase: Phase, note: Note) -> ItemResult:
         (tmp_path / item.name).touch()
         while len(list(tmp_path.iterdir())) < len(names):
             time.sleep(0.01)
-        return report(), False
+        return ItemResult(item.name, report())
 
     clock = Clock(time.perf_counter(), None)
     found = [result for _, result in run_items(ops(*names, timeout=240.0), State(), clock, meet, 4)]

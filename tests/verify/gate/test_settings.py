@@ -110,7 +110,7 @@ def test_the_text_alone_is_read_first(folder: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("verify.gate.verify_item.verify_request", verified)
     for phase, cache in (("static", None), ("all", Cache(folder))):
-        perform_item(folder, cache)(item, phase, lambda text: None)
+        perform_item(folder, cache, None)(item, phase, lambda text: None)
     assert asked == [replace(item.request, level="static"), item.request]
     assert cached == [False, True]  # lemmas too
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,6 +18,7 @@ from verify.report_formats import FORMATS
 from verify.results.verdict import Verdict
 
 DATA = Path(__file__).resolve().parents[2] / "data"
+SCHEMA = json.loads((DATA.parents[1] / "docs" / "reports" / "report.schema.json").read_text(encoding="utf-8"))
 
 
 def outcome(expired: bool = False) -> GateOutcome:
@@ -69,7 +71,10 @@ def test_what_the_baseline_has_wrong_is_a_finding() -> None:
 
 
 def test_an_interrupt_is_told() -> None:
-    assert summary(outcome(), 1.0, None, interrupted=True).startswith("### nnscaler gate: REFUTED, interrupted\n")
+    stopped = replace(outcome(), interrupted=130)
+    assert summary(stopped, 1.0, None).startswith("### nnscaler gate: REFUTED, interrupted\n")
+    assert json.loads(render("json", stopped, 1.0))["gate"]["exit_code"] == 130
+    assert json.loads(render("sarif", stopped, 1.0))["runs"][0]["invocations"][0]["exitCode"] == 130
 
 
 def test_an_item_without_findings_says_why() -> None:
@@ -111,8 +116,7 @@ def test_junit_skips_what_is_known_and_nothing_else() -> None:
 
 def test_json_names_what_is_known() -> None:
     document = json.loads(render("json", outcome(), 1.0))
-    schema = Path(__file__).resolve().parents[3] / "docs" / "reports" / "report.schema.json"
-    jsonschema.validate(document, json.loads(schema.read_text(encoding="utf-8")))
+    jsonschema.validate(document, SCHEMA)
     assert document["gate"]["exit_code"] == 1
     assert document["gate"]["known"] == [
         {
@@ -124,6 +128,23 @@ def test_json_names_what_is_known() -> None:
         }
     ]
     assert [i["verdict"] for i in document["gate"]["items"]] == ["REFUTED", "NOT RUN", "KNOWN", "VERIFIED"]
+
+
+@pytest.mark.parametrize("stop", [0, 2, 101])
+def test_json_says_what_the_gate_ends_with(stop: int) -> None:
+    """The fields beside `gate` are those of every report, and have no code for an item that could not be run."""
+    results = [result("a"), result("b", finding("could_not_run"), stop=stop, verdict=Verdict.INCONCLUSIVE)]
+    judged = judge(results, [], {"a", "b"}, TODAY, "")
+    text = render("jsonl", judged, 1.0)
+    for line in map(json.loads, text.splitlines()):
+        jsonschema.validate(line, {**SCHEMA, "oneOf": [{"$ref": "#/$defs/line"}]})
+    document, last = json.loads(render("json", judged, 1.0)), json.loads(text.splitlines()[-1])
+    jsonschema.validate(document, SCHEMA)
+    assert document["exit_code"] == last["exit_code"] == 3
+    assert document["gate"] == last["gate"] and last["gate"]["exit_code"] == judged.exit_code == (stop or 3)
+    wrong = {**document, "gate": {**document["gate"], "exit_code": 3.5}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, SCHEMA)
 
 
 def test_github_tells_known_findings_as_notices() -> None:

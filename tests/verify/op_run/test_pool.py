@@ -270,3 +270,18 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_note_may_have_what_is_no_unicode() -> None:
+    def task(note: Note) -> str:
+        note("at \ud800")
+        return "\ud800"
+
+    def dies(note: Note) -> None:
+        note("at \ud800")
+        os.abort()
+
+    (done,) = run_forked([task], 1, 60.0)
+    assert isinstance(done, Done) and done.result == "\ud800"
+    (died,) = run_forked([dies], 1, 60.0)
+    assert isinstance(died, Died) and died.note == "at \\ud800"

@@ -13,6 +13,7 @@ from verify.programs.causes.wrong_tensor import STAGES, WrongTensor, exact, on_r
 from verify.programs.checks.gradient_norm import cause_of_update
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
+from verify.programs.reference.eager import gradient_value
 from verify.results.finding import Finding
 from verify.results.tolerance import TensorDifference, difference, family_scale, is_finite
 from verify.results.verdict import Verdict
@@ -47,6 +48,7 @@ def check_gradients(comparison: Comparison) -> CheckOutcome:
         reference = Reference("gradient", step, expected, family_scale(expected.values()))
         entries = by_rank(comparison.results, "gradient", step)
         together = [put_together(holding, entries) for holding in comparison.parameters.values()]
+        together = [replace(logical, value=gradient_value(logical.value)) for logical in together]
         for logical in together:
             tied = [other for other in together if other.holding.name == logical.holding.name]
             last = before.get((logical.holding.stage, logical.holding.name))

@@ -12,6 +12,7 @@ from verify.programs.checks.input_and_outcome import Comparison
 from verify.programs.checks.logical_tensors import Holding, StageTensor, by_rank, put_together
 from verify.programs.low_precision.error_statistics import NAMES, Statistics, statistics
 from verify.programs.low_precision.noise import Target
+from verify.programs.reference.eager import gradient_value
 from verify.results.tolerance import Key, is_finite
 from verify.results.verdict import Verdict
 
@@ -79,17 +80,18 @@ def _held(
     if logical.problem:
         problem = f"{noun} cannot be put together from its shards: {logical.problem}"
         return Measured(key, holding=holding, code=missing, problem=problem)
-    if target is None and logical.value is None:
+    value = gradient_value(logical.value) if kind == "gradient" else logical.value
+    if target is None and value is None:
         return None
     if target is None:
         if kind != "gradient":
             return None  # the coverage check reports what the model does not have
         problem = f"the program has a gradient of `{holding.name}` at step {step}, and the model has none"
         return Measured(key, holding=holding, code="gradient_extra", problem=problem)
-    if logical.value is None:
+    if value is None:
         problem = f"the program has no {kind} of `{holding.name}` at step {step}, and the model has one"
         return Measured(key, holding=holding, code=missing, problem=problem)
-    return Measured(key, _error(logical.value, target), holding, finite=is_finite(logical.value))
+    return Measured(key, _error(value, target), holding, finite=is_finite(value))
 
 
 def _error(value: Tensor, target: Target) -> Statistics:

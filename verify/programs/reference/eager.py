@@ -229,7 +229,10 @@ def _clip(model: nn.Module, how: ReferenceSettings) -> tuple[ReferenceSettings, 
 
 
 def backward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Results:
-    """Return the results, after a backward pass that starts from `scale`, which is divided out of the gradients."""
+    """Return the results, after a backward pass that starts from `scale`, which is divided out of the gradients.
+
+    A gradient without elements is none: see `gradient_value`.
+    """
     found = forward_results(model, sample, inputs)
     loss = found.loss
     if loss is None:
@@ -242,8 +245,14 @@ def backward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str
     for parameter in model.parameters():
         if parameter.grad is not None:
             dense = parameter.grad.to_dense()  # an embedding's may be sparse, which torch cannot clip
-            parameter.grad = dense if scale == 1.0 else dense / scale
+            parameter.grad = gradient_value(dense if scale == 1.0 else dense / scale)
     return found
+
+
+def gradient_value(gradient: Tensor | None) -> Tensor | None:
+    """Return the whole gradient of a parameter, and None for one without elements: it moves nothing, and a program need
+    not compute it."""
+    return None if gradient is None or not gradient.numel() else gradient
 
 
 def _copy(tensor: Tensor) -> Tensor:

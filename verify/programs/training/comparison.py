@@ -14,6 +14,7 @@ from torch import Tensor
 from op_registry.spec import SourceLocation
 
 from verify.programs.checks.input_and_outcome import CheckOutcome, Tally
+from verify.programs.reference.eager import gradient_value
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.join_shards import JoinedTensor, UnequalElements, put_together, unequal
@@ -160,6 +161,8 @@ def _tensors(
     scale = family_scale(t for t in expected.values() if t is not None and t.is_floating_point())
     for name, right in expected.items():
         whole = put_together(name, trained.ranks, {rank: entries.get(name) for rank, entries in found.items()})
+        if kind == "gradient":
+            whole = replace(whole, value=gradient_value(whole.value))
         yield ComparedValue(kind, number, name, whole, right, scale)
 
 
