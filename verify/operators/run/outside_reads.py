@@ -64,8 +64,8 @@ def _reads(event: str, args: tuple[Any, ...]) -> bool:
 def _for_users(frame: FrameType | None) -> bool:
     """Return whether it is a user's function that asked, itself or through packages.
 
-    Not torch of its own accord, which keeps compiled code in files; not an import, the outermost code of a module, whose
-    values are digested, or a line of source that a warning shows.
+    Not torch of its own accord, which keeps compiled code in files; not an import; not the outermost code of a module,
+    whose values are digested; not a line of source that a warning shows.
     """
     asked = False
     while frame is not None:

@@ -126,7 +126,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for cls in type(value).__mro__:
         for name, member in vars(cls).items():
-            if isinstance(member, types.MemberDescriptorType):
+            if isinstance(member, types.MemberDescriptorType) and not name.endswith("offset__"):  # of compiled classes
                 with suppress(AttributeError):  # not set
                     found[name] = member.__get__(value, type(value))
     with suppress(AttributeError):
