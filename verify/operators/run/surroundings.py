@@ -45,8 +45,10 @@ def surroundings() -> tuple[Any, ...]:
     _check_kernels()
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     shown = [f"{type(m)} {getattr(m, 'device', '')}" if is_own_class(type(m)) else m for m in modes]
+    computing = {name: vars(sys.modules[name]) for name in _RENAMED} | {"torch.Tensor": vars(torch.Tensor)}
+    renamed = {name: ", ".join(_inside(name, held).renamed) for name, held in computing.items()}
     set_hooks = {name: value for name, value in vars(hooks).items() if name.startswith("_global_")}
-    return flags(), shown, set_hooks, dict(_of_users()), "\n".join(_renamed())
+    return flags(), shown, set_hooks, dict(_of_users()), renamed
 
 
 def flags() -> dict[str, str]:
@@ -75,10 +77,16 @@ def _of_users() -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """What a module or class held: all values, the names of a user's, and the classes that it defines."""
+    """
+    values   that a module or class held
+    users    the names of a user's among them
+    renamed  functions under another name than their own: also those that somebody exchanged
+    classes  that the module defines
+    """
 
     values: tuple[Any, ...]
     users: tuple[str, ...]
+    renamed: tuple[str, ...]
     classes: tuple[type, ...]
 
 
@@ -91,7 +99,9 @@ def _inside(name: str, held: Mapping[str, Any]) -> _Inside:
     if known is None or len(known.values) != len(values) or not all(map(operator.is_, known.values, values)):
         users = tuple(attribute for attribute, value in list(held.items()) if _is_users(value))
         classes = tuple(value for value in values if isinstance(value, type) and value.__module__ == name)
-        known = _KNOWN[name] = _Inside(values, users, classes)
+        functions = ((n, v) for n, v in sorted(held.items()) if isinstance(v, (types.FunctionType, *NATIVE)))
+        renamed = tuple(f"{n}: {v.__qualname__}" for n, v in functions if v.__name__ != n)
+        known = _KNOWN[name] = _Inside(values, users, renamed, classes)
     return known
 
 
@@ -114,15 +124,6 @@ def _is_users_module(name: str) -> bool:
     if name == "__main__":
         return True
     return not has_version(name) and _is_users_file(getattr(sys.modules.get(name), "__file__", None) or "<>", name)
-
-
-def _renamed() -> Iterator[str]:
-    """Yield the functions that torch has under another name than their own: also those that somebody exchanged."""
-    owners = [*((name, sys.modules[name]) for name in _RENAMED), ("torch.Tensor", torch.Tensor)]
-    for owner, held in owners:
-        for name, value in sorted(vars(held).items()):
-            if isinstance(value, (types.FunctionType, *NATIVE)) and value.__name__ != name:
-                yield f"{owner}.{name}: {value.__qualname__}"
 
 
 def _check_kernels() -> None:
