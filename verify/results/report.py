@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -27,6 +28,7 @@ def environment() -> dict[str, str]:
     }
 
 
+@cache
 def version_of(package: str) -> str:
     """Return the version of an installed package, or "not installed"."""
     try:

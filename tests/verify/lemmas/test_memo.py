@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,22 @@ def test_nothing_is_kept_that_does_not_pass(tmp_path: Path) -> None:
     memo = Memo(Cache(tmp_path / "lemmas"))
     assert run(wrong(), memo).verdict is Verdict.REFUTED
     assert not memo.kept and not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(("read", "kept"), [(np.genfromtxt, False), (np.shape, True)])
+def test_a_pass_of_code_that_reads_is_not_kept_on_disk(
+    read: Callable[[str], object], kept: bool, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "t.txt")
+    Path(file).write_text("2")
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        read(file)
+        return x * 2.0
+
+    memo, call = Memo(Cache(tmp_path / "lemmas")), called("planted", [(6, 4)], floats(6, 4))
+    assert run(stated(users(doubled, "a b -> a b"), call, Split("a")), memo).verdict.passes
+    assert memo.kept and bool(list(tmp_path.rglob("*.json"))) is kept
 
 
 def test_another_seed_of_claims_is_another_entry() -> None:

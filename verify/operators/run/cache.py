@@ -24,6 +24,7 @@ from nnscaler.records_as_json import decode, encode
 from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.fingerprint import fingerprint
 from verify.operators.run.job import Job
+from verify.operators.run.surroundings import surroundings
 from verify.results.report import Report, environment
 from verify.results.verdict import Verdict
 
@@ -108,7 +109,7 @@ def key_of(job: Job, options: OpOptions, profile: str = "") -> str:
         seen = {"name": spec.name, "annotation": job.given}
     place = None if spec.where is None else spec.where.file
     asked = replace(options, timeout=0.0)
-    found = fingerprint(seen, place, job.given, _values(asked))
+    found = fingerprint(seen, place, job.given, _values(asked), surroundings())
     told = (found, profile, _sources(), json.dumps(environment(), sort_keys=True), platform.python_build()[0])
     return hashlib.sha256("\0".join(told).encode()).hexdigest()[:40]
 

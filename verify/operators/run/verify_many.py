@@ -15,6 +15,7 @@ from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.cache import CACHED, Cache, key_of
 from verify.operators.run.fingerprint import Opaque
 from verify.operators.run.job import Job, make_job
+from verify.operators.run.outside_reads import outside_reads
 from verify.operators.run.run_job import Reproduce, lost, not_run, verify_job
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 from verify.results.report import Report
@@ -38,6 +39,14 @@ class JobResult:
     report: Report
     cached: bool = False
     remark: str = ""
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A report, and the first thing that the operator's code read while it ran, which no key has; empty for nothing."""
+
+    report: Report
+    read: str = ""
 
 
 class InternalError(Exception):
@@ -90,7 +99,9 @@ def run_many(
                 assert isinstance(event, Raised)
                 broken.append(f"{job.spec.name}: {event.text or event.error}")
                 continue
-            if settings.cache is not None and index in keys and not _cut_short(report):
+            if isinstance(event, Done) and event.result.read and index in keys:
+                remarks[index] = f"not cached: {event.result.read} while it ran"
+            elif settings.cache is not None and index in keys and not _cut_short(report):
                 settings.cache.store(keys[index], report)
             yield JobResult(index, job, report, remark=remarks.get(index, ""))
             if options.fail_fast and not report.verdict.passes:
@@ -138,10 +149,10 @@ def _keys(jobs: Sequence[Job], options: OpOptions, settings: PoolSettings) -> tu
 
 def _events(
     jobs: Sequence[Job], options: OpOptions, settings: PoolSettings, started: Note | None
-) -> Generator[Event[Report], None, None]:
-    def task(job: Job) -> Task[Report]:
+) -> Generator[Event[_Ran], None, None]:
+    def task(job: Job) -> Task[_Ran]:
         reproduce = Reproduce(job, options.seed, settings.modules)
-        return lambda note: settings.verify(job, options, reproduce, note)
+        return lambda note: _run_watched(lambda: settings.verify(job, options, reproduce, note))
 
     tasks = [task(job) for job in jobs]
     reason = why_not_fork() if settings.isolate else ""
@@ -155,8 +166,15 @@ def _events(
     for event in run_here(tasks):
         if isinstance(event, Done) and reason:
             note = f"ran in this process, unprotected from crashes and hangs: {reason}"
-            event = replace(event, result=replace(event.result, notes=(*event.result.notes, note)))
+            report = replace(event.result.report, notes=(*event.result.report.notes, note))
+            event = replace(event, result=replace(event.result, report=report))
         yield event
+
+
+def _run_watched(verify: Callable[[], Report]) -> _Ran:
+    with outside_reads() as read:
+        report = verify()
+    return _Ran(report, read[0] if read else "")
 
 
 def _preload(jobs: Sequence[Job]) -> None:
@@ -167,11 +185,11 @@ def _preload(jobs: Sequence[Job]) -> None:
         importlib.import_module("torch._dynamo")
 
 
-def _report(job: Job, event: Event[Report], options: OpOptions, settings: PoolSettings, alone: bool) -> Report | None:
+def _report(job: Job, event: Event[_Ran], options: OpOptions, settings: PoolSettings, alone: bool) -> Report | None:
     """None where our own code has failed."""
     reproduce = Reproduce(job, options.seed, settings.modules)
     if isinstance(event, Done):
-        return event.result
+        return event.result.report
     if isinstance(event, Died | TimedOut):
         return lost(job, event, options, reproduce)
     if isinstance(event.error, NnscalerError):

@@ -184,13 +184,16 @@ def _gather(subjects: Sequence[ClaimedCall], seconds: float, memo: Memo) -> dict
         found[id(subject.small)] = known
         missing = [claim for claim in subject.claims if claim not in known]
         if missing:
-            for claim in missing:
-                known[claim] = _tested(subject, claim, deadline, seconds)
+            with memo.watching(subject):
+                for claim in missing:
+                    known[claim] = _tested(subject, claim, deadline, seconds)
             memo.keep(subject, known)
         if any(e.open for e in known.values()):
             open_.append((subject, known))
     for subject, tested in open_:
-        found[id(subject.small)] = memo.keep(subject, check_claims.prove(subject, tested, deadline))
+        with memo.watching(subject):
+            proved = check_claims.prove(subject, tested, deadline)
+        found[id(subject.small)] = memo.keep(subject, proved)
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
 from op_registry.spec import OperatorSpec, SourceLocation
@@ -13,6 +14,7 @@ from verify.evidence.verify_op_options import OpOptions
 from verify.operators.run.cache import Cache, key_of, open_cache
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job
+from verify.operators.run.outside_reads import outside_reads
 from verify.programs.checks.input_and_outcome import CheckOutcome, outcome_of
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence
 from verify.programs.lemmas.statement import Claim
@@ -151,6 +153,16 @@ class Memo:
             )  # conditions are read of users' operators, and not stored
             self.disk.store(key, _report(subject, {c: e for c, e in passed.items() if not (own and e.conditions)}))
         return found
+
+    @contextmanager
+    def watching(self, subject: ClaimedCall) -> Iterator[None]:
+        """Keep nothing on disk of what is gathered inside where the operator's code reads files then."""
+        with outside_reads() as read:
+            yield
+        key = self._key(subject) if read else None
+        if self.disk is not None and key is not None:
+            self.disk.forget(key)
+            self.keys[_name(subject)] = subject.small.runner.spec, None
 
     def _key(self, subject: ClaimedCall) -> str | None:
         """Name a subject on disk, with all that it depends on; None where that cannot be seen, or without a disk."""
