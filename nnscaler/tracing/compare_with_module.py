@@ -67,7 +67,7 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
     except Exception as error:  # noqa: BLE001 - a module may hold anything
         return (f"the trace is not checked: the module cannot be copied ({type(error).__name__})",)
     try:
-        with exact(model, as_traced=True):
+        with attributes_kept(model, {}), exact(model, as_traced=True):
             eager = _eager_step(model, graph, sample, "float64")
         traced = _graph_step(graph, state, sample, "float64")
     except NnscalerError:
@@ -120,13 +120,14 @@ def second_forward(module: nn.Module, sample: SampleInputs) -> Again | None:
             expected = _forward(program, sample)
         with attributes_kept(program, {}):
             fresh = _other_forward(program, sample)
-        _forward(eager, sample, advance=True)
-        with attributes_kept(eager, changed):
-            found = _forward(eager, sample)
-        differs = _first_difference(expected, found)
-        if not differs and fresh is not None:
-            later = _other_forward(eager, sample)
-            differs = "a result differs" if later is None else _first_difference(fresh, later)
+        with attributes_kept(eager, {}):  # attributes of classes, and globals, are those of the module
+            _forward(eager, sample, advance=True)
+            with attributes_kept(eager, changed):
+                found = _forward(eager, sample)
+            differs = _first_difference(expected, found)
+            if not differs and fresh is not None:
+                later = _other_forward(eager, sample)
+                differs = "a result differs" if later is None else _first_difference(fresh, later)
     except Exception:  # noqa: BLE001 - a module may hold and raise anything; the self-check tells what it is
         return None
     return Again(changed, differs)

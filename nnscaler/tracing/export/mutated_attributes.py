@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
-from nnscaler.tracing.export.locations import location_of_frames
+from nnscaler.tracing.export.locations import is_library, location_of_frames
+from nnscaler.tracing.export.reachable_state import Holder, holders
 
 _TORCH = frozenset(vars(nn.Module()))  # what every module has
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -39,14 +40,15 @@ _SHOWN = 60  # characters of a value
 def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None]:
     """Restore attributes that change while this is open; `changed`, filled then, says what each was, by name.
 
-    Restored are attributes of the module and of its parts (not those of torch), and the items of their lists, dicts and
-    sets; not what lies deeper. Hooks that a first forward registers go with the attribute that says that they are
-    there, and so do buffers that it makes.
+    Restored are attributes of the module and of its parts (not those of torch), the items of their lists, dicts and
+    sets, and what `reachable_state` finds; not iterators. Hooks that a first forward registers go with the attribute
+    that says that they are there, and so do buffers that it makes.
     """
     buffers = [(path, part, dict(part._buffers)) for path, part in module.named_modules()]
     hooks = [(part, {name: dict(getattr(part, name)) for name in _HOOKS}) for part in module.modules()]
     parts = {path: part for path, part in module.named_modules() if not type(part).__module__.startswith("torch.")}
     before = {path: {k: (v, _copied(v)) for k, v in _plain(part).items()} for path, part in parts.items()}
+    deeper = [(holder, holder.read()) for holder in holders(parts, _plain)]
     try:
         yield
     finally:
@@ -59,6 +61,7 @@ def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None
         for path, part in parts.items():
             for name, text in _restore(part, before[path]):
                 changed[f"{path}.{name}" if path else name] = text
+        changed.update(_restore_deeper(deeper))
         for path, part, held in buffers:
             for name in [n for n, b in part._buffers.items() if b is not None and held.get(n) is None]:
                 changed[f"{path}.{name}" if path else name] = f"nothing -> {_shown(part._buffers[name])}"
@@ -200,16 +203,18 @@ def draws_located(places: dict[str, SourceLocation | None]) -> Iterator[None]:
 
 
 def _place_of_change(module: nn.Module, name: str) -> SourceLocation | None:
-    """Return the line of forward that sets an attribute."""
+    """Return the line of forward that sets an attribute: of the module's, or of an object that it reaches."""
     path, _, attribute = name.rpartition(".")
-    forward: Any = type(module.get_submodule(path)).forward
-    if not hasattr(forward, "__code__"):
-        return None
-    file = forward.__code__.co_filename
-    for found in dis.get_instructions(forward.__code__):
-        line = found.positions.lineno if found.positions else None
-        if line and found.opname == "STORE_ATTR" and found.argval == attribute:
-            return SourceLocation(file, line, linecache.getline(file, line).strip())
+    parts = dict(module.named_modules())
+    for part in [parts[path]] if path in parts else parts.values():
+        forward: Any = type(part).forward
+        if not hasattr(forward, "__code__") or is_library(forward.__code__.co_filename):
+            continue
+        file = forward.__code__.co_filename
+        for found in dis.get_instructions(forward.__code__):
+            line = found.positions.lineno if found.positions else None
+            if line and found.opname == "STORE_ATTR" and found.argval == attribute:
+                return SourceLocation(file, line, linecache.getline(file, line).strip())
     return None
 
 
@@ -241,6 +246,25 @@ def _restore(part: nn.Module, before: dict[str, tuple[Any, Any]]) -> Iterator[tu
             part.__dict__[name] = _refilled(value, copy)
         if not equal and isinstance(now, _KINDS) and isinstance(copy, _KINDS):
             yield name, text
+
+
+def _restore_deeper(before: Sequence[tuple[Holder, Mapping[Any, Any]]]) -> dict[str, str]:
+    """Put back what holders hold; return what happened to each value that was another."""
+    changed: dict[str, str] = {}
+    for holder, held in before:
+        now = holder.read()
+        if now.keys() == held.keys() and all(now[key] is value for key, value in held.items()):
+            continue
+        if holder.path and now.keys() != held.keys():
+            changed[holder.path] = f"{len(held)} items -> {len(now)} items"
+        for key in {**held, **now}:
+            old, new = held.get(key, _MISSING), now.get(key, _MISSING)
+            if holder.path and (old is _MISSING or new is _MISSING):
+                continue
+            if not _same(new, old) and isinstance(old, _KINDS) and isinstance(new, _KINDS):
+                changed[holder.name(key)] = f"{_shown(old)} -> {_shown(new)}"
+        holder.write(held)
+    return changed
 
 
 def _refilled(value: Any, copy: Any) -> Any:

@@ -103,6 +103,10 @@ class UsesTwins(UsesFunctions):
 BESIDE: list[Tensor] = []
 
 
+def work_beside() -> None:
+    BESIDE.append(Rounded.apply(X, 2.0, {"times": 3}, None))
+
+
 class WorksBeside(nn.Module):
     """A program that still runs in another thread while a model is traced."""
 
@@ -111,7 +115,7 @@ class WorksBeside(nn.Module):
         self.proj = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        thread = threading.Thread(target=lambda: BESIDE.append(Rounded.apply(X, 2.0, {"times": 3}, None)))
+        thread = threading.Thread(target=work_beside)
         thread.start()
         thread.join()
         return self.proj(x).sum()
