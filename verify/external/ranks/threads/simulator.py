@@ -18,6 +18,7 @@ import torch.distributed as dist
 from nnscaler.runtime.communication.simulator import await_exit
 from nnscaler.runtime.jobs.load_adjusted_clock import LEAST, FairClock
 from nnscaler.runtime.keep_freed_memory import kept_memory
+from verify.external.ranks.begun_calls import BegunLines, all_forgotten
 from verify.external.ranks.call_sites import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state
 from verify.external.ranks.run_result import RankRun, RanksFailed
@@ -52,11 +53,14 @@ def run_simulated(
     exchange = ThreadExchange(turns, ranks)
     results: dict[int, T] = {}
     unwaited: dict[int, int] = {}
+    begun: list[BegunLines] = []
     before = save_state()
 
     def create(options: Any) -> SimulatedGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(ranks))
-        return SimulatedGroup(exchange, options.group_id, options.group_rank, members)
+        group = SimulatedGroup(exchange, options.group_id, options.group_rank, members)
+        begun.append(group.begun)
+        return group
 
     with kept_memory(), ranks_as_threads(create) as worlds, helpers_of_ranks(turns, worlds):
 
@@ -94,6 +98,7 @@ def run_simulated(
         tuple(results[rank] for rank in range(ranks)),
         tuple(tuple(calls) for calls in exchange.calls),
         sum(unwaited.values()),
+        all_forgotten(begun),
     )
 
 
