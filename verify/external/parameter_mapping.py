@@ -123,7 +123,8 @@ class RankPiece:
     shape       of the local tensor
     names       the tensors of the plain model that it has elements of; empty where it is unmatched
     addresses   of its elements; None where it is unmatched
-    found       "layout" or "value"; "given": by layout, and its values were replaced by the model's
+    found       "layout" or "value"; "given": by layout, and its values were replaced by the model's; "copy": it is part
+                of a frozen copy beside what is trained, and not compared
     layout      DTensor's placements by mesh axis, in words; "plain" for other tensors
     trained     it requires a gradient
     started     a sum of its values before anything was replaced, to compare replicas of
@@ -342,10 +343,11 @@ def _piece(
 def _equal(one: Addresses | None, other: Addresses | None) -> bool:
     if one is None or other is None:
         return False
-    return torch.equal(_numbers(one), _numbers(other))
+    return torch.equal(addresses_as_tensor(one), addresses_as_tensor(other))
 
 
-def _numbers(addresses: Addresses) -> Tensor:
+def addresses_as_tensor(addresses: Addresses) -> Tensor:
+    """Return one address for each element."""
     return torch.arange(addresses.start, addresses.stop) if isinstance(addresses, range) else addresses
 
 

@@ -32,6 +32,7 @@ from verify.external.reference import (
 )
 from verify.external.saving.check import check_saving
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu, cuda_is_the_cpu
+from verify.external.untrained_copies import COPY
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.typed_attachments import Attachments
@@ -284,7 +285,10 @@ def _notes(records: Sequence[RankRecord]) -> tuple[str, ...]:
     by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
     if by_value:
         notes.append(f"{few(by_value)}: which elements of the model they hold was found from their values")
-    buffers = sorted({p.local for p in pieces if p.addresses is None and p.kind == "buffer"})
+    copies = sorted({piece.local for piece in pieces if piece.found == COPY})
+    if copies:
+        notes.append(f"{few(copies)}: frozen copies of what the program trains, an average of it say: not compared")
+    buffers = sorted({p.local for p in pieces if p.addresses is None and p.kind == "buffer"} - set(copies))
     if buffers:
         notes.append(f"buffers of the program that the model lacks were not compared: {few(buffers)}")
     hooked = sorted({name for record in records for name in record.hooked})
