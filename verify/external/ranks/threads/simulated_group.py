@@ -75,6 +75,7 @@ class SimulatedGroup(RankGroup):
     def __init__(self, exchange: ThreadExchange, name: str, place: int, members: tuple[int, ...]) -> None:
         super().__init__(name, place, members)
         self._exchange = exchange
+        exchange.begun.append(self.begun)
 
     def begin_collective(self, part: CollectiveShare, root: int | None, options: Any, real: Real) -> SimulatedWork:
         self._check_thread()
