@@ -14,6 +14,7 @@ from nnscaler.communication.stage_calls import CallClass
 from nnscaler.manifest import CommunicationProfile, StageMemory, When
 from verify.external.observe_rank_run import PHASES, RankRecord, phase_of_step
 from verify.external.program import ExternalProgram
+from verify.external.ranks.begun_calls import note_of_forgotten
 from verify.external.ranks.run import RankCall, RankRun
 from verify.external.reference import coordinates
 
@@ -102,6 +103,7 @@ def notes_of(ran: RankRun[RankRecord]) -> tuple[str, ...]:
     found = []
     if ran.unwaited:
         found.append(f"{ran.unwaited} functional collectives have results that are never used")
+    found += note_of_forgotten(ran.forgotten)
     moves = Counter(move for record in ran.results for move in record.redistributed)
     if moves:
         listed = [f"{move} ({count} times)" for move, count in moves.most_common(_SHOWN)]

@@ -27,7 +27,7 @@ from verify.external.program import ExternalProgram
 from verify.external.ranks.run import RankRun, RanksFailed, run_ranks, run_ranks_isolated
 from verify.external.reference import PlainReference, data_part, data_parts, piece_of_step, run_reference
 from verify.external.unequal_label_counts import NAME as LABELS
-from verify.external.unequal_label_counts import UnequalLabels, unequal_labels
+from verify.external.unequal_label_counts import unequal_labels
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import FLOAT64_BOUND, difference
@@ -218,22 +218,13 @@ class ExternalCase:
         self, known: Sequence[RankRecord], narrow: torch.dtype
     ) -> tuple[Check | None, tuple[Finding, ...], tuple[str, ...]]:
         """Run one step on a batch whose data parts count different numbers of labels, where there is one."""
-        found, rate = unequal_labels(self.program, self.model, self.truth.batch), self.truth.learning_rate or None
-        try:
-            truth = (
-                None
-                if found.batch is None
-                else run_reference(
-                    self.program, self.model, found.batch, steps=1, dtype=torch.float64, learning_rate=rate
-                )
-            )
-        except NnscalerError as error:  # a loss that some rows without labels make infinite, say
-            found, truth = UnequalLabels(why=error.message), None
-        if truth is None:
-            return None, (), () if found.why is None else (f"unequal numbers of labels were not tried: {found.why}",)
-        case = replace(self, truth=truth, reference=replace(truth, dtype=self.reference.dtype))
-        check, refuted = case._once_more(known, narrow, LABELS, "with unequal numbers of labels")
-        return check, refuted, ()
+        found = unequal_labels(self.program, self.model, self.truth)
+        notes = () if found.why is None else (f"unequal numbers of labels were not tried: {found.why}",)
+        if found.truth is None:
+            return None, (), notes
+        case = replace(self, truth=found.truth, reference=replace(found.truth, dtype=self.reference.dtype))
+        check, refuted = case._once_more(known, narrow, LABELS, f"with unequal numbers of {found.counted}")
+        return check, refuted, notes
 
     def with_clipping(
         self, known: Sequence[RankRecord], narrow: torch.dtype

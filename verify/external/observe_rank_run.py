@@ -32,6 +32,7 @@ from verify.external.reference import (
     tensors_of,
 )
 from verify.external.torchrun.cuda_on_cpu import OnCpu
+from verify.external.untrained_copies import without_copies
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def observe(
     """
     with parallelised(program, model, reference.dtype, dropout) as made:
         pieces = match(list(tensors_of_program(made, program)), lookup, program.names, known)
+        pieces = without_copies(pieces, lookup.space)
         hooked = tuple(name for name, tensor, _ in tensors_of_program(made, program) if tensor._backward_hooks)
         optimizer = optimizer_of(program, made, reference.learning_rate)
         steps: list[ObservedStep] = []

@@ -17,8 +17,8 @@ what has neither is unmatched, and nothing is decided about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -123,10 +123,12 @@ class RankPiece:
     shape       of the local tensor
     names       the tensors of the plain model that it has elements of; empty where it is unmatched
     addresses   of its elements; None where it is unmatched
-    found       "layout" or "value"; "given": by layout, and its values were replaced by the model's
+    found       "layout" or "value"; "given": by layout, and its values were replaced by the model's; "copy": it is part
+                of a frozen copy beside what is trained, and not compared
     layout      DTensor's placements by mesh axis, in words; "plain" for other tensors
     trained     it requires a gradient
     started     a sum of its values before anything was replaced, to compare replicas of
+    moved       it was found by value, and is a tensor of the model by another name: its elements lie as the layout says
     """
 
     local: str
@@ -138,6 +140,7 @@ class RankPiece:
     layout: str
     trained: bool
     started: float
+    moved: bool = False
 
     @property
     def name(self) -> str:
@@ -265,14 +268,54 @@ def match(
     narrower dtypes values are no longer unique.
     """
     before = {piece.local: piece for piece in known}
-    return tuple(_piece(*entry, lookup, renamed, before.get(entry[0])) for entry in tensors)
+    pieces = [_piece(*entry, lookup, renamed, before.get(entry[0])) for entry in tensors]
+    moved = moved_names(pieces, lookup.space)
+    for number, (piece, entry) in enumerate(zip(pieces, tensors, strict=True)):
+        name = moved.get(own_name(piece.local))
+        if piece.kind == "buffer" and piece.addresses is None and name is not None:
+            addresses = claimed(entry[1], name, lookup.space)
+            if addresses is not None and _agrees(local_value(entry[1]), addresses, lookup):
+                pieces[number] = replace(
+                    piece, names=lookup.space.names_at(addresses), addresses=addresses, found="layout"
+                )
+    return tuple(pieces)
+
+
+def own_name(local: str) -> str:
+    """Return the name of a tensor of the program without what wrappers and several modules add."""
+    return clean_name(local.partition(" of module ")[0])
+
+
+def moved_names(pieces: Iterable[RankPiece], space: StateMap) -> Mapping[str, str]:
+    """Return the program's name -> the model's, for modules that the program has elsewhere: within a wrapper, say.
+
+    Parameters that were found by their values tell it of all that is in their modules. What they tell in two ways is
+    left out. A worked example: `net.0.bias` is the model's `0.bias`, so that `net.1.mean` may be its `1.mean`.
+    """
+    modules: set[tuple[str, str]] = set()
+    for piece in (piece for piece in pieces if piece.moved):
+        here, there = own_name(piece.local).split("."), piece.names[0].split(".")
+        while here and there and here[-1] == there[-1]:
+            here, there = here[:-1], there[:-1]
+        modules.add((".".join(here), ".".join(there)))
+    found: dict[str, set[str]] = {}
+    for local, own in modules:
+        for name in space.starts:
+            rest = name.removeprefix(own).lstrip(".")
+            if name == ".".join(part for part in (own, rest) if part):
+                found.setdefault(".".join(part for part in (local, rest) if part), set()).add(name)
+    return {
+        local: min(names)
+        for local, names in found.items()
+        if len({space.starts[name] for name in names}) == 1 and local not in names
+    }
 
 
 def _piece(
     local: str, tensor: Tensor, kind: Kind, lookup: Lookup, renamed: Mapping[str, str], known: RankPiece | None
 ) -> RankPiece:
     space, value = lookup.space, local_value(tensor)
-    clean = clean_name(local.partition(" of module ")[0])
+    clean = own_name(local)
     name = renamed.get(local, renamed.get(clean, clean))
     addresses, found = None, ""
     if name in space.starts:
@@ -292,8 +335,20 @@ def _piece(
         if kind == "parameter":
             _give(tensor, addresses, lookup)
     names = () if addresses is None else space.names_at(addresses)
-    shape = tuple(value.shape)
-    return RankPiece(local, kind, shape, names, addresses, found, layout_words(tensor), tensor.requires_grad, started)
+    moved = found == "value" and len(names) == 1 and _equal(claimed(tensor, names[0], space), addresses)
+    shape, words, trained = tuple(value.shape), layout_words(tensor), tensor.requires_grad
+    return RankPiece(local, kind, shape, names, addresses, found, words, trained, started, moved)
+
+
+def _equal(one: Addresses | None, other: Addresses | None) -> bool:
+    if one is None or other is None:
+        return False
+    return torch.equal(addresses_as_tensor(one), addresses_as_tensor(other))
+
+
+def addresses_as_tensor(addresses: Addresses) -> Tensor:
+    """Return one address for each element."""
+    return torch.arange(addresses.start, addresses.stop) if isinstance(addresses, range) else addresses
 
 
 def taken(whole: Tensor, addresses: Addresses) -> Tensor:

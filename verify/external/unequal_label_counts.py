@@ -2,94 +2,216 @@
 
 A mean over labels is a sum and a count. A program that takes the mean of its parts' means is right as long as all parts
 count as many labels, and a padded batch may do so by chance. So a batch that ignores some labels is tried once more,
-with ever more of them ignored from part to part. A batch that ignores none stays: its program may rely on that.
+with ever more of them ignored from row to row. What a tensor of the batch ignores is a value of it:
+
+    labels   the `ignore_index` of a cross entropy that the plain model calls, and a negative constant: a loss that its
+             author has written by hand tests for one
+    a mask   of 0 and 1: the zeros. A mask without a zero is one too, for why else is it there
+
+Which tensor is which the plain model says: with more of them ignored its gradient is no longer the mean over the data
+parts. A mask of its attention, or a target of 0 and 1, leaves that mean as it is, and stays. So do labels that all
+count: their program may rely on that.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nnscaler.errors import NnscalerError
 from verify.external.program import Batch, ExternalProgram
-from verify.external.reference import computing_in, copied, data_parts, map_batch, row_count, tensors_of
+from verify.external.reference import (
+    PlainReference,
+    computing_in,
+    copied,
+    data_parts,
+    map_batch,
+    piece_of_step,
+    row_count,
+    run_reference,
+    tensors_of,
+)
+from verify.results.tolerance import difference
 
 NAME = "unequal labels"
 _LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_UNEQUAL = 1e-6  # a relative difference of gradients that no rounding of float64 makes
 
 
 @dataclass(frozen=True)
 class UnequalLabels:
-    """A batch to try beside the user's own.
+    """What to try beside the user's own batch.
 
-    batch  in which data parts count different numbers of labels; None where there is nothing to try, or it does so
-    why    it was not tried, where a reader should know
+    truth    the plain model's step on a batch in which data parts count different numbers of labels; None where there
+             is nothing to try, or the user's own batch does so
+    counted  of which they count different numbers: "labels"
+    why      something was not tried, where a reader should know
     """
 
-    batch: Batch | None = None
+    truth: PlainReference | None = None
+    counted: str = "labels"
     why: str | None = None
 
 
-def unequal_labels(program: ExternalProgram, model: nn.Module, batch: Batch) -> UnequalLabels:
-    """Find the labels of the plain model's cross entropy in the batch, and let data parts count different numbers."""
-    parts, rows = data_parts(program), row_count(batch)
-    counted = _counted(program, model, batch) if parts > 1 else {}
+@dataclass(frozen=True)
+class _Ignoring:
+    """A tensor of the batch that may hold labels or a mask.
+
+    number   of the tensor, in the order in which they stand
+    ignored  value that does not count
+    counted  what the others are, in words
+    parts    data parts
+    """
+
+    number: int
+    tensor: Tensor
+    ignored: int
+    counted: str
+    parts: int
+
+    @property
+    def thinned(self) -> Tensor:
+        """Return the tensor with more of it ignored."""
+        return _thinned(self.tensor, self.ignored, self.parts)
+
+    @property
+    def equal(self) -> bool:
+        """Return whether as much of it counts in each data part."""
+        return len({int((piece != self.ignored).sum()) for piece in self.tensor.chunk(self.parts)}) == 1
+
+    def replaced_in(self, batch: Batch) -> Batch:
+        """Return the batch with more of the tensor ignored."""
+        order = iter(range(len(tensors_of(batch))))
+        thinned = self.thinned
+        return map_batch(batch, lambda value: thinned if next(order) == self.number else value)
+
+
+def unequal_labels(program: ExternalProgram, model: nn.Module, reference: PlainReference) -> UnequalLabels:
+    """Find what the plain model's loss ignores in the batch of `reference`, and let data parts count other numbers."""
+    parts, batch = data_parts(program), reference.batch
+    if parts == 1:
+        return UnequalLabels()
+    entropies = _indices_ignored(program, model, batch)
+    plain = _Plain(program, model, reference.learning_rate or None)
+    tried: list[_Ignoring] = []
+    told: list[str] = []
+    unequal = False
+    for one in _candidates(batch, entropies, parts):
+        truth = plain.step_on(one.replaced_in(batch))
+        if isinstance(truth, str):
+            told.append(truth)
+        elif plain.differs_from_mean_of_parts(truth):
+            tried, unequal = [*tried, *([one] if one.equal else [])], unequal or not one.equal
+    for chosen in (tried, tried[:1]):  # all at once may leave nothing that counts
+        changed = batch
+        for one in chosen:
+            changed = one.replaced_in(changed)
+        truth = plain.step_on(changed) if chosen else ""
+        if not isinstance(truth, str):
+            counted = " and ".join(dict.fromkeys(one.counted for one in chosen))
+            return UnequalLabels(truth, counted, next(iter(told), None))
+    if unequal or not (told or entropies or any(not t.is_floating_point() for t in tensors_of(batch))):
+        return UnequalLabels()
+    loss = "the cross entropy ignores no label of `batch()`, or has too few that count"
+    hand = "no tensor of `batch()` was found to hold labels that the loss ignores, or a mask that it counts"
+    return UnequalLabels(why=told[0] if told else loss if entropies else hand)
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """Runs the plain model for one step on other batches."""
+
+    program: ExternalProgram
+    model: nn.Module
+    learning_rate: float | None
+
+    def step_on(self, batch: Batch) -> PlainReference | str:
+        """Return the step on a batch; why there is none, where the model raises on it or its loss is not finite."""
+        rate = self.learning_rate
+        try:
+            return run_reference(self.program, self.model, batch, steps=1, dtype=torch.float64, learning_rate=rate)
+        except Exception as error:  # noqa: BLE001 - whatever the model raises on rows without labels
+            return error.message if isinstance(error, NnscalerError) else str(error).partition("\n")[0]
+
+    def differs_from_mean_of_parts(self, truth: PlainReference) -> bool:
+        """Return whether the gradient of the whole batch is another one than the mean over the data parts."""
+        piece, parts = piece_of_step(self.program, self.model, truth), data_parts(self.program)
+        whole, whole_gradient = piece(0, 0, 1)
+        losses, gradients = zip(*(piece(0, part, parts) for part in range(parts)), strict=True)
+        pairs = (
+            (torch.stack(losses).mean(), whole),
+            (torch.stack(gradients).mean(0).nan_to_num(0.0), whole_gradient.nan_to_num(0.0)),
+        )
+        return any(difference(mean, right).relative > _UNEQUAL for mean, right in pairs)
+
+
+def _candidates(batch: Batch, entropies: Sequence[int], parts: int) -> Iterator[_Ignoring]:
+    """Yield the tensors that have rows and a value that may not count, and of which some can be ignored."""
+    rows = row_count(batch)
     for number, tensor in enumerate(tensors_of(batch)):
-        for ignored, right in counted.items():
-            if tensor.is_floating_point() or tensor.dim() == 0 or len(tensor) != rows or ignored not in tensor:
-                continue
-            changed = _replaced(batch, number, _thinned(tensor, ignored, parts))
-            after = _counted(program, model, changed).get(ignored)
-            if after is not None and after < right:  # it holds the labels
-                return UnequalLabels(None if len(set(_counts(tensor, ignored, parts))) > 1 else changed)
-    why = "the cross entropy ignores no label of `batch()`, or has too few that count"
-    return UnequalLabels(why=why if counted else None)
+        if tensor.dim() == 0 or len(tensor) != rows or tensor.is_complex() or not tensor.numel():
+            continue
+        values: dict[int, str] = {}
+        if not (tensor.is_floating_point() or tensor.dtype == torch.bool):
+            negative = tensor[tensor < 0].unique().tolist()
+            constants = [*entropies, *(negative if len(negative) == 1 else [])]
+            values = {value: "labels" for value in constants if value in tensor}
+        if bool(((tensor == 0) | (tensor == 1)).all()):
+            values.setdefault(0, "ones in a mask")
+        for ignored, counted in values.items():
+            found = _Ignoring(number, tensor, ignored, counted, parts)
+            if not torch.equal(tensor, found.thinned):
+                yield found
 
 
 class _Watch(TorchDispatchMode):
-    """Count the labels that a cross entropy does not ignore, by its `ignore_index`."""
+    """Note each `ignore_index` of a cross entropy."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counted: dict[int, int] = {}
+        self.ignored: dict[int, None] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func in _LOSSES:
-            _, target, _, _, ignored = args
-            self.counted[ignored] = self.counted.get(ignored, 0) + int((target != ignored).sum())
+            self.ignored[args[4]] = None
         return func(*args, **(kwargs or {}))
 
 
-def _counted(program: ExternalProgram, model: nn.Module, batch: Batch) -> dict[int, int]:
-    """Run the plain model, and return how many labels count for each `ignore_index`; {} where it raises."""
+def _indices_ignored(program: ExternalProgram, model: nn.Module, batch: Batch) -> tuple[int, ...]:
+    """Run the plain model, and return each `ignore_index` of its cross entropies; () where it raises."""
     mine, watch = copy.deepcopy(model), _Watch()
     with torch.random.fork_rng(devices=[]), computing_in(mine, torch.float64), watch:
         try:
             (program.reference_step or program.step)(mine, copied(batch, torch.float64))
-        except Exception:  # noqa: BLE001 - whatever the model raises on labels that are none: they are left as they were
-            return {}
-    return watch.counted
+        except Exception:  # noqa: BLE001 - whatever the model raises under a mode that sees its operators
+            return ()
+    return tuple(watch.ignored)
 
 
-def _counts(labels: Tensor, ignored: int, parts: int) -> list[int]:
-    return [int((piece != ignored).sum()) for piece in labels.chunk(parts)]
+def _thinned(values: Tensor, ignored: int, parts: int) -> Tensor:
+    """Return the values with ever fewer that count from row to row: the last row keeps all, and each at least one.
+
+    Where that changes none, for a row holds one value, rows are ignored whole: ever fewer of them from part to part.
+    """
+    by_row = values.clone()
+    for number, row in enumerate(by_row if values.dim() > 1 else ()):
+        _ignore_some(row, ignored, (number + 1) / len(values))
+    if not torch.equal(by_row, values):
+        return by_row
+    by_part = values.clone()
+    for number, piece in enumerate(by_part.chunk(parts)):
+        _ignore_some(piece, ignored, (number + 1) / parts)
+    return by_part
 
 
-def _thinned(labels: Tensor, ignored: int, parts: int) -> Tensor:
-    """Return the labels with ever fewer ignored from part to part: the last keeps all, and each keeps at least one."""
-    changed = labels.clone()
-    for number, piece in enumerate(changed.chunk(parts)):
-        values = piece.flatten()
-        counted = (values != ignored).nonzero().flatten()
-        values[counted[max(1, len(counted) * (number + 1) // parts) :]] = ignored
-        piece.copy_(values.view_as(piece))
-    return changed
-
-
-def _replaced(batch: Batch, number: int, tensor: Tensor) -> Batch:
-    """Return the batch with another tensor in the place of that number, in the order in which they stand."""
-    order = iter(range(len(tensors_of(batch))))
-    return map_batch(batch, lambda value: tensor if next(order) == number else value)
+def _ignore_some(values: Tensor, ignored: int, share: float) -> None:
+    """Let a share of what counts stay, at least one of them, and ignore the others."""
+    flat = values.flatten()
+    counted = (flat != ignored).nonzero().flatten()
+    flat[counted[max(1, int(len(counted) * share)) :]] = ignored
+    values.copy_(flat.view_as(values))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from verify.external.comparison.findings import findings
 from verify.external.comparison.noise import rounded
 from verify.external.differential_run import ExternalCase, ExternalSettings
 from verify.external.observe_rank_run import RankRecord, note_on_hooks
+from verify.external.parameter_mapping import StateMap, moved_names
 from verify.external.program import Batch, ExternalProgram
 from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.ranks.exact_throughout import exact_throughout
@@ -31,6 +32,7 @@ from verify.external.reference import (
 )
 from verify.external.saving.check import check_saving
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu, cuda_is_the_cpu
+from verify.external.untrained_copies import COPY
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.typed_attachments import Attachments
@@ -56,7 +58,6 @@ class Outcome:
     ran: RankRun[RankRecord] | None = None
 
 
-@cuda_is_the_cpu()
 def verify_program(
     program: ExternalProgram,
     settings: ExternalSettings | None = None,
@@ -65,6 +66,18 @@ def verify_program(
     progress: Progress = lambda text: None,
 ) -> Report:
     """Verify a program in each of these dtypes. Raises NnscalerError for what cannot be run at all."""
+    return verify_and_name(program, settings, dtypes=dtypes, progress=progress)[0]
+
+
+@cuda_is_the_cpu()
+def verify_and_name(
+    program: ExternalProgram,
+    settings: ExternalSettings | None = None,
+    *,
+    dtypes: Sequence[str] = ("float64",),
+    progress: Progress = lambda text: None,
+) -> tuple[Report, Mapping[str, str]]:
+    """Verify a program, and return as well the model's names of what the program names otherwise, as the run found."""
     register_attention()
     exact_throughout()
     how = settings or ExternalSettings()
@@ -83,7 +96,7 @@ def verify_program(
     dtypes, outcomes = _float64_alone(run, dtypes, outcomes)
     axes = " ".join(f"{axis}={size}" for axis, size in program.mesh)
     several = len(outcomes) > 1
-    return Report(
+    report = Report(
         tool=TOOL,
         subject=program.name,
         setting=f"on {program.ranks} ranks ({axes}), in {' and '.join(dtypes)}",
@@ -99,6 +112,8 @@ def verify_program(
         seconds=time.perf_counter() - started,
         attachments=_measured(program, how, outcomes),
     )
+    pieces = [piece for record in (outcomes[0].ran.results if outcomes[0].ran else ()) for piece in record.pieces]
+    return report, moved_names(pieces, StateMap.of(model))
 
 
 def _narrow(dtypes: Sequence[str]) -> tuple[str, ...]:
@@ -270,7 +285,10 @@ def _notes(records: Sequence[RankRecord]) -> tuple[str, ...]:
     by_value = sorted({piece.local for piece in pieces if piece.found == "value"})
     if by_value:
         notes.append(f"{few(by_value)}: which elements of the model they hold was found from their values")
-    buffers = sorted({p.local for p in pieces if p.addresses is None and p.kind == "buffer"})
+    copies = sorted({piece.local for piece in pieces if piece.found == COPY})
+    if copies:
+        notes.append(f"{few(copies)}: frozen copies of what the program trains, an average of it say: not compared")
+    buffers = sorted({p.local for p in pieces if p.addresses is None and p.kind == "buffer"} - set(copies))
     if buffers:
         notes.append(f"buffers of the program that the model lacks were not compared: {few(buffers)}")
     hooked = sorted({name for record in records for name in record.hooked})

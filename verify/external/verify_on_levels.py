@@ -11,7 +11,7 @@ from verify.external.program import ExternalProgram
 from verify.external.proof.prove import ExternalProof, prove_external
 from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.request import ExternalRequest
-from verify.external.verify import TOOL, Progress, verify_program
+from verify.external.verify import TOOL, Progress, verify_and_name
 from verify.processes.pool import Died, Done, Note, Raised, run_forked, run_here, why_not_fork
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -27,9 +27,12 @@ def verify_levels(program: ExternalProgram, request: ExternalRequest, progress: 
         return _static(program, request, progress)
     executors = ("simulator", "gloo") if request.executor == "both" else (request.executor,)
     reports: list[Report] = []
+    names: dict[str, str] = {}
     for executor in executors:
         how = ExternalSettings(executor, request.seed, request.steps, request.timeout, checkpoint=request.checkpoint)
-        reports.append(verify_program(program, how, dtypes=request.dtypes, progress=progress))
+        report, moved = verify_and_name(program, how, dtypes=request.dtypes, progress=progress)
+        reports.append(report)
+        names |= moved
     report = reports[0] if len(reports) == 1 else _of_both(*reports)
     if request.level == "run" or not report.verdict.passes:
         return report
@@ -37,7 +40,8 @@ def verify_levels(program: ExternalProgram, request: ExternalRequest, progress: 
         why = "not proved: the optimizer's step adds gradients up, and a proof is about forward and backward"
         return replace(report, notes=(*report.notes, why))
     progress(f"{program.name}: proof")
-    return _beside(report, _prove(program, request.timeout))
+    named = replace(program, names={**names, **program.names})  # a trace has no values to find whose a tensor is
+    return _beside(report, _prove(named, request.timeout))
 
 
 def _of_both(threads: Report, processes: Report) -> Report:

@@ -123,6 +123,19 @@ def test_a_checkpoint_is_loaded_elsewhere() -> None:
     assert checks["checkpoint"].count == 3 * 8  # the plain model, and two ranks of another mesh
 
 
+def test_a_sum_that_nobody_waits_for_is_told() -> None:
+    def unawaited(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        model.register_forward_hook(lambda module, given, output: beginning(output))
+        return programs.replicated(model, mesh)
+
+    def beginning(output: Tensor) -> None:
+        torch.distributed.all_reduce(output.detach().clone(), async_op=True)
+
+    notes = verify_program(program(unawaited, dp=2), QUICK).notes
+    assert [note for note in notes if note.startswith("nobody waits for all_reduce at test_verify.py:")]
+    assert not [note for note in verify_program(RIGHT["fsdp"], QUICK).notes if "nobody waits" in note]
+
+
 def test_unequal_parts_are_told_from_a_missing_reduction() -> None:
     def uneven() -> tuple[Tensor, Tensor]:
         x, y = programs.batch()

@@ -13,7 +13,7 @@ from verify.external.comparison.comparison_records import ComparisonResult, Diff
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
 from verify.external.observe_rank_run import ObservedStep, RankRecord
-from verify.external.parameter_mapping import RankPiece, taken
+from verify.external.parameter_mapping import RankPiece, as_real, taken
 from verify.external.reference import PlainReference, data_part
 from verify.programs.causes.table import cause_of
 from verify.programs.causes.wrong_tensor import VAGUE, Cause
@@ -100,7 +100,7 @@ def _changed(reference: PlainReference, kind: str) -> Iterator[str]:
     for name in space.names if reference.steps else ():
         if space.kinds[name] == kind and name in reference.start:
             after = taken(reference.steps[-1].parameters, space.whole(name))
-            before = reference.start[name].detach().flatten().to(after.dtype)
+            before = as_real(reference.start[name].detach()).flatten().to(after.dtype)
             if not torch.equal(before, after):
                 yield name
 

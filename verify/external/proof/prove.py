@@ -188,6 +188,7 @@ class _Ends:
     refuted: list[Finding] = field(default_factory=list)
     undecided: list[Finding] = field(default_factory=list)
     roots: dict[Lost, list[str]] = field(default_factory=dict)
+    renamed: list[str] = field(default_factory=list)
 
     def compare_all(self) -> None:
         """Compare the loss, every gradient, and what the step wrote to."""
@@ -199,7 +200,22 @@ class _Ends:
         ):
             ours = {names.get(name, name): held for name, held in ours.items()}
             for name in sorted({*ours, *theirs}):
+                if (name in ours) != (name in theirs) and self._may_be_renamed(name, name in ours):
+                    self.renamed.append(f"{what} `{name}`")
+                    continue
                 self._compare(f"{what} `{name}`", ours.get(name), theirs.get(name), name in theirs)
+
+    def _may_be_renamed(self, name: str, here: bool) -> bool:
+        """Return whether what one side alone has may be a tensor that the other has by another name."""
+        strange = self._strange_names()
+        return name in strange if here else bool(strange) and name not in self._held_names()
+
+    def _held_names(self) -> set[str]:
+        return {self.program.names.get(own, own) for own in self.aligned.graph.stored}
+
+    def _strange_names(self) -> list[str]:
+        """Return the names of the program that the model lacks."""
+        return sorted(own for own in self._held_names() if f"stored {own}" not in self.reference.values)
 
     def _compare(
         self, what: str, held: HeldInGraph | None, whole: WholeTerm | None, there: bool, is_loss: bool = False
@@ -261,14 +277,22 @@ class _Ends:
         """Return what is wrong, then what is open: one finding for all that come of one call."""
         certain = [self._of_root(root, what) for root, what in self.roots.items() if root.certain]
         open_ = [self._of_root(root, what) for root, what in self.roots.items() if not root.certain]
-        return (*certain, *self.refuted, *open_, *self.undecided)
+        return (*certain, *self.refuted, *open_, *self.undecided, *self._of_renamed())
+
+    def _of_renamed(self) -> tuple[Finding, ...]:
+        if not self.renamed:
+            return ()
+        more = f" and {len(self.renamed) - 1} more" if len(self.renamed) > 1 else ""
+        text = f"the model has no `{self._strange_names()[0]}`, which may be a tensor of its by another name"
+        help = "`names` of a check file says which tensor of the program is which of the model"
+        return (Finding("program_unreadable", f"{self.renamed[0]}{more}: {text}", help=help),)
 
     def verdicts(self) -> list[Verdict]:
         """Return one verdict for each thing compared, the worst for those that are open or wrong."""
         found = [Verdict.PROVED_BOUNDED] * self.compared
         if self.refuted or any(root.certain for root in self.roots):
             found.append(Verdict.REFUTED)
-        if self.undecided or any(not root.certain for root in self.roots):
+        if self.undecided or self.renamed or any(not root.certain for root in self.roots):
             found.append(Verdict.INCONCLUSIVE)
         return found
 

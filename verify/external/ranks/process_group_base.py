@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
+from verify.external.ranks.begun_calls import BegunLines, BegunWork
 from verify.external.ranks.call_sites import phase, place_of_call
 from verify.external.ranks.collective_semantics import CollectiveShare
-from verify.external.ranks.torch_private import BACKEND, ProcessGroup, Work, current_worlds, premultiplier
+from verify.external.ranks.torch_private import BACKEND, ProcessGroup, current_worlds, premultiplier
 
 Items = Sequence[Sequence[Tensor]]
 Real = tuple[Any, ...]  # the name of a method of a group of torch, and its arguments without options
@@ -27,7 +28,7 @@ _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 _SUM = torch.distributed.ReduceOp.SUM
 
 
-class AllWorks(Work):  # type: ignore[misc]
+class AllWorks(BegunWork):
     """Several works as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -35,6 +36,7 @@ class AllWorks(Work):  # type: ignore[misc]
         self._works = list(works)
 
     def wait(self, timeout: Any = None) -> bool:
+        self.reached()
         for work in self._works:
             work.wait()
         return True
@@ -68,6 +70,7 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         self.members = members
         self.key = (name, members)
         self._coalesced: list[Any] | None = None
+        self.begun = BegunLines()
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
@@ -233,7 +236,7 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         call = CommunicationCall(
             kind, ranks, _shapes(tensors), tensor.dtype, key=(f"tag {tag}",), place=place, context=phase()
         )
-        return self._begun(self.begin_message(call, tensor, target if kind == "send" else source, tag))
+        return self._begun(call, self.begin_message(call, tensor, target if kind == "send" else source, tag))
 
     def _in_place(self, kind: str, tensors: Sequence[Tensor], options: Any, name: str) -> Any:
         items = [[tensor] for tensor in tensors]
@@ -257,18 +260,20 @@ class RankGroup(ProcessGroup):  # type: ignore[misc]
         )
         waits_now = getattr(options, "asyncOp", True) is False
         work = self._begun(
+            call,
             self.begin_collective(
                 CollectiveShare(self.members[self.place], call, given, taken, factor, not waits_now),
                 root,
                 options,
                 real,
-            )
+            ),
         )
         if waits_now:
             work.wait()
         return work
 
-    def _begun(self, work: Any) -> Any:
+    def _begun(self, call: CommunicationCall, work: Any) -> Any:
+        self.begun.note(call, work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -53,11 +53,13 @@ class RankRun(Generic[T]):
     results   of the function, by rank
     calls     of each rank, in its order; a tuple for every rank
     unwaited  functional collectives that no rank waited for
+    forgotten lines that begin calls for none of which a rank waited: "all_reduce at check.py:12"
     """
 
     results: tuple[T, ...]
     calls: tuple[tuple[RankCall, ...], ...]
     unwaited: int = 0
+    forgotten: tuple[str, ...] = ()
 
 
 class RanksFailed(Exception):

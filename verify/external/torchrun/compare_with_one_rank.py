@@ -29,7 +29,7 @@ from verify.external.torchrun.match_one_rank import (
     reference_of,
     unmatched,
 )
-from verify.external.torchrun.records import ScriptRecord
+from verify.external.torchrun.records import Clipped, ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, NotMatched
 from verify.external.torchrun.run_ranks_and_reference import ScriptRunner
 from verify.programs.low_precision.noise import moved
@@ -58,6 +58,7 @@ class Attempt:
     material with which it was
     numbers  that it read from its data
     notes    of that run
+    clipped  calls of torch's functions that clip gradients, in each of its steps
     """
 
     way: Way
@@ -66,6 +67,7 @@ class Attempt:
     run: ProgramRun
     compared: tuple[ComparisonResult, ...]
     notes: tuple[str, ...]
+    clipped: tuple[tuple[Clipped, ...], ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -170,7 +172,8 @@ def attempt_of(
     reference = replace(reference, steps=_with_part_losses(reference, ranks, layout))
     own = own_gradients(made) if len(made) == layout.count else _no_gradients(reference)
     run = ProgramRun(program_of(name, layout), reference, ranks, tolerance, own)
-    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes)
+    clipped = tuple(step.clipped for step in made[0].steps[:steps])
+    attempt = Attempt(way, material, made[0].numbers, run, compare(run), made[0].notes, clipped)
     if not double and not attempt.agrees:
         run = replace(run, tolerance=_noise(runner, material, double, way, reference))
         attempt = replace(attempt, run=run, compared=compare(run))

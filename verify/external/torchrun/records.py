@@ -68,6 +68,20 @@ class HeldInScript:
 
 
 @dataclass(frozen=True)
+class Clipped:
+    """One call of a function of torch's that clips gradients.
+
+    kind   "norm" or "value"
+    size   the norm, or the largest local element, before
+    limit  beyond which they are clipped
+    """
+
+    kind: str
+    size: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class SeenStep:
     """One step of the script's optimizers. Tensors are local, by name.
 
@@ -80,6 +94,7 @@ class SeenStep:
     norm       of the gradients that torch's functions clipped before the step; None where they clipped none
     late       gradients after the step, as far as it made them others
     unread     parameters whose gradient no optimizer of this rank reads
+    clipped    calls of torch's functions that clip gradients, before the step
     """
 
     losses: Tensors
@@ -91,6 +106,7 @@ class SeenStep:
     norm: Tensor | None = None
     late: Mapping[str, Tensor] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
+    clipped: tuple[Clipped, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.atomic_writes import save_tensors
+from verify.external.ranks.begun_calls import note_of_forgotten
 from verify.external.ranks.run import run_ranks
 from verify.external.ranks.torch_private import FileStore, bare_gloo
 from verify.external.torchrun.feed import Material, RanksFeed, Way
@@ -62,8 +63,9 @@ class ScriptRunner:
                 sys.stdout.flush()
                 sys.stderr.flush()
 
-        run_ranks(on_rank, self.ranks, "gloo", initialise=False, timeout=self.timeout)
-        return _records(folder, self.ranks)
+        ran = run_ranks(on_rank, self.ranks, "gloo", initialise=False, timeout=self.timeout)
+        first, *others = _records(folder, self.ranks)
+        return replace(first, notes=(*first.notes, *note_of_forgotten(ran.forgotten))), *others
 
     def alone(self, double: bool) -> None:
         """Run the script on one rank as it is. Raises Failed."""

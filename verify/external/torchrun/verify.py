@@ -15,9 +15,9 @@ from op_registry.spec import SourceLocation
 from nnscaler.errors import few
 from verify.external.ranks.exact_throughout import exact_throughout
 from verify.external.ranks.run_result import RanksFailed
-from verify.external.torchrun.clipped_by_hand import with_larger_gradients
 from verify.external.torchrun.compare_with_one_rank import SAID, Judged, judge
 from verify.external.torchrun.cuda_on_cpu import WITHOUT_GPU, asks_for_gpu
+from verify.external.torchrun.larger_gradients import with_larger_gradients
 from verify.external.torchrun.match_one_rank import Layout, NoParts, material_of, parts_of, unequal_starts
 from verify.external.torchrun.records import ScriptRecord
 from verify.external.torchrun.reference_processes import Failed, first_line

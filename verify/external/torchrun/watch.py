@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -26,12 +24,12 @@ from nnscaler.errors import few
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.float64_run import exact, exact_tensor
 from verify.external.observe_rank_run import changed, local_gradient, note_on_hooks
-from verify.external.parameter_mapping import local_value
 from verify.external.torchrun.cuda_on_cpu import left_as_filled, replaced
 from verify.external.torchrun.data_tensors import ScriptMode, exchanged, settings_of, varied
 from verify.external.torchrun.feed import RanksFeed
 from verify.external.torchrun.records import ScriptRecord, SeenStep, Start, Stopped, Tensors
 from verify.external.torchrun.script_state import ScriptState
+from verify.external.torchrun.watch_clipping import ClippingWatch, scalar
 
 _DRAWN = 1_000_000  # elements; larger draws are data sets, of which batches come in
 
@@ -45,13 +43,13 @@ class ScriptWatch:
         self._rank, self._wanted, self._double, self._vary = start.rank, start.steps, start.double, start.vary
         self._save, self._feed, self._louder = save, feed, start.louder
         self._inside = 0  # models, backward passes and schedules that run
-        self._stepping = self._clips = 0
+        self._stepping = 0
+        self._clipping = ClippingWatch()
         self._state = ScriptState()
         self._events: dict[str, list[Tensors]] = {}
         self._draws: list[Tensor] = []
         self._loaders: dict[int, int] = {}
         self._losses: list[Tensor] = []
-        self._norms: list[Tensor] = []
         self._own: dict[str, Tensor | None] = {}
         self._gradients: dict[str, Tensor | None] = {}
         self._steps: list[SeenStep] = []
@@ -117,7 +115,7 @@ class ScriptWatch:
         return not self._inside and not self._stepping and torch.is_grad_enabled()
 
     def _own_code(self) -> bool:
-        return not (self._inside or self._stepping or self._clips)
+        return not (self._inside or self._stepping or self._clipping.clipping)
 
     def _take(self, kind: str, tensors: Tensors) -> Tensors:
         """Count an event, and return what is to be used."""
@@ -167,7 +165,7 @@ class ScriptWatch:
             if self._inside:
                 return autograd(tensors, grad_tensors, *rest, **named)
             roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            self._losses += [_scalar(root) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+            self._losses += [scalar(root) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
             if self._louder != 1:
                 with torch.enable_grad():
                     tensors = tuple(root * self._louder if isinstance(root, Tensor) else root for root in roots)
@@ -182,46 +180,9 @@ class ScriptWatch:
             (torch.autograd, "backward", backward),
             (schedules.PipelineScheduleSingle, "step", self._schedule(single)),
             (schedules.PipelineScheduleMulti, "step", self._schedule(several)),
-            *self._clipping(),
+            *self._clipping.changes(),
             (torch, "from_numpy", lambda array: exact_tensor(from_numpy(array)) if self._double else from_numpy(array)),
         ]
-
-    def _clipping(self) -> list[tuple[Any, str, Any]]:
-        """Note the norms that gradients are clipped by: where they lie below the limit, nothing else shows them."""
-        clip, by_norm = nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_
-        sharded = FullyShardedDataParallel.clip_grad_norm_
-
-        def noting(function: Callable[..., Any], norm_of: Callable[..., Any]) -> Callable[..., Any]:
-            def clipped(*args: Any, **named: Any) -> Any:
-                before = len(self._norms)
-                self._clips += 1
-                try:
-                    made = function(*args, **named)
-                finally:
-                    self._clips -= 1
-                if len(self._norms) == before:  # else a function that it calls has noted it
-                    self._noted(norm_of(made, *args, **named))
-                return made
-
-            return clipped
-
-        def returned(made: Any, *_: Any, **__: Any) -> Any:
-            return made
-
-        def given(*args: Any, total_norm: Any = None, **_: Any) -> Any:
-            return args[3] if total_norm is None else total_norm  # after what is returned, parameters and the limit
-
-        owners, by_itself = (nn.utils, nn.utils.clip_grad), noting(clip, returned)
-        return [
-            *((owner, "clip_grad_norm_", by_itself) for owner in owners),
-            *((owner, "clip_grads_with_norm_", noting(by_norm, given)) for owner in owners),
-            (FullyShardedDataParallel, "clip_grad_norm_", noting(sharded, returned)),
-        ]
-
-    def _noted(self, norm: Any) -> Any:
-        if isinstance(norm, Tensor) and norm.numel() == 1:
-            self._norms.append(_scalar(norm))
-        return norm
 
     def _schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(this: Any, *args: Any, target: Any = None, losses: Any = None, **named: Any) -> Any:
@@ -240,7 +201,7 @@ class ScriptWatch:
             finally:
                 self._scheduled, this._loss_fn = False, loss_of
             losses[before:] = [loss / self._louder for loss in losses[before:]]
-            found = [_scalar(loss) for loss in losses[before:] if isinstance(loss, Tensor) and loss.numel() == 1]
+            found = [scalar(loss) for loss in losses[before:] if isinstance(loss, Tensor) and loss.numel() == 1]
             if found:
                 self._losses.append(torch.stack(found).mean())
             return output
@@ -352,11 +313,10 @@ class ScriptWatch:
             self._feed.after_step(len(self._steps), taken)
         losses, self._losses = tuple(self._losses), []
         own, self._own = self._own, {}
-        norm = torch.stack(self._norms).norm() if self._norms else None
-        self._norms = []
+        norm, clipped = self._clipping.taken()
         late = changed(self._gradients, self._state.gradients())
         unread = self._state.unread()
-        self._steps.append(SeenStep(losses, self._gradients, own, {}, settings, taken, norm, late, unread))
+        self._steps.append(SeenStep(losses, self._gradients, own, {}, settings, taken, norm, late, unread, clipped))
         self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         enough = (
             min(self._made.values()) >= self._wanted if self._feed is None else len(self._steps) >= self._feed.steps
@@ -368,9 +328,3 @@ class ScriptWatch:
                 self.tell(f"the script was stopped after {told} of its optimizer: `--steps` says how many are watched")
             self._save(self.record())
             raise Stopped
-
-
-def _scalar(loss: Tensor) -> Tensor:
-    value = loss.detach()
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return local_value(value).reshape(()).clone().double()

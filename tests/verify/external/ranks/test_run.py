@@ -19,6 +19,7 @@ from tests.verify.external.ranks.programs import (
     tensor_parallel,
     tensor_parallel_and_sharded,
 )
+from verify.external.ranks.begun_calls import note_of_forgotten
 from verify.external.ranks.run import RanksFailed, run_ranks, run_ranks_isolated
 
 
@@ -140,6 +141,30 @@ def test_functional_collectives_that_nobody_waits_for_are_counted() -> None:
         return torch.ops._c10d_functional.wait_tensor(found) if rank == 0 else found
 
     assert run_ranks(work, 3).unwaited == 2
+
+
+@pytest.mark.parametrize("executor", ["simulator", "gloo"])
+def test_lines_that_begin_calls_and_never_wait_are_known(executor: str) -> None:
+    def work(rank: int) -> None:
+        numbers = torch.ones(2)
+        for step in range(2):
+            dist.all_reduce(numbers.clone(), async_op=True)
+            overlapped = dist.all_reduce(numbers.clone(), async_op=True)
+            dist.all_reduce(numbers)
+            if step == 0:
+                overlapped.wait()
+            asked = dist.broadcast(numbers, 0, async_op=True)
+            while not asked.is_completed():
+                pass
+        module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        module(numbers).sum().backward()
+
+    line = work.__code__.co_firstlineno + 3
+    found = run_ranks(work, 2, executor).forgotten
+    assert found == (f"all_reduce at test_run.py:{line}",)
+    (note,) = note_of_forgotten(found)
+    assert note.startswith("nobody waits for all_reduce at test_run.py:")
+    assert note_of_forgotten(()) == ()
 
 
 @pytest.mark.parametrize("executor", ["simulator", "gloo"])

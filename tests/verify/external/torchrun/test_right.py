@@ -79,7 +79,13 @@ def test_right(command: str, ranks: int, way: str) -> None:
     assert names.get("gradients", names.get(LATE, 0)) > 0, told(report)
     assert names["parameters after steps"] > 0, told(report)
     assert any(way in note for note in report.notes), told(report)
-    assert not any("register_hook" in note for note in report.notes), told(report)
+    assert not any("register_hook" in note or "nobody waits" in note for note in report.notes), told(report)
+
+
+def test_a_call_that_nobody_waits_for_is_told() -> None:
+    report = verified("by_hand.py --broken wait", 2)
+    assert report.verdict is Verdict.TESTED_EXACT, told(report)
+    assert any(note.startswith("nobody waits for all_reduce at by_hand.py:") for note in report.notes), told(report)
 
 
 def test_a_mean_over_data_parts_is_not_the_script_on_whole_batches() -> None:

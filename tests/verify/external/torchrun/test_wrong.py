@@ -77,6 +77,21 @@ def test_clipping_by_hand_is_tried_beyond_its_limit(command: str) -> None:
     assert all("16384 times as large" in finding.message for finding in report.findings)
 
 
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("limit", "rank 0 clips by 2e+03, and one rank by 1e+03"),
+        ("value", "rank 0 clips by 2e+03, and one rank by 1e+03"),
+        pytest.param("none", "rank 0 clips by inf, and one rank by 1e+03", marks=pytest.mark.long),
+    ],
+)
+def test_a_limit_that_depends_on_the_number_of_ranks_is_tried_beyond_it(broken: str, words: str) -> None:
+    report = verified(f"gpt_train.py --broken={broken}", 2)
+    assert report.verdict is Verdict.REFUTED, told(report)
+    assert [check.name for check in report.checks if not check.verdict.passes] == ["gradients beyond a limit"]
+    assert all(words in finding.message for finding in report.findings), told(report)
+
+
 def test_numbers_of_optimizers_that_differ_are_told() -> None:
     report = verified("by_hand.py --broken rate", 2)
     assert [finding.code for finding in report.findings] == ["parameter_differs"], told(report)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
 from nnscaler.runtime.jobs.job import StatusWriter
+from verify.external.ranks.begun_calls import BegunWork
 from verify.external.ranks.call_sites import place_of_call
 from verify.external.ranks.collective_semantics import CollectiveShare
 from verify.external.ranks.process_group_base import AllWorks, RankGroup, Real, completed
 from verify.external.ranks.processes.call_log import CallWriter, Entry
-from verify.external.ranks.torch_private import Store, Work, gloo_group
+from verify.external.ranks.torch_private import Store, gloo_group
 
 
 class Reporter:
@@ -54,7 +55,7 @@ class Reporter:
             self._status.computing()
 
 
-class GlooWork(Work):  # type: ignore[misc]
+class GlooWork(BegunWork):
     """A work of gloo, of which is told that somebody waits for it. `finish` runs once, after the first wait."""
 
     def __init__(self, reporter: Reporter, what: object, work: Any, results: Sequence[Tensor], finish: Any) -> None:
@@ -66,6 +67,7 @@ class GlooWork(Work):  # type: ignore[misc]
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self.reached()
         if self._work.is_completed():
             self._work.wait()
         else:
@@ -80,9 +82,11 @@ class GlooWork(Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
+        self.reached()
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
+        self.reached()
         return bool(self._work.is_success())
 
     def exception(self) -> Any:

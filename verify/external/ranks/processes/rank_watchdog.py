@@ -34,6 +34,7 @@ class RankAnswer:
     error     one line of what it raised; "" where it returned
     trace     the traceback of it, and `place` its line of the program
     unwaited  functional collectives that nobody waited for
+    forgotten lines that begin calls for none of which it waited
     """
 
     result: bytes
@@ -41,6 +42,7 @@ class RankAnswer:
     trace: str = ""
     place: str | None = None
     unwaited: int = 0
+    forgotten: tuple[str, ...] = ()
 
     @property
     def is_cut(self) -> bool:

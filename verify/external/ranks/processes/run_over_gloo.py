@@ -32,6 +32,7 @@ from nnscaler.runtime.communication.join_process_group import local_environment
 from nnscaler.runtime.jobs.job import StatusWriter, create_status_file
 from nnscaler.runtime.jobs.rank_process import die_with_parent, leave_stopping_to_parent
 from nnscaler.runtime.start_autograd import start_autograd
+from verify.external.ranks.begun_calls import BegunLines, all_forgotten
 from verify.external.ranks.call_sites import place_of_error, traceback_of
 from verify.external.ranks.globals_of_ranks import VARIABLES, environment_of
 from verify.external.ranks.processes.call_log import CallWriter
@@ -83,7 +84,8 @@ def run_over_gloo(function: Callable[[int], T], ranks: int, *, initialise: bool,
             for connection in connections:
                 connection.close()
     results = tuple(pickle.loads(answer.result) for answer in answers)
-    return RankRun(results, calls, sum(answer.unwaited for answer in answers))
+    forgotten = dict.fromkeys(line for answer in answers for line in answer.forgotten)
+    return RankRun(results, calls, sum(answer.unwaited for answer in answers), tuple(forgotten))
 
 
 def free_port() -> int:
@@ -155,9 +157,13 @@ def _live_as_rank(plan: _Plan, rank: int, connection: Connection) -> None:
     reporter = Reporter(CallWriter(plan.folder / f"calls_{rank}"), StatusWriter(plan.folder / "status", rank))
     store = ReportedStore(FileStore(str(plan.folder / "store"), plan.ranks), reporter)
 
+    begun: list[BegunLines] = []
+
     def create(options: Any) -> GlooGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(plan.ranks))
-        return GlooGroup(reporter, options, members)
+        group = GlooGroup(reporter, options, members)
+        begun.append(group.begun)
+        return group
 
     facts = SimpleNamespace(store=store, rank=rank, ranks=plan.ranks, identity=rank)
     with our_groups(create, facts):
@@ -167,7 +173,7 @@ def _live_as_rank(plan: _Plan, rank: int, connection: Connection) -> None:
             if plan.initialise:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks, timeout=_NO_LIMIT)
             result = plan.function(rank)
-            answer = RankAnswer(pickle.dumps(result), unwaited=unwaited_collectives())
+            answer = RankAnswer(pickle.dumps(result), unwaited=unwaited_collectives(), forgotten=all_forgotten(begun))
         except BaseException as error:  # noqa: BLE001 - what a program raises, SystemExit included, is a result
             text = traceback_of(error)
             place = place_of_error(error.__traceback__)

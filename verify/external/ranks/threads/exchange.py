@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.tensor_bits import same_bits
+from verify.external.ranks.begun_calls import BegunLines
 from verify.external.ranks.collective_mismatch import GroupKey, disagreement_of
 from verify.external.ranks.collective_semantics import CollectiveShare, answer
 from verify.external.ranks.run_result import RankCall, RanksFailed
@@ -50,6 +51,7 @@ class ThreadExchange:
     def __init__(self, turns: Turns, ranks: int) -> None:
         self.turns = turns
         self.calls: list[list[RankCall]] = [[] for _ in range(ranks)]
+        self.begun: list[BegunLines] = []  # of each rank in each group
         self.store: dict[str, bytes] = {}
         self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
         self._counts: dict[tuple[GroupKey, int], int] = defaultdict(int)  # (group, place) -> collectives it began

@@ -9,14 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import CommunicationCall
+from verify.external.ranks.begun_calls import BegunWork
 from verify.external.ranks.call_sites import place_of_call
 from verify.external.ranks.collective_semantics import CollectiveShare
 from verify.external.ranks.process_group_base import RankGroup, Real, completed
 from verify.external.ranks.threads.exchange import MessageEnd, ThreadExchange
-from verify.external.ranks.torch_private import Store, Work
+from verify.external.ranks.torch_private import Store
 
 
-class SimulatedWork(Work):  # type: ignore[misc]
+class SimulatedWork(BegunWork):
     """A collective or message that was begun. `results`: the tensors that it writes."""
 
     def __init__(
@@ -35,6 +36,7 @@ class SimulatedWork(Work):  # type: ignore[misc]
         self._source = source
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self.reached()
         self._exchange.wait(self._call, self._ready)
         return True
 
@@ -42,9 +44,11 @@ class SimulatedWork(Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
+        self.reached()
         return self._exchange.asked(self._call, self._ready)
 
     def is_success(self) -> bool:
+        self.reached()
         return self._ready()
 
     def exception(self) -> None:
@@ -71,6 +75,7 @@ class SimulatedGroup(RankGroup):
     def __init__(self, exchange: ThreadExchange, name: str, place: int, members: tuple[int, ...]) -> None:
         super().__init__(name, place, members)
         self._exchange = exchange
+        exchange.begun.append(self.begun)
 
     def begin_collective(self, part: CollectiveShare, root: int | None, options: Any, real: Real) -> SimulatedWork:
         self._check_thread()

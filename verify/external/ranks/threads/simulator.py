@@ -18,6 +18,7 @@ import torch.distributed as dist
 from nnscaler.runtime.communication.simulator import await_exit
 from nnscaler.runtime.jobs.load_adjusted_clock import LEAST, FairClock
 from nnscaler.runtime.keep_freed_memory import kept_memory
+from verify.external.ranks.begun_calls import all_forgotten
 from verify.external.ranks.call_sites import place_of_error, place_of_thread, traceback_of
 from verify.external.ranks.globals_of_ranks import environment_of, load_state, save_state
 from verify.external.ranks.run_result import RankRun, RanksFailed
@@ -90,11 +91,9 @@ def run_simulated(
     lost = exchange.undelivered()
     if lost:
         raise RanksFailed("communication_mismatch", "\n".join(["messages were never received:", *lost]))
-    return RankRun(
-        tuple(results[rank] for rank in range(ranks)),
-        tuple(tuple(calls) for calls in exchange.calls),
-        sum(unwaited.values()),
-    )
+    calls = tuple(tuple(calls) for calls in exchange.calls)
+    forgotten = all_forgotten(exchange.begun)
+    return RankRun(tuple(results[rank] for rank in range(ranks)), calls, sum(unwaited.values()), forgotten)
 
 
 def _state_of(rank: int, ranks: int) -> Any:

@@ -4,7 +4,7 @@
 first parameter, "init" starts every rank from other values, "norm" clips by that of its own rows, to a high limit,
 "same" gives all ranks the first rows, "labels" and "rows" take the targets, or the rows, one too early on rank 1,
 "sent" sends one parameter not (--owned), "rate" gives each rank another learning rate,
-"clip" clips what a rank owns by its norm (--clip: by that of all).
+"clip" clips what a rank owns by its norm (--clip: by that of all), "wait" does not wait for a sum of losses.
 --inside: the optimizer's step averages. --idle: the first step has a rate of 0, and the last layer begins with zeros.
 --owned: a rank updates every so many parameters, of which it alone gets the gradients, and sends them to the others.
 """
@@ -94,5 +94,7 @@ for step in range(4):
     for number, parameter in enumerate(parameters if args.owned else ()):
         if args.broken != "sent" or number:
             dist.broadcast(parameter.data, number % world)
+    if args.broken == "wait":
+        dist.all_reduce(loss.detach().clone(), async_op=True)
     print("step", step, "loss", loss.item())
 dist.destroy_process_group()

@@ -1,7 +1,9 @@
 """A single-file trainer of a small GPT: --key=value arguments, accumulation that is divided among ranks, DDP, clipping,
 weight decay groups, batches drawn at random places of a memory-mapped file with a seed for each rank.
 
---broken=sync leaves gradients unsynchronised in the last micro-step as well; --broken=scale does not divide the loss.
+--broken=sync leaves gradients unsynchronised in the last micro-step as well; --broken=scale does not divide the loss;
+--broken=limit clips norms by a multiple of the limit on several ranks, --broken=value elements, --broken=none on one.
+Limits are high: no gradient reaches them.
 """
 
 import math
@@ -19,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 gradient_accumulation_steps, batch_size, block_size = 12, 3, 8
 n_layer, n_head, n_embd, vocab_size, dropout = 2, 2, 16, 32, 0.1
-learning_rate, max_iters, eval_interval, grad_clip = 6e-4, 20, 5, 1.0
+learning_rate, max_iters, eval_interval, grad_clip = 6e-4, 20, 5, 1e3
 backend, device, compiled, broken = "nccl", "cpu", True, ""
 for argument in sys.argv[1:]:
     key, _, value = argument.removeprefix("--").partition("=")
@@ -117,7 +119,11 @@ for iteration in range(max_iters):
         scaler.scale(loss).backward()
     if grad_clip != 0.0:
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        if broken == "value":
+            torch.nn.utils.clip_grad_value_(model.parameters(), grad_clip * ddp_world_size)
+        elif broken != "none" or ddp_world_size == 1:
+            limit = grad_clip * (ddp_world_size if broken == "limit" else 1)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=limit)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,82 @@
+"""Calls that a program begins and waits for later: which of its lines never wait.
+
+A collective with `async_op=True` hands out a work, and its result is there when somebody has waited for that. Where all
+ranks are threads, or a machine is fast, it may be there without: no value shows that nobody waits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nnscaler.runtime.communication.communicator import CommunicationCall
+from verify.external.ranks.call_sites import is_program
+from verify.external.ranks.torch_private import Work
+
+_HERE = str(Path(__file__).parent)
+_BY_NAME = torch.distributed.distributed_c10d.__file__
+_WITHOUT_RESULT = ("send", "barrier")
+
+
+@dataclass(eq=False)
+class BegunLine:
+    """A line that begins calls of one kind. `waited`: somebody has waited for one of them, or asked for its end."""
+
+    kind: str
+    place: str
+    waited: bool = False
+
+
+class BegunWork(Work):  # type: ignore[misc]
+    """A work that tells the line of its call that somebody waits; subclasses say so."""
+
+    line: BegunLine | None = None
+
+    def reached(self) -> None:
+        """Note that somebody waits for the end, or asks for it."""
+        if self.line is not None:
+            self.line.waited = True
+
+
+class BegunLines:
+    """The lines of one rank that begin calls in a group."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, str], BegunLine] = {}
+
+    def note(self, call: CommunicationCall, work: object) -> None:
+        """Let a work know its line. Torch's C++ waits in its own ways, and is left out."""
+        if isinstance(work, BegunWork) and call.place is not None and call.kind not in _WITHOUT_RESULT and _in_python():
+            key = call.kind, call.place
+            work.line = self._lines.setdefault(key, BegunLine(*key))
+
+    def forgotten(self) -> tuple[str, ...]:
+        """Return the lines of which no call was waited for. The last call of others may be waited for after the run."""
+        return tuple(f"{line.kind} at {Path(line.place).name}" for line in self._lines.values() if not line.waited)
+
+
+def all_forgotten(groups: Iterable[BegunLines]) -> tuple[str, ...]:
+    """Return what is forgotten in any of several groups."""
+    return tuple(dict.fromkeys(text for lines in groups for text in lines.forgotten()))
+
+
+def note_of_forgotten(forgotten: Iterable[str]) -> tuple[str, ...]:
+    """Return what a report says of it."""
+    lines = sorted(dict.fromkeys(forgotten))
+    if not lines:
+        return ()
+    where = ", ".join(lines)
+    text = f"nobody waits for {where}, begun with `async_op=True`: its result may be used before it is there"
+    return (text,)
+
+
+def _in_python() -> bool:
+    """Return whether a function of torch.distributed or the program itself makes the call, and no C++ of torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame.f_code.co_filename == _BY_NAME or is_program(frame.f_code.co_filename)
