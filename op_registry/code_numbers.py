@@ -17,8 +17,12 @@ def numbers_in(target: Any) -> tuple[int | float, ...]:
 
     A number stands in the code, is a default of an argument, or is read from around it.
     """
-    found = {abs(n) for value in _values(functions_of(target)) for n in _numbers(value)}
-    return tuple(sorted(found))
+    return tuple(sorted({abs(n) for n in signed_numbers_in(target)}))
+
+
+def signed_numbers_in(target: Any) -> tuple[int | float, ...]:
+    """Return the same numbers with the signs that they have in the code: ids such as -100 have one."""
+    return tuple(sorted({n for value in _values(functions_of(target)) for n in _numbers(value)}))
 
 
 def numbers_of(values: Sequence[Any]) -> tuple[int | float, ...]:

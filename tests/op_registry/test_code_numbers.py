@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_registry.code_numbers import numbers_in, numbers_of
+from op_registry.code_numbers import numbers_in, numbers_of, signed_numbers_in
 
 LIMIT = 40
 TABLE = {"small": 3, "large": 7.5}
@@ -45,6 +45,11 @@ class Derived(torch.optim.AdamW):
 def test_numbers_of_a_function_and_of_what_it_calls() -> None:
     assert set(numbers_in(function)) >= {0.25, 3, 5, 6, 7.5, 9, 11, 21, 40}
     assert all(type(n) in (int, float) for n in numbers_in(function))
+
+
+def test_signs_are_kept_for_those_who_ask() -> None:
+    assert -0.25 in signed_numbers_in(function) and 0.25 not in signed_numbers_in(function)
+    assert {abs(n) for n in signed_numbers_in(function)} == set(numbers_in(function))
 
 
 def test_numbers_of_both_passes() -> None:
