@@ -341,6 +341,7 @@ class Verification:
         `needs`: what a proof of it has to prove; `unproved`: what it would have to, and cannot.
         """
         self.explain(outcome)
+        self.notes.update(outcome.left_out)
         if not outcome.failures and self.options.safeguards.mutants and outcome.survived(DRAWS):
             self.findings.append(survived(self.spec, target, outcome.survived(DRAWS)))
         if outcome.half_line:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.verify.op_checks.test_beyond_bounds import verified
@@ -54,3 +55,32 @@ def test_one_that_raises_under_another_default_dtype_is_not_refuted_for_it() -> 
     report = verified(with_zeros_of_the_default_dtype, "n d^ -> n 1")
     assert report.verdict.passes
     assert any("raises when torch's default dtype is float64" in note for note in report.notes)
+
+
+def group_normed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.silu(F.group_norm(x, 1, w, b))  # which raises where there is one value in all
+
+
+def of_one_row_alone(x: Tensor) -> Tensor:
+    """Wrong for every number of rows, and one that raises for one row besides."""
+    if x.shape[0] == 1:
+        raise ValueError("one row")
+    return x - x.mean(0)
+
+
+def of_no_less_than(x: Tensor) -> Tensor:
+    if x.shape[0] < 8:
+        raise ValueError("too few rows")
+    return x * 2
+
+
+@SEEDS
+def test_a_shard_of_one_element_on_which_the_whole_raises_too_is_left_out(seed: int) -> None:
+    report = verified(group_normed, "b c^ s^, c^, c^ -> b c^ s^", seed)
+    assert report.verdict.passes
+    assert "`planted` raises on one element of `b`: not so small shards passed" in report.notes
+
+
+@pytest.mark.parametrize("function", [of_one_row_alone, of_no_less_than])
+def test_one_that_is_wrong_or_raises_on_larger_shards_is_refuted(function: Any) -> None:
+    assert verified(function, "n d -> n d").verdict is Verdict.REFUTED
