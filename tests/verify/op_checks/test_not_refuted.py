@@ -84,3 +84,34 @@ def test_a_shard_of_one_element_on_which_the_whole_raises_too_is_left_out(seed: 
 @pytest.mark.parametrize("function", [of_one_row_alone, of_no_less_than])
 def test_one_that_is_wrong_or_raises_on_larger_shards_is_refuted(function: Any) -> None:
     assert verified(function, "n d -> n d").verdict is Verdict.REFUTED
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A state that grows by each step in float32, and overflows after many."""
+    dtype, (b, length, d) = q.dtype, q.shape
+    q, k, v = (x.float() for x in (q, k, v))
+    state, rows = q.new_zeros(b, d, v.shape[-1]), []
+    for i in range(length):
+        step = v[:, i] - (state * k[:, i, :, None]).sum(-2)
+        state = state + k[:, i, :, None] * step[:, None]
+        rows.append(torch.einsum("bd,bdm->bm", q[:, i], state))
+    return torch.stack(rows, 1).to(dtype)
+
+
+def delta_rule_in_chunks(q: Tensor, k: Tensor, v: Tensor, chunk: int = 64) -> Tensor:
+    return delta_rule(q, k, v)
+
+
+def delta_rule_that_mixes_if_long(q: Tensor, k: Tensor, v: Tensor, least: int = 40) -> Tensor:
+    y = delta_rule(q, k, v)
+    return y - y.mean(0) if q.shape[1] > least else y
+
+
+@pytest.mark.parametrize("function", [delta_rule, delta_rule_in_chunks])
+def test_where_shards_overflow_after_many_steps_is_no_difference(function: Any) -> None:
+    assert verified(function, "b l^ k^, b l^ k^, b l^ v -> b l^ v").verdict.passes
+
+
+def test_smaller_values_show_what_is_wrong_after_many_steps() -> None:
+    report = verified(delta_rule_that_mixes_if_long, "b l^ k^, b l^ k^, b l^ v -> b l^ v")
+    assert report.verdict is Verdict.REFUTED

@@ -6,7 +6,7 @@ conditions that it takes for granted, or else the numbers in its code hint at it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from itertools import islice, product
 from math import ceil, prod
@@ -17,8 +17,10 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.training.functional_optimizer import Update
 from verify.evidence.oracle.annotation_claims import Target, choice_of, split_by
+from verify.evidence.oracle.case_runner import OperatorRunner
 from verify.evidence.oracle.enumerate_cases import Base
-from verify.evidence.split_case import SplitCase
+from verify.evidence.oracle.tolerance import CEILING
+from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import Kind
 from verify.results.verdict import Condition, Strength, Verdict
 
@@ -26,6 +28,7 @@ _LARGEST_BOUND = 1024
 _POWER = 64
 _LARGEST_TENSOR = 1 << 21  # elements, where several sizes change
 _NUMBERS = 8  # of a function that are tried
+_SMALLER = (2.0**-3, 2.0**-6, 2.0**-10)  # values that are tried where larger ones overflow
 
 
 def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Strength) -> Iterator[SplitCase]:
@@ -67,6 +70,35 @@ def beyond_bounds(spec: OperatorSpec, base: Base, target: Target, proved: Streng
             inputs = replace(base.inputs, sizes=tuple({**known, **change, **even_too}.items()))
             yield SplitCase(inputs, (choice,), (2,))
             yield SplitCase(replace(inputs, kind=gathering), (choice,), (2,))
+
+
+def within_range(
+    runner: OperatorRunner, cases: Iterable[SplitCase], left_out: MutableMapping[str, None]
+) -> Iterator[SplitCase]:
+    """Yield cases at larger sizes, with smaller values where the whole is not finite or rounds by much: a recurrence
+    overflows after many steps, and where shards do is chance. `left_out`: notes on those that are so for all values."""
+    for case in cases:
+        try:
+            whole = runner.prepare(case.inputs).whole
+        except Exception:  # noqa: BLE001 - whoever runs the case says so
+            yield case
+            continue
+        count = len(whole.concrete.tensors)
+        smaller = (replace(case.inputs, factors=(*(factor,) * count, 1.0)) for factor in _SMALLER)
+        inputs = next((tried for tried in (case.inputs, *smaller) if _well_conditioned(runner, tried)), case.inputs)
+        if inputs is not case.inputs or whole.comparable or not whole.concrete.compare:
+            yield replace(case, inputs=inputs)
+        else:
+            shapes = ", ".join(str(tuple(t.shape)) for t in whole.concrete.tensors)
+            left_out[f"`{runner.spec.name}` is not finite on inputs of shapes {shapes}, which were left out"] = None
+
+
+def _well_conditioned(runner: OperatorRunner, inputs: Inputs) -> bool:
+    try:
+        prepared = runner.prepare(inputs)
+    except Exception:  # noqa: BLE001 - values were our choice
+        return False
+    return prepared.whole.finite and prepared.bound.relative < CEILING
 
 
 def _sizes_beyond(
