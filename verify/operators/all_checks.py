@@ -18,7 +18,7 @@ from nnscaler.errors import AnnotationError
 from verify.evidence.inputs.draw_calls import left_out_as_none
 from verify.evidence.oracle.annotation_claims import Claimed, Target, claims_of, kind_of, slices_of, untested
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
-from verify.evidence.oracle.cases_beyond_proved_sizes import beyond_bounds, within_range
+from verify.evidence.oracle.cases_beyond_proved_sizes import beyond_bounds
 from verify.evidence.oracle.check_by_cases import TargetOutcome, as_check, check_target, run_cases
 from verify.evidence.oracle.check_gradient_subsets import check_subsets
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator, bases, by_identifier, leaders_of, why_unused
@@ -126,12 +126,13 @@ class Verification:
             strength = weakest(wanted)
             if not claim.outcome.failures and claim.name != "two axes":
                 pairs = [(self.tested[i], target, strengths.get((i, target), TESTED)) for i, target in claim.needs]
-                beyond = (case for pair in pairs for case in beyond_bounds(self.spec, *pair))
-                run_cases(self.runner, within_range(self.runner, beyond, claim.outcome.left_out), claim.outcome)
+                left_out = claim.outcome.left_out
+                beyond = (case for pair in pairs for case in beyond_bounds(self.runner, *pair, left_out))
+                run_cases(self.runner, beyond, claim.outcome)
                 for pair in pairs if not claim.outcome.failures else ():
                     claim.outcome.add_beyond(try_values(self.runner, *pair))
                 self.explain(claim.outcome)
-                self.notes.update(claim.outcome.left_out)
+                self.notes.update(left_out)
             if strength.counter_example is not None and not claim.outcome.failures and claim.name != "two axes":
                 self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
