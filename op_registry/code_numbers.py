@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from types import CodeType, FunctionType
@@ -17,8 +19,60 @@ def numbers_in(target: Any) -> tuple[int | float, ...]:
 
     A number stands in the code, is a default of an argument, or is read from around it.
     """
-    found = {abs(n) for value in _values(functions_of(target)) for n in _numbers(value)}
-    return tuple(sorted(found))
+    return tuple(sorted({abs(n) for n in signed_numbers_in(target)}))
+
+
+def signed_numbers_in(target: Any) -> tuple[int | float, ...]:
+    """Return the same numbers with the signs that they have in the code: ids such as -100 have one."""
+    return tuple(sorted({n for value in _values(functions_of(target)) for n in _numbers(value)}))
+
+
+def deciding_numbers_in(target: Any) -> frozenset[int | float]:
+    """Return the numbers of an operator's code, without signs, by which it may decide: in comparisons and remainders,
+    as arguments of calls (`clamp`, `topk`) and in slices. All of a function whose source is not there."""
+    found: set[int | float] = set()
+    for function in reached_from(functions_of(target)):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            read, held = _around(function)
+            values: list[Any] = [*_constants(function.__code__), *read, *held]
+            found |= {abs(n) for n in _numbers([*values, function.__defaults__, function.__kwdefaults__])}
+            continue
+        found |= {abs(n) for n in _numbers(_deciding_values(function, tree))}
+    return frozenset(found)
+
+
+def _deciding_values(function: Any, tree: ast.Module) -> list[Any]:
+    """Return the values that stand at such places in a function, and those that the names there may have."""
+    nodes: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            nodes += ast.walk(node)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv):
+            nodes.append(node.right)
+        elif isinstance(node, ast.Call):
+            for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+                listed = isinstance(argument, ast.List | ast.Tuple)
+                nodes += [argument, *(ast.walk(argument) if listed else ())]
+        elif isinstance(node, ast.Slice):
+            nodes += [bound for bound in (node.lower, node.upper, node.step) if bound is not None]
+    names = {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    values = [n.value for n in nodes if isinstance(n, ast.Constant)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id in names for t in node.targets):
+            values += [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
+    return [*values, *(value for name, value in _named_values(function) if name in names)]
+
+
+def _named_values(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names that a function knows from outside, its arguments by their defaults, with what they stand for."""
+    closure = inspect.getclosurevars(function)
+    outside = {**closure.globals, **closure.nonlocals}
+    yield from outside.items()
+    for name in names_in(function.__code__):
+        yield from ((name, vars(value)[name]) for value in outside.values() if name in getattr(value, "__dict__", {}))
+    yield from ((p.name, p.default) for p in inspect.signature(function).parameters.values())
 
 
 def numbers_of(values: Sequence[Any]) -> tuple[int | float, ...]:

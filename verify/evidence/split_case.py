@@ -22,6 +22,7 @@ class Inputs:
     without_gradient  floating inputs (by index) that do not ask for a gradient
     factors           of each tensor, and of the cotangents at the end: of those with a fraction
     whole_numbers     drawn operands (by position) that hold integers below an identifier's size, or booleans ("")
+    sentinels         (tensor, number): numbers that a third of a tensor's elements are, such as -100 among labels
     """
 
     sample: int | None
@@ -32,6 +33,7 @@ class Inputs:
     without_gradient: tuple[int, ...] = ()
     whole_numbers: tuple[tuple[int, str], ...] = ()
     factors: tuple[float, ...] = ()
+    sentinels: tuple[tuple[int, float], ...] = ()
 
     def generator(self) -> torch.Generator:
         """Return a generator at its start: the same draws each time."""

@@ -126,10 +126,13 @@ class Verification:
             strength = weakest(wanted)
             if not claim.outcome.failures and claim.name != "two axes":
                 pairs = [(self.tested[i], target, strengths.get((i, target), TESTED)) for i, target in claim.needs]
-                run_cases(self.runner, (c for pair in pairs for c in beyond_bounds(self.spec, *pair)), claim.outcome)
+                left_out = claim.outcome.left_out
+                beyond = (case for pair in pairs for case in beyond_bounds(self.runner, *pair, left_out))
+                run_cases(self.runner, beyond, claim.outcome)
                 for pair in pairs if not claim.outcome.failures else ():
                     claim.outcome.add_beyond(try_values(self.runner, *pair))
                 self.explain(claim.outcome)
+                self.notes.update(left_out)
             if strength.counter_example is not None and not claim.outcome.failures and claim.name != "two axes":
                 self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
@@ -341,6 +344,7 @@ class Verification:
         `needs`: what a proof of it has to prove; `unproved`: what it would have to, and cannot.
         """
         self.explain(outcome)
+        self.notes.update(outcome.left_out)
         if not outcome.failures and self.options.safeguards.mutants and outcome.survived(DRAWS):
             self.findings.append(survived(self.spec, target, outcome.survived(DRAWS)))
         if outcome.half_line:

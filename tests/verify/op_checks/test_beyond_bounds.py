@@ -224,3 +224,66 @@ def test_a_limit_that_only_full_groups_reach() -> None:
 @pytest.mark.parametrize("operator", [at_this_size_alone, beyond_a_class_s_number, of_many_elements])
 def test_sizes_that_the_code_names_where_no_proof_reads_it(operator: Any) -> None:
     assert verified(operator, "b d^ -> b d^").exit_code == 1
+
+
+def polynomial(x: Tensor) -> Tensor:
+    return x * (2 + x * (3 + x * (4 + x * (5 + x * (6 + x * (7 + x * (8 + x * 9)))))))
+
+
+def late_rows_negated_among_many_numbers(x: Tensor) -> Tensor:
+    y = polynomial(x)
+    return torch.where((torch.arange(x.shape[0], dtype=x.dtype) < 100)[:, None], y, -y)
+
+
+def first_rows_of_each_column(x: Tensor) -> Tensor:
+    taken = torch.nn.functional.one_hot(x.argmax(-1), x.shape[1])
+    place = (taken.cumsum(0) - 1) * taken
+    return x.softmax(-1) * (taken * (place < 4096))
+
+
+@pytest.mark.parametrize(
+    ("function", "annotation"),
+    [
+        (late_rows_negated_among_many_numbers, "n d -> n d"),
+        (centred_from(1025), "n d -> n d"),
+        (centred_from(4096), "n d -> n d"),
+        (first_rows_of_each_column, "n d^ -> n d^"),
+    ],
+)
+def test_numbers_that_it_compares_come_first_and_may_be_large(function: Any, annotation: str) -> None:
+    report = verified(function, annotation)
+    assert report.verdict is Verdict.REFUTED
+    assert {finding.code for finding in report.findings} == {"annotation_wrong"}
+
+
+def step_by_step(x: Tensor) -> Tensor:
+    if x.shape[0] > 5000:
+        return x * 2
+    return torch.stack([row * 2 for row in x.unbind()])
+
+
+def all_pairs(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] > 5000 else (x[:, :, None] * torch.ones_like(x)[:, None]).sum(-1) * 2 / x.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "annotation", "why"),
+    [
+        (step_by_step, "n d -> n d", "it takes a step for each of so many"),
+        (all_pairs, "n d^ -> n d^", "its tensors are too large there"),
+    ],
+)
+def test_sizes_that_take_too_much_are_said_to_be_left_out(function: Any, annotation: str, why: str) -> None:
+    report = verified(function, annotation)
+    assert report.verdict.passes and any(note.endswith(why) for note in report.notes)
+
+
+def many_numbers(x: Tensor) -> Tensor:
+    y = polynomial(x) * (10 + x * (11 + x * 12))
+    return y if x.shape[0] > 3 else y * 1.0
+
+
+def test_numbers_that_are_not_tried_are_named() -> None:
+    report = verified(many_numbers, "n d -> n d")
+    assert report.verdict.passes
+    assert "of the numbers in its code, 2, 4, 5 were not tried as sizes" in report.notes

@@ -49,7 +49,7 @@ def with_one(values: Tensor, one: float, generator: torch.Generator) -> Tensor:
     return values
 
 
-def _in_order(tensor: Tensor) -> bool:
+def in_order(tensor: Tensor) -> bool:
     """Return integers of one dim that rise: offsets, whose order is their meaning."""
     return tensor.dim() == 1 and tensor.dtype != torch.bool and bool((tensor[1:] > tensor[:-1]).all())
 
@@ -70,6 +70,25 @@ def fill_whole_numbers(
         first, last = torch.randperm(drawn.numel(), generator=generator)[:2].tolist()
         drawn.view(-1)[first], drawn.view(-1)[last] = low, below - 1
     return drawn
+
+
+def with_sentinels(tensors: Sequence[Tensor], sentinels: Sequence[tuple[int, float]], seed: int) -> tuple[Tensor, ...]:
+    """Return the tensors with `sentinels`, (tensor, number), in a third of their elements. There are more of them
+    towards one end of every dim, so that no two shards have as many: which end it is hangs on the seed."""
+    found = list(tensors)
+    for index in dict.fromkeys(index for index, _ in sentinels):
+        tensor, numbers = found[index], [number for other, number in sentinels if other == index]
+        generator = torch.Generator().manual_seed(seed + index)
+        order = torch.rand(tuple(tensor.shape), generator=generator)
+        for dim, size in enumerate(tensor.shape):
+            place = torch.linspace(0, 1, size).reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
+            order = order + 2 * (1 - place if seed % 2 else place) / tensor.dim()
+        chosen = order.flatten().argsort()[: max(tensor.numel() // 3, len(numbers))]
+        values = tensor.clone(memory_format=torch.contiguous_format)
+        here = torch.tensor(numbers).to(tensor.dtype).repeat(len(chosen) // len(numbers) + 1)[: len(chosen)]
+        values.view(-1)[chosen] = here
+        found[index] = values
+    return tuple(found)
 
 
 def varied(before: Tensor, resized: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
@@ -100,7 +119,7 @@ def refill(tensor: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
     if tensor.is_complex():
         return torch.complex(fill(shape, kind, generator), fill(shape, kind, generator))
     flat = tensor.flatten()
-    if flat.numel() < 2 or _in_order(tensor):
+    if flat.numel() < 2 or in_order(tensor):
         return tensor
     if kind in ("zeros", "constant"):
         return (flat.min() if kind == "zeros" else flat.max()).expand(shape).clone()

@@ -26,11 +26,9 @@ from nnscaler.ir.placement import Split
 from nnscaler.runtime.training.autocast import AskedDtypes
 from verify.evidence.inputs.concrete_call import ConcreteCall, dtype_name, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call, choose_sizes, from_annotation, resize, sample_calls
-from verify.evidence.inputs.draw_values import refill, varied
+from verify.evidence.inputs.draw_values import refill, varied, with_sentinels
 from verify.evidence.inputs.meta_preflight import remembers, succeeds, tried_on_meta
-from verify.evidence.inputs.operand_shards import local_shape, ranks_of
 from verify.evidence.oracle.compare_partition import (
-    AXES,
     Partition,
     PartitionComparison,
     ShardRaised,
@@ -40,7 +38,7 @@ from verify.evidence.oracle.compare_partition import (
 )
 from verify.evidence.oracle.run_random_operators import whole_arguments
 from verify.evidence.oracle.run_whole_operator import WholeRun, run_whole
-from verify.evidence.oracle.size_checked_kernels import runs_checked
+from verify.evidence.oracle.size_checked_kernels import raised_on_meta, runs_checked
 from verify.evidence.oracle.tolerance import NOISE_FACTOR, Bound, float64_bound, low_bound, noise
 from verify.evidence.split_case import Inputs, SplitCase
 from verify.evidence.verify_op_options import OpOptions
@@ -116,10 +114,11 @@ class OperatorRunner:
         """Return the call with its tensors. `integers`: whether integer tensors of samples are drawn anew too."""
         call = self._drawn(inputs, integers)
         call = replace(call, constants=call.constants.union(inputs.without_gradient))
-        if not inputs.factors:
-            return call
-        pairs = zip(call.tensors, inputs.factors, strict=False)
-        return replace(call, tensors=tuple(t * f if t.is_floating_point() or t.is_complex() else t for t, f in pairs))
+        if inputs.factors:
+            pairs = zip(call.tensors, inputs.factors, strict=False)
+            scaled = (t * f if t.is_floating_point() or t.is_complex() else t for t, f in pairs)
+            call = replace(call, tensors=tuple(scaled))
+        return replace(call, tensors=with_sentinels(call.tensors, inputs.sentinels, inputs.seed))
 
     def exact(self, inputs: Inputs) -> WholeRun:
         """Run the whole operator in float64, and nothing besides. Raises whatever it raises."""
@@ -266,14 +265,17 @@ class OperatorRunner:
         generator = torch.Generator().manual_seed(inputs.seed + 3 + 1000 * draw)
         unit = units * torch.finfo(torch.float64).eps
 
-        def nudged(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.is_floating_point():
+        ids = {index for index, _ in inputs.sentinels}  # beside an id is another one
+
+        def nudged(index: int, tensor: torch.Tensor) -> torch.Tensor:
+            if index in ids or not tensor.is_floating_point():
                 return tensor
             signs = torch.randint(0, 2, tuple(tensor.shape), generator=generator) * 2 - 1
             return tensor * (1 + unit * signs.double())
 
         try:
-            return self._run(run, replace(call, tensors=tuple(map(nudged, call.tensors))), inputs, torch.float64)
+            tensors = tuple(nudged(i, t) for i, t in enumerate(call.tensors))
+            return self._run(run, replace(call, tensors=tensors), inputs, torch.float64)
         except Exception:  # noqa: BLE001 - nothing is known of its rounding then
             return None
 
@@ -376,25 +378,7 @@ class OperatorRunner:
     def _preflight(self, prepared: Prepared, partition: Partition, case: SplitCase) -> None:
         """Try the shards' shapes once. Raises ShardRaised."""
         key = self._key(case)
-        raised = None if key in self._tried else raised_on_meta(self.spec, prepared, partition)
+        raised = None if key in self._tried else raised_on_meta(self.spec, prepared.whole, partition)
         if raised is not None:
             raise raised
         self._tried.add(key)
-
-
-def raised_on_meta(spec: OperatorSpec, prepared: Prepared, partition: Partition) -> ShardRaised | None:
-    """Try the shapes of the first and the last shard on meta tensors, and return what does not fit.
-
-    A kernel that does not check its sizes could end the process.
-    """
-    tensors = prepared.whole.concrete.tensors
-    function = function_of(partition.call.operator, spec)
-    ranks = ranks_of(partition.parts)
-    for rank in (ranks[0], ranks[-1]):
-        shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
-        more = partition.random_arguments(rank) if spec.random else {}
-        described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
-        tried = tried_on_meta(function, partition.call, described, dict(zip(AXES, rank, strict=False)), more)
-        if isinstance(tried, Exception):
-            return ShardRaised(rank, shapes, tried)
-    return None

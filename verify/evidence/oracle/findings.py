@@ -75,6 +75,9 @@ def counter_example(result: CaseResult) -> dict[str, str]:
     facts["values"] = case.inputs.kind
     if case.inputs.factors:
         facts["factors"] = f"{', '.join(f'{f:.6g}' for f in case.inputs.factors)} (the last of the cotangents)"
+    if case.inputs.sentinels:
+        held = (f"{number:g} in input {index}" for index, number in case.inputs.sentinels)
+        facts["ids"] = f"{', '.join(held)}, among others"
     if result.raised is not None:
         shapes = ", ".join(map(str, result.raised.shapes))
         rank = result.raised.rank[0] if len(result.raised.rank) == 1 else result.raised.rank

@@ -21,6 +21,7 @@ from verify.evidence.oracle.annotation_claims import Target, choice_of, split_by
 from verify.evidence.oracle.case_runner import CaseResult, OperatorRunner
 from verify.evidence.oracle.check_by_cases import TargetOutcome, run_cases
 from verify.evidence.oracle.enumerate_cases import Base, Enumerator
+from verify.evidence.oracle.sentinel_ids import sentinel_inputs
 from verify.evidence.oracle.tolerance import CEILING
 from verify.evidence.oracle.watch_value_decisions import Decisions, WatchedRuns
 from verify.evidence.split_case import Inputs, SplitCase
@@ -52,7 +53,10 @@ def try_values(runner: OperatorRunner, base: Base, target: Target, proved: Stren
     sizes = dict(Enumerator(runner, base).sizes_for([target]))
     search = ValueSearch(runner, lambda tried: (SplitCase(tried, (choice,), (parts,)) for parts in PARTS))
     if proved.verdict is Verdict.TESTED_EXACT:
-        search.all_of(replace(base.inputs, sizes=tuple(sizes.items())))
+        inputs = replace(base.inputs, sizes=tuple(sizes.items()))
+        for tried in sentinel_inputs(runner, inputs):
+            search.well_conditioned(tried)
+        search.all_of(inputs)
     assert base.signature.bound is not None
     full = {**base.signature.bound.sizes, **sizes}
     for share in (n for n in numbers_in(runner.spec.target) if SHARES[0] <= n <= SHARES[1]):

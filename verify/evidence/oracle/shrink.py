@@ -57,6 +57,8 @@ def _simpler(result: CaseResult) -> Iterator[SplitCase]:
     if inputs.dtype != "float64":
         yield replace(case, inputs=replace(inputs, dtype="float64"))
     yield from _smaller(result)
+    for sentinel in inputs.sentinels:
+        yield replace(case, inputs=replace(inputs, sentinels=tuple(s for s in inputs.sentinels if s != sentinel)))
     if inputs.factors:
         yield replace(case, inputs=replace(inputs, factors=()))
     if inputs.kind != "bits":

@@ -16,8 +16,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from op_registry.spec import OperatorSpec
+
 from nnscaler.runtime.communication.communicator import ProgramError
+from verify.evidence.inputs.concrete_call import function_of
+from verify.evidence.inputs.meta_preflight import tried_on_meta
+from verify.evidence.inputs.operand_shards import local_shape, ranks_of
 from verify.evidence.operator_trace import Observer
+from verify.evidence.oracle.compare_partition import AXES, Partition, ShardRaised
+from verify.evidence.oracle.run_whole_operator import WholeRun
 
 CHECKED = frozenset(
     """
@@ -53,6 +60,24 @@ def checked_kernels() -> Iterator[None]:
     """Run attention by its plain formula, whose products check their sizes."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
+
+
+def raised_on_meta(spec: OperatorSpec, whole: WholeRun, partition: Partition) -> ShardRaised | None:
+    """Try the shapes of the first and the last shard on meta tensors, and return what does not fit.
+
+    A kernel that does not check its sizes could end the process.
+    """
+    tensors = whole.concrete.tensors
+    function = function_of(partition.call.operator, spec)
+    ranks = ranks_of(partition.parts)
+    for rank in (ranks[0], ranks[-1]):
+        shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
+        more = partition.random_arguments(rank) if spec.random else {}
+        described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
+        tried = tried_on_meta(function, partition.call, described, dict(zip(AXES, rank, strict=False)), more)
+        if isinstance(tried, Exception):
+            return ShardRaised(rank, shapes, tried)
+    return None
 
 
 # Checks before kernels of torch that do not check what they are given.

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 
@@ -13,11 +14,18 @@ from nnscaler.ir.placement import Choice
 from verify.evidence.smt.choice_equations import Claims, ShardRaises, TracedCall, TracedShards, claims, make_problem
 from verify.evidence.smt.decide_equality import Limits, Prover, Verdict
 from verify.evidence.smt.element_arithmetic import Element, Kind, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
-from verify.evidence.smt.shard_equations import Symbol, spread
+from verify.evidence.smt.shard_equations import Pairs, Symbol, spread
 from verify.evidence.smt.terms import ProofBudget, Terms
 
 DRAWS = 20  # random values that are tried where the solver's do not confirm
 _CLOSE = 1e-9  # numbers that went through exp and the like
+_UNIT = Fraction(1, 1 << 52)
+_UNITS, _MOVES, _CEILING = (
+    64,
+    16,
+    Fraction(1, 10**8),
+)  # what the tests of an operator call rounding: oracle/tolerance.py
+_ROUNDED = "differs by no more than the floats of the code are rounded"
 
 
 @dataclass(frozen=True)
@@ -62,30 +70,62 @@ def check(traced: TracedCall, choice: Choice, parts: int, limits: Limits, work: 
 
 def _refused(problem: TracedShards, what: str, verdict: Verdict) -> BoundedResult:
     """Search for a counter-example at random where the solver does not know."""
-    example = confirm(problem, verdict.model or {})
+    found = Confirmation()
+    example = confirm(problem, verdict.model or {}, found)
     if example is not None:
         return BoundedResult(False, f"{what}: differs", example)
-    if verdict.model is not None and example is None:
+    if found.rounded:
+        return BoundedResult(False, f"{what}: {_ROUNDED}")
+    if verdict.model is not None:
         return BoundedResult(False, f"{what}: differs only if functions such as exp are taken for any function")
     return BoundedResult(False, f"{what}: {verdict.reason}")
 
 
-def confirm(problem: TracedShards, model: Mapping[str, Element]) -> Mapping[str, str] | None:
+@dataclass
+class Confirmation:
+    """`rounded`: values were found on which the shards differ from the whole by rounding alone."""
+
+    rounded: bool = False
+
+
+def confirm(
+    problem: TracedShards, model: Mapping[str, Element], found: Confirmation | None = None
+) -> Mapping[str, str] | None:
     """Return values on which the shards really do not make up the whole: the solver's, or random ones.
 
-    None if none do.
+    None if none do. Numbers of the code such as `1 / n` are rounded before they come here, so that what is equal in
+    real numbers may differ by their rounding: by that alone it is not wrong.
     """
     for draw in range(-1, DRAWS):
         symbol = _chosen(model) if draw < 0 else _drawn(random.Random(draw), problem, positive=draw % 2 == 1)
         try:
-            difference = _difference(claims(problem, Numbers(), symbol))
+            claimed = claims(problem, Numbers(), symbol)
         except ShardRaises as raised:
-            difference = {"shard": str(raised)}
+            return {**_shown(problem, symbol), "shard": str(raised)}
         except (NoCall, Unmet, Unsupported, ArithmeticError, ValueError):
             continue  # the whole raises, or a function is not defined there
-        if difference is not None:
+        difference = _difference(claimed, partial(_moved, problem, symbol))
+        if difference is not None and "tensor" in difference:
             return {**_shown(problem, symbol), **difference}
+        if difference is not None and found is not None:
+            found.rounded = True
     return None
+
+
+def _moved(problem: TracedShards, symbol: Symbol) -> Claims | None:
+    """Return what comes out where each input is moved by one unit of rounding, up or down: it shows how much rounding
+    may grow to. None where it raises."""
+
+    def moved(name: str, kind: Kind) -> Element:
+        value = symbol(name, kind)
+        if kind != "float" or not isinstance(value, int | Fraction):
+            return value
+        return Fraction(value) * (1 + random.Random(name).choice((-1, 1)) * _UNIT)
+
+    try:
+        return claims(problem, Numbers(), moved)
+    except (NoCall, Unmet, Unsupported, ShardRaises, ArithmeticError, ValueError):
+        return None
 
 
 def _chosen(model: Mapping[str, Element]) -> Symbol:
@@ -118,13 +158,39 @@ def _drawn(generator: random.Random, problem: TracedShards, positive: bool) -> S
     return symbol
 
 
-def _difference(found: Claims) -> Mapping[str, str] | None:
-    for what, pairs in found.equal:
+def _difference(found: Claims, moved: Callable[[], Claims | None]) -> Mapping[str, str] | None:
+    """Return the first difference that is more than rounding; an empty one where all are no more, None where there are
+    none."""
+    rounded = False
+    for number, (what, pairs) in enumerate(found.equal):
+        allowed: Fraction | None = None
         for place, (a, b) in enumerate(pairs):
-            close = abs(a - b) <= _CLOSE * max(1, abs(a)) if isinstance(a, float) or isinstance(b, float) else a == b
+            if isinstance(a, float) or isinstance(b, float):
+                close = abs(a - b) <= _CLOSE * max(1, abs(a))
+            elif a == b:
+                close = True
+            elif isinstance(a, int) and isinstance(b, int):  # whole numbers are not rounded
+                close = False
+            else:
+                allowed = _rounding(pairs, number, moved()) if allowed is None else allowed
+                close = abs(a - b) <= allowed
+                rounded |= close
             if not close:
                 return {"tensor": f"{what}, element {place}", "expected": _text(a), "found": _text(b)}
-    return None
+    return {} if rounded else None
+
+
+def _rounding(pairs: Pairs, number: int, moved: Claims | None) -> Fraction:
+    """Return up to which difference the elements of a tensor differ by the rounding of numbers in the code."""
+    exact = [(Fraction(a), Fraction(b)) for a, b in pairs if not isinstance(a, float) and not isinstance(b, float)]
+    own = max((max(abs(a), abs(b)) for a, b in exact), default=Fraction(0))
+    others = () if moved is None else moved.equal[number][1]
+    steps = [
+        abs(Fraction(a) - Fraction(other))
+        for (a, _), (other, _) in zip(pairs, others, strict=False)
+        if not isinstance(a, float) and not isinstance(other, float)
+    ]
+    return max(_UNITS * _UNIT * own, min(_MOVES * max(steps, default=Fraction(0)), _CEILING * own))
 
 
 def _shown(problem: TracedShards, symbol: Symbol) -> dict[str, str]:

@@ -27,8 +27,9 @@ from nnscaler.ir.derive import explain_illegal_choice, input_states, output_stat
 from nnscaler.ir.operation_annotations import Signature
 from nnscaler.ir.placement import Split
 from nnscaler.layout import State
-from verify.evidence.oracle.case_runner import Prepared, raised_on_meta
+from verify.evidence.oracle.case_runner import Prepared
 from verify.evidence.oracle.compare_partition import ShardRaised, compare_partition, make_partition
+from verify.evidence.oracle.size_checked_kernels import raised_on_meta
 from verify.evidence.verify_op_options import Safeguards
 from verify.self_test.operators.annotation_mutants import annotation_mutants
 from verify.self_test.operators.calls_to_mutate import SampledCall
@@ -142,7 +143,7 @@ def _one(
         return "refused"
     except Exception:  # noqa: BLE001 - a hook that does not know the identifier: loud, like a shard that raises
         return "raises"
-    if first and raised_on_meta(subject.spec, prepared, partition) is not None:
+    if first and raised_on_meta(subject.spec, prepared.whole, partition) is not None:
         return "raises"
     try:
         compared = compare_partition(
