@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from op_registry.bind_annotation import named_values
 from op_registry.call import TensorArgument
@@ -123,19 +124,17 @@ class Verification:
         strengths = self.proofs(self.tested)
         for claim in self.claims:
             wanted = [strengths.get(key, TESTED) for key in claim.needs]
-            strength = weakest(wanted)
+            strength, beyond = weakest(wanted), partial(beyond_bounds, self.runner, left_out=claim.outcome.left_out)
             if not claim.outcome.failures and claim.name != "two axes":
                 pairs = [(self.tested[i], target, strengths.get((i, target), TESTED)) for i, target in claim.needs]
-                left_out = claim.outcome.left_out
-                beyond = (case for pair in pairs for case in beyond_bounds(self.runner, *pair, left_out))
-                run_cases(self.runner, beyond, claim.outcome)
+                run_cases(self.runner, (c for pair in pairs for c in beyond(*pair)), claim.outcome)
                 for pair in pairs if not claim.outcome.failures else ():
                     claim.outcome.add_beyond(try_values(self.runner, *pair))
                 self.explain(claim.outcome)
-                self.notes.update(left_out)
             if strength.counter_example is not None and not claim.outcome.failures and claim.name != "two axes":
                 self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
+            self.notes.update(claim.outcome.left_out)
 
     def never_changed(self, found: list[Base]) -> Iterator[tuple[str, str]]:
         """Yield optional arguments of a user's function, with all that they were: another value may do anything."""
@@ -196,17 +195,8 @@ class Verification:
         for base in found[:AUDITED]:
             call = self.runner.concrete(base.inputs)
             strides = self.options.safeguards.strides
-            compare = call.compare and not self.spec.random
-            self.probed(
-                audit(
-                    self.spec,
-                    call,
-                    self.options.seed,
-                    compare=compare,
-                    strides=strides,
-                    function=self.runner.function(call),
-                )
-            )
+            compare, function = call.compare and not self.spec.random, self.runner.function(call)
+            self.probed(audit(self.spec, call, self.options.seed, compare=compare, strides=strides, function=function))
             if self.findings:
                 return
         self.probed(opcheck(self.spec, self.runner.concrete(found[0].inputs)))
@@ -344,7 +334,6 @@ class Verification:
         `needs`: what a proof of it has to prove; `unproved`: what it would have to, and cannot.
         """
         self.explain(outcome)
-        self.notes.update(outcome.left_out)
         if not outcome.failures and self.options.safeguards.mutants and outcome.survived(DRAWS):
             self.findings.append(survived(self.spec, target, outcome.survived(DRAWS)))
         if outcome.half_line:
