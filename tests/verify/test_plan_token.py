@@ -111,7 +111,7 @@ def test_a_token_holds_everything_that_decides_what_is_run(model: Path) -> None:
     assert (found["model"], found["plan"]) == ("small.py::build_small", "dp=2")
     assert found["seed"] == 7 and found["ranks"] == 2 and found["backend"] == "simulator"
     assert found["steps"] == 3 and found["replicate"] == ["a*"]
-    showing = {"command", "output_format", "quiet", "verbose", "color", "comm_profile", "certificate"}
+    showing = {"command", "output_format", "quiet", "verbose", "color", "comm_profile", "certificate", "no_cache"}
     assert set(found) == set(vars(parsed(*line))) - showing - {"quick", "deep"} | {"depth", "plan_document"}
     assert not token.changes()
     model.write_text(MODEL + "# changed\n")
