@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler import communication_buckets
 from nnscaler.codegen.program import Program
-from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
+from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.training.engine import Engine, EngineSettings
 
 ROWS, WORDS, WIDTH = 12, 17, 8
@@ -72,17 +72,6 @@ def small_buckets() -> Iterator[None]:
         yield
     finally:
         communication_buckets.LEAST_BYTES, communication_buckets.AHEAD_BYTES = before
-
-
-@contextmanager
-def coalesced() -> Iterator[None]:
-    """Sum gradients where autograd leaves them, as ranks do that read each other's memory."""
-    before = SimulatedCommunicator.coalesces
-    SimulatedCommunicator.coalesces = lambda self, ranks: True  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        SimulatedCommunicator.coalesces = before  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

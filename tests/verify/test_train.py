@@ -14,7 +14,6 @@ import verify
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 from tests.sampling import only
-from tests.timings import coalesced
 from verify.programs.request import WORDS, PlanRequest, make_token
 from verify.programs.training.comparison import REPLICAS
 from verify.programs.training.join_shards import put_together
@@ -119,13 +118,6 @@ def test_mixed_precision_is_looked_at_in_its_own_dtypes() -> None:
     table = run_table(lambda text: None, rows)  # the right run is judged, too
     assert table.good, table
     assert "training_dtype_differs" in CODES and not table.broken
-
-
-def test_a_wrong_reducer_is_named_where_gradients_are_summed_where_they_lie() -> None:
-    rows = [row for row in ROWS if row.base == "dp" and row.family == "overlap"]
-    with coalesced():
-        table = run_table(lambda text: None, rows)
-    assert table.good and len(rows) >= 6 and all(row.killed for row in table.rows), table_lines(table)
 
 
 def test_every_row_is_told_apart() -> None:

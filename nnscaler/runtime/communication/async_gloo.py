@@ -7,7 +7,6 @@ share a message to each rank, into which what is small is copied.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.communication_buckets import SHARED_BYTES
-from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key
+from nnscaler.runtime.communication.communicator import CommunicationCall, Key
 from nnscaler.runtime.communication.cross_memory_attach import OfferedTensors
 
 _ALIGNED = 16  # bytes: places in a message, for tensors of any dtype
@@ -45,26 +44,6 @@ def is_read(work: Awaited) -> bool:
 Post = Callable[[Tensor, int, str], Awaited | None]  # memory, the other rank, and what both must agree on
 # what comes and what goes, the other rank, and what both must agree on; None where memory is not read
 Read = Callable[[Sequence[Tensor], Sequence[Tensor], int, str], tuple[Awaited | None, Awaited | None] | None]
-
-
-class MessageTags:
-    """Tags of messages, which are matched by them. Any thread may ask for one."""
-
-    def __init__(self) -> None:
-        self._tags: dict[str, int] = {}
-        self._names: dict[tuple[int, int], str] = {}  # (peer, tag) -> what the tag was made from
-
-    def __call__(self, agreement: str, peer: int) -> int:
-        """Hash what both sides agree on to 31 bits. Raises CommunicationError when two messages with a rank share a
-        tag."""
-        tag = self._tags.get(agreement)
-        if tag is None:
-            digest = hashlib.sha256(agreement.encode()).digest()
-            tag = self._tags[agreement] = int.from_bytes(digest[:4], "big") >> 1
-        other = self._names.setdefault((peer, tag), agreement)
-        if other != agreement:
-            raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
-        return tag
 
 
 class SentMessages:

@@ -247,18 +247,6 @@ class Communicator:
         call = self._record("all_reduce", ranks, _shapes([tensor]), tensor.dtype, reduction="sum", begun=True)
         return self._start(call, [tensor.detach()], [tensor.detach()])
 
-    def coalesces(self, ranks: Sequence[int]) -> bool:
-        """Return whether `start_all_reduce_coalesced` is there for these ranks. Each of them says the same."""
-        return False
-
-    def start_all_reduce_coalesced(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> Pending:
-        """Begin to sum contiguous tensors over ranks, in place, as the one that they make up together. All are of one
-        dtype and device, and need no gradient."""
-        shape = (sum(tensor.numel() for tensor in tensors),)
-        call = self._record("all_reduce", ranks, (shape,), tensors[0].dtype, reduction="sum", begun=True)
-        flat = [tensor.view(-1) for tensor in tensors]
-        return Pending(call, self._begin_coalesced(call, flat) if len(call.ranks) > 1 else lambda: None, self._begun)
-
     def start_all_gather(
         self, tensor: Tensor, into: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Shape] | None = None
     ) -> Pending:
@@ -366,9 +354,6 @@ class Communicator:
             reduces = call.kind == "all_reduce"
             _copy([self._all_reduce(given[0], call) if reduces else self._reduce_scatter(given, call)], into)
         return lambda: None
-
-    def _begin_coalesced(self, call: CommunicationCall, tensors: list[Tensor]) -> Callable[[], None]:
-        raise AssertionError("implementations that coalesce define this")
 
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         raise AssertionError("implementations define this")

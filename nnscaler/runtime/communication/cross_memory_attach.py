@@ -22,7 +22,7 @@ import secrets
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -31,9 +31,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nnscaler.runtime.communication.torch_communicator_base import add_in_order
+
 _SLOTS = 4096  # of a ring: messages to one rank that it has not read; the next one waits
 _RING, _SLOT = 16, 24  # bytes of a ring before its slots, and of a slot
 _FULL, _TAKEN = 1, 0
+_CHUNK = 1 << 17  # bytes that are read and added at a time
 _SMALL = 1 << 16  # bytes that are read without letting another thread run
 _SPANS = 1024  # that one call copies: the system's IOV_MAX
 _LOOK = 0.2  # seconds of sleep between two looks whether the other rank is still there
@@ -70,7 +73,6 @@ class PeerMemory:
         ranks, self._rank = world.size(), rank
         self.near = torch.zeros(ranks, ranks, dtype=torch.bool)
         self._peers: dict[int, _Peer] = {}
-        self._all_read: dict[tuple[int, ...], bool] = {}  # what was asked of groups
         possible = is_possible()
         inbox = os.memfd_create("nnscaler-inbox") if possible else -1
         mark = torch.tensor([secrets.randbits(62)])
@@ -106,12 +108,9 @@ class PeerMemory:
         """Say so of one of these ranks."""
         return not self._peers.keys().isdisjoint(ranks)
 
-    def all_read(self, ranks: Sequence[int]) -> bool:
-        """Say if all of these ranks read each other's memory. Each of them says the same."""
-        key = tuple(ranks)
-        if key not in self._all_read:
-            self._all_read[key] = all(bool(self.near[a, b]) for a in key for b in key if a != b)
-        return self._all_read[key]
+    def reads_all(self, ranks: Iterable[int]) -> bool:
+        """Say so of all of these ranks but this one."""
+        return self._peers.keys() >= {*ranks} - {self._rank}
 
     def send(self, contents: Sequence[Tensor], rank: int, tag: int) -> OfferedTensors:
         """Let a rank read contiguous tensors, which are neither written nor freed before it has."""
@@ -120,6 +119,29 @@ class PeerMemory:
     def recv(self, into: Sequence[Tensor], rank: int, tag: int) -> ReadTensors:
         """Read what a rank sends with this tag into contiguous tensors of the same sizes, when that is waited for."""
         return ReadTensors(self._peers[rank], into, tag)
+
+    def add_up(self, pieces: Mapping[int, Tensor], tag: Callable[[int], int]) -> None:
+        """Sum, in place, what each rank has in the place of this rank's piece; every rank of the group calls it.
+
+        `pieces`: parts of one contiguous tensor by rank, in the order of the sum; `tag`: of the messages with a rank.
+        What is read is added while it is in the processor's cache.
+        """
+        own = pieces[self._rank]
+        peers = {rank: self._peers[rank] for rank in pieces if rank != self._rank}
+        offers = [self.send([pieces[rank]], rank, tag(rank)) for rank in peers]
+        others = {rank: (peer, *peer.arrival(tag(rank))) for rank, peer in peers.items()}
+        count = _CHUNK // own.element_size()
+        read = {rank: own.new_empty(min(count, own.numel())) for rank in others}
+        for start in range(0, own.numel(), count):
+            chunk = own[start : start + count]
+            parts = {rank: chunk if rank == self._rank else read[rank][: len(chunk)] for rank in pieces}
+            for rank, (peer, _, address) in others.items():
+                peer.copy([address + start * own.element_size()], [_place(parts[rank])])
+            add_in_order(list(parts.values()), chunk)
+        for peer, number, _ in others.values():
+            peer.release(number)
+        for offer in offers:
+            offer.wait()
 
 
 class OfferedTensors:
@@ -144,29 +166,18 @@ class ReadTensors:
 
     def __init__(self, peer: _Peer, into: Sequence[Tensor], tag: int) -> None:
         self._peer, self._into, self._tag = peer, into, tag
-        self._number = -1  # of the message
 
     def wait(self) -> None:
         """Wait until they may be read, and read them. Raises RuntimeError where the other rank has ended."""
-        self.copy(self.addresses(), self._into)
-        self.release()
-
-    def addresses(self) -> list[int]:
-        """Wait until they may be read, and return where they lie there."""
-        self._number, address = self._peer.arrival(self._tag)
-        if len(self._into) == 1:
-            return [address]
-        table = (ctypes.c_int64 * len(self._into))()
-        self._peer.copy([address], [(ctypes.addressof(table), ctypes.sizeof(table))])
-        return list(table)
-
-    def copy(self, addresses: Sequence[int], into: Sequence[Tensor]) -> None:
-        """Read what lies there."""
-        self._peer.copy(addresses, [_place(tensor) for tensor in into])
-
-    def release(self) -> None:
-        """Let the other rank write them again."""
-        self._peer.release(self._number)
+        number, address = self._peer.arrival(self._tag)
+        here = [_place(tensor) for tensor in self._into]
+        addresses = [address]
+        if len(here) > 1:
+            table = (ctypes.c_int64 * len(here))()
+            self._peer.copy([address], [(ctypes.addressof(table), ctypes.sizeof(table))])
+            addresses = list(table)
+        self._peer.copy(addresses, here)
+        self._peer.release(number)
 
 
 class _Ring:

@@ -14,6 +14,7 @@ are read out of the sender's memory, where the system lets them (`cross_memory_a
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,6 @@ from torch.distributed import ProcessGroup
 
 from nnscaler.runtime.communication.async_gloo import (
     Awaited,
-    MessageTags,
     OneRound,
     Outbox,
     SentMessages,
@@ -35,7 +35,6 @@ from nnscaler.runtime.communication.async_gloo import (
     summing,
     wait_for,
 )
-from nnscaler.runtime.communication.coalesced_sum import sum_in_place
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.communication.cross_memory_attach import PeerMemory
 from nnscaler.runtime.communication.ordered_collective_thread import Lane
@@ -82,7 +81,8 @@ class GlooCommunicator(TorchCommunicator):
             made = group if world_size == 2 else self._new_group(members, "gloo")
             if rank in members:
                 self._groups[members] = made
-        self._tag = MessageTags()
+        self._tags: dict[str, int] = {}
+        self._names: dict[tuple[int, int], str] = {}  # (peer, tag) -> what the tag was made from
         self._sent = SentMessages()
         self._own: dict[tuple[Key, str], deque[Tensor]] = {}  # messages of this rank to itself
         self._lanes: dict[tuple[int, ...], Lane] = {}  # by group, of what is begun
@@ -170,25 +170,7 @@ class GlooCommunicator(TorchCommunicator):
                 self._post([begun])
             else:
                 self._gathered.append(begun)
-        return self._awaiting(call, begun)
 
-    def coalesces(self, ranks: Sequence[int]) -> bool:
-        return self.device.type == "cpu" and self._peers.all_read(ranks)
-
-    def _begin_coalesced(self, call: CommunicationCall, tensors: list[Tensor]) -> Callable[[], None]:
-        return self._awaiting(call, self._lane(call).run(lambda: self._sum_coalesced(call, tensors)))
-
-    def _sum_coalesced(self, call: CommunicationCall, tensors: list[Tensor]) -> None:
-        """Sum where tensors lie; what is small together, in one round of messages."""
-        if sum(tensor.nbytes for tensor in tensors) > _SMALL:
-            sum_in_place(self._peers, self.rank, tensors, call.ranks, partial(self._tag, agreement_of(call)))
-            return
-        joined = torch.cat(tensors)
-        self._sum_in_place(call, joined)
-        for tensor, total in zip(tensors, joined.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(total)
-
-    def _awaiting(self, call: CommunicationCall, begun: Awaited) -> Callable[[], None]:
         def wait() -> None:
             with self._inside(call):
                 begun.wait()
@@ -251,14 +233,14 @@ class GlooCommunicator(TorchCommunicator):
             self._exchange(dict.fromkeys(call.ranks, own), dict(zip(call.ranks, parts, strict=True)), call)
             add_in_order(parts, own)
             return
-        if self._peers.all_read(call.ranks):
-            sum_in_place(self._peers, self.rank, [own.view(-1)], call.ranks, partial(self._tag, agreement_of(call)))
-            return
         pieces = dict(zip(call.ranks, own.view(-1).tensor_split(count), strict=True))
         mine = pieces[self.rank]
-        parts = self._others(mine, call)
-        self._exchange(pieces, dict(zip(call.ranks, parts, strict=True)), call)
-        add_in_order(parts, mine)
+        if self._peers.reads_all(call.ranks):
+            self._peers.add_up(pieces, partial(self._tag, agreement_of(call)))
+        else:
+            parts = self._others(mine, call)
+            self._exchange(pieces, dict(zip(call.ranks, parts, strict=True)), call)
+            add_in_order(parts, mine)
         self._exchange(dict.fromkeys(call.ranks, mine), pieces, call)
 
     def _others(self, own: Tensor, call: CommunicationCall) -> list[Tensor]:
@@ -383,6 +365,18 @@ class GlooCommunicator(TorchCommunicator):
         into, given = ([t for t in tensors if t.numel()] for tensors in (incoming, outgoing))
         arriving = self._peers.recv(into, rank, tag) if into else None
         return arriving, self._peers.send(given, rank, tag) if given else None
+
+    def _tag(self, agreement: str, peer: int) -> int:
+        """Hash what both sides agree on to 31 bits. Raises CommunicationError when two messages with a rank share a
+        tag. Any thread may call it."""
+        tag = self._tags.get(agreement)
+        if tag is None:
+            digest = hashlib.sha256(agreement.encode()).digest()
+            tag = self._tags[agreement] = int.from_bytes(digest[:4], "big") >> 1
+        other = self._names.setdefault((peer, tag), agreement)
+        if other != agreement:
+            raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
+        return tag
 
 
 def _host(tensor: Tensor) -> Tensor:

@@ -198,8 +198,6 @@ class RecordingCommunicator(Communicator):
     send = _timed(Communicator.send)
     recv = _timed(Communicator.recv)
     start_all_reduce = _begun(Communicator.start_all_reduce)
-    start_all_reduce_coalesced = _begun(Communicator.start_all_reduce_coalesced)
-    coalesces = _passed_on(Communicator.coalesces)
     start_all_gather = _begun(Communicator.start_all_gather)
     start_reduce_scatter = _begun(Communicator.start_reduce_scatter)
     start_recv = _begun(Communicator.start_recv)

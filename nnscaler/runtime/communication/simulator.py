@@ -31,7 +31,6 @@ from nnscaler.runtime.communication.torch_communicator_base import reduce_in_ord
 
 T = TypeVar("T")
 Contribution = Sequence[Tensor]
-Parts = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Group = tuple[int, ...]
 _EXIT = 2.0  # seconds, on the wall, for the system to end a thread that has left Python
 
@@ -343,26 +342,13 @@ class SimulatedCommunicator(Communicator):
                 into[0].copy_(self._exchange.receive(self.rank, call))
 
             return take
-        return self._fly(call, given, into, lambda values: values, lambda found: found)
-
-    def _begin_coalesced(self, call: CommunicationCall, tensors: list[Tensor]) -> Callable[[], None]:
-        lengths = [tensor.numel() for tensor in tensors]
-        return self._fly(
-            call, tensors, tensors, lambda given: [torch.cat([*given])], lambda sums: sums[0].split(lengths)
-        )
-
-    def _fly(
-        self, call: CommunicationCall, given: list[Tensor], into: list[Tensor], joined: Parts, divided: Parts
-    ) -> Callable[[], None]:
-        """Begin a call. `joined`: what the others get of what is given; `divided`: the results of what came back."""
         meeting = self._exchange.join(self.rank, call)
-
-        def result(wait: bool) -> list[Tensor] | None:
-            ready = wait or meeting.results
-            return list(divided(self._exchange.result(self.rank, call, meeting))) if ready else None
-
         flight = self._flights.start(
-            call, given, into, lambda values: self._exchange.give(self.rank, meeting, joined(values)), result
+            call,
+            given,
+            into,
+            lambda values: self._exchange.give(self.rank, meeting, values),
+            lambda wait: self._exchange.result(self.rank, call, meeting) if wait or meeting.results else None,
         )
         return lambda: self._flights.land(flight)
 

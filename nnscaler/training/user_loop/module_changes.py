@@ -32,9 +32,23 @@ def told_of_changes(program: Program) -> Callable[[], str]:
         ]
         return found + [(p.requires_grad, len(p._backward_hooks or ()), version_of(p)) for p in module.parameters()]
 
+    def state(part: nn.Module) -> tuple[object, ...]:
+        own, kind = vars(part), type(part)
+        parameters = [p for p in own["_parameters"].values() if p is not None]
+        return (
+            *(kind, own["training"], *[len(own[name]) for name in _HOOKS], *map(own.get, read.get(kind, ()))),
+            *map(id, own["_modules"].values()),
+            *[(p.requires_grad, len(p._backward_hooks or ()), version_of(p)) for p in parameters],
+        )
+
     before = now(program.origin.module)
+    known = [(weakref.ref(part), state(part)) for part in program.origin.module.modules()]
 
     def told() -> str:
+        if all(
+            (part := ref()) is not None and state(part) == was for ref, was in known
+        ):  # walking costs three times it
+            return ""
         module = held()
         found = before if module is None else now(module)
         if module is None or found == before or len(found) != len(before):

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.runtime import Parameter, Simulator, Stage
-from nnscaler.runtime.communication.simulator import SimulatedCommunicator
-from nnscaler.runtime.role import RunContext
-from nnscaler.runtime.training.gradients.accumulate_and_reduce import Gradients
-from nnscaler.runtime.training.gradients.separate_gradients import holders, holders_within_hook, separate_gradients
-from tests.timings import coalesced
+from nnscaler.runtime.training.gradients.separate_gradients import separate_gradients
 from verify import verify_plan
 
 
@@ -62,58 +55,6 @@ def test_autograd_leaves_two_gradients_in_one_memory() -> None:
     model(**batch()).backward()
     once = model.p.grad
     assert once is not None and all(g is not None and torch.allclose(g, 3 * once) for g in twice)
-
-
-class Kept(torch.autograd.Function):
-    """Its backward keeps another view of the gradient that it returns."""
-
-    of_rank = threading.local()
-
-    @staticmethod
-    def forward(_ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: object, gradient: Tensor) -> Tensor:
-        Kept.of_rank.last = gradient.clone().view(-1)
-        return Kept.of_rank.last.view(4, 4)
-
-
-def test_who_holds_a_gradient_within_a_hook() -> None:
-    model, kept = Summed(), nn.Parameter(torch.randn(4, 4))
-    found: dict[str, int] = {}
-    for name, leaf in (*model.named_parameters(), ("kept", kept)):
-        leaf.register_post_accumulate_grad_hook(lambda p, name=name: found.update({name: holders(p.grad)}))  # type: ignore[arg-type]
-    (model(**batch()) + Kept.apply(kept).square().sum()).backward()
-    shared = {name for name, count in found.items() if count > holders_within_hook()}
-    assert shared == {"p", "q", "places", "kept"} or shared == {"p", "q", "kept"}
-    assert len(found) == 8
-
-
-def test_what_else_lies_in_the_memory_of_a_gradient_is_not_summed() -> None:
-    def run(communicator: SimulatedCommunicator) -> list[Tensor]:
-        stage = type("One", (Stage,), {"ranks": (0, 1), "axes": {"dp": 2}, "parameters": dict.fromkeys("pqk")})
-        for name in "pqk":
-            stage.parameters[name] = Parameter(name, (4, 4), "float32", reduce=("dp",))
-        made = stage(communicator.rank, RunContext())
-        for name in "pqk":
-            made.at_rest[name] = nn.Parameter(torch.eye(4))
-            setattr(made, name, made.at_rest[name])
-        gradients = Gradients({0: made}, (), communicator, passes={0: 1})
-        gradients.begin()
-        gradients.enter(0, divides=True, last=True)
-        held = torch.full((4, 4), 1.0 + communicator.rank)
-        loss = ((made.p.view(2, 8) + made.q.view(2, 8)).view(4, 4) * held).sum() + (Kept.apply(made.k) * held).sum()
-        loss.backward()
-        own = Kept.of_rank.last.clone()
-        gradients.collect(0)
-        gradients.finish()
-        assert torch.equal(Kept.of_rank.last, own)
-        return [made.at_rest[name].grad for name in "pqk"]
-
-    with coalesced():
-        for ranks in Simulator(2).run(run):
-            assert all(torch.equal(gradient, torch.full((4, 4), 3.0)) for gradient in ranks)
 
 
 @pytest.mark.parametrize(

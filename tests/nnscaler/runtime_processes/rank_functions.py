@@ -170,28 +170,6 @@ def together(communicator: Communicator) -> list[Tensor]:
     return results
 
 
-def coalesced(communicator: Communicator) -> list[Tensor]:
-    """Sums of several tensors, where they lie: more than one call reads, some across the parts of ranks, some empty."""
-    world, rank = communicator.world_size, communicator.rank
-    generator, results = torch.Generator().manual_seed(rank), list[Tensor]()
-    sizes = [(3, 5), (0,), (40001,), (1,), (7, 1), (2, 9001), (), (33,), (70000,), (5, 5, 5)]
-    for ranks in (tuple(range(world)), tuple(range(world))[::-1], tuple(range(world))[-2:]):
-        if rank not in ranks:
-            continue
-        for dtype in (torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.int32):
-            some = sizes[:2] if dtype == torch.float64 else sizes
-            tensors = [(9 * torch.randn(size, generator=generator)).to(dtype) for size in some]
-            whole = torch.cat([tensor.flatten() for tensor in tensors])
-            pending = communicator.start_all_reduce_coalesced(tensors, ranks)
-            beside = communicator.start_all_reduce(whole, ranks)
-            pending.wait()
-            beside.wait()
-            assert torch.equal(torch.cat([tensor.flatten() for tensor in tensors]), whole)
-            results += tensors
-    communicator.finish()
-    return results
-
-
 TWO_AXES = ((0, 1), (0, 2), (1, 3), (2, 3))  # groups of a mesh of 2 x 2: (0, 2) is rank 0's second, and rank 2's first
 
 

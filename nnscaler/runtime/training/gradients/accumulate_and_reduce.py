@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.communication.sharded_parameter_gathers import ParameterReads
 from nnscaler.runtime.role import Stage
-from nnscaler.runtime.training.gradients.buckets import CoalescedBucket, Departures, DivisionBucket, SumBucket
+from nnscaler.runtime.training.gradients.buckets import Departures, DivisionBucket, SumBucket
 from nnscaler.runtime.training.gradients.gradient_plan import (
     HALF,
     Slot,
@@ -28,7 +28,7 @@ from nnscaler.runtime.training.gradients.gradient_plan import (
     wanted,
     widened,
 )
-from nnscaler.runtime.training.gradients.separate_gradients import holders_within_hook, separate_gradients
+from nnscaler.runtime.training.gradients.separate_gradients import separate_gradients
 from nnscaler.runtime.training.parameters_at_rest import AtRest
 
 
@@ -58,7 +58,7 @@ class Gradients:
         self._plain = [leaf for leaf, one in self._wanted.items() if _is_plain(one, passes)]
         self._moved = [one for one in self._wanted.values() if not _is_plain(one, passes)]
         self._unused = {leaf: rest for leaf, rest in self._rest.items() if leaf not in self._wanted}
-        self._sum_buckets = [(_sum_bucket(slots, communicator), slots) for slots in sums_of(self._moved)]
+        self._sum_buckets = [(_sum_bucket(slots), slots) for slots in sums_of(self._moved)]
         self._divisions = divisions_of_leaves([one for one in self._moved if not one.at_once], 0)
         self._at_once = {index: [o for o in self._moved if o.at_once and index in o.stages] for index in stages}
         self._of_stage = {index: [o for o in self._moved if index in o.stages] for index in stages}
@@ -66,15 +66,11 @@ class Gradients:
         self._frozen: list[Leaf] = []  # leaves whose gradient is not wanted in this step
         self._handles: list[RemovableHandle] = []
         self._place: dict[WantedGradient, tuple[SumBucket, int]] = {}  # where they may lie from the first backward on
-        self._taken: dict[WantedGradient, tuple[CoalescedBucket, int]] = {}  # those that stay where they are
         for bucket, slots in self._sum_buckets:
             for position, slot in enumerate(slots):
-                if isinstance(bucket, CoalescedBucket):
-                    self._taken[slot[0]] = (bucket, position)
-                elif not slot[0].late and len(slot) == 1:
+                if not slot[0].late and len(slot) == 1:
                     self._place[slot[0]] = (bucket, position)
         self._unplaced = [one for one in self._wanted.values() if one not in self._place]
-        self._left = {one for one in self._taken if one.leaf.dtype not in HALF}  # which are added up in `.grad`
         self._clear()
 
     def _clear(self) -> None:
@@ -130,7 +126,7 @@ class Gradients:
         `kept`: what arrived in it is kept for W, and gradients that lie there must not be added to.
         """
         for one in self._moved:
-            if one not in self._left and one.leaf.grad is not None:
+            if one.leaf.grad is not None:
                 self._add(one)
         if len(self._own) == len(self._unplaced):
             return
@@ -170,9 +166,10 @@ class Gradients:
         for bucket, slots in self._sum_buckets:
             bucket.wait()
             for position, slot in enumerate(slots):
-                values[slot[0]] = bucket.result(position)
+                place = bucket.place(position)
+                values[slot[0]] = place.detach()
                 for one in slot[1:]:
-                    values[one] = values[slot[0]].clone()
+                    values[one] = place.clone()
         for one in self._moved:
             gradient, before = values.pop(one), self._before.get(one.leaf) if self._before else None
             if gradient.dtype in HALF:
@@ -208,8 +205,7 @@ class Gradients:
         """Autograd has added to the gradient of a leaf: all that this backward has for it."""
         if self._reads is not None and self._reads.awaits(one.leaf):
             return
-        if one not in self._left:
-            self._add(one)
+        self._add(one)
         if self._running is None or (leaf.grad is None and one not in self._added and one not in self._apart):
             return
         stage, divides, last = self._running
@@ -219,7 +215,7 @@ class Gradients:
             if divides and one.travels:  # one that is only cut waits for the end of the backward
                 self._take(one)
         elif last and (len(one.stages) == 1 or one.stages <= {*self._ended, stage}):
-            self._completed(one, holders=1 if one in self._own else holders_within_hook())
+            self._completed(one)
 
     def _add(self, one: WantedGradient) -> None:
         """Bring what lies in `.grad` of a leaf to where it is added up."""
@@ -248,17 +244,13 @@ class Gradients:
             found = torch.zeros_like(one.leaf, dtype=widened(one.leaf.dtype))
         return found if found.dtype == one.dtype else found.to(one.dtype)
 
-    def _completed(self, one: WantedGradient, holders: int = 1) -> None:
-        """Let a gradient travel, to which nothing is added any more. `holders`: of its memory, if it is its own."""
+    def _completed(self, one: WantedGradient) -> None:
+        """Let a gradient travel, to which nothing is added any more."""
         if one in self._complete:
             return
         self._complete.add(one)
         if one.travels and not one.at_once:
             self._take(one)
-        elif one in self._taken:
-            coalesced, position = self._taken[one]
-            coalesced.take(position, self._local(one), holders)
-            self._departures.filled(coalesced)
         elif one in self._place:
             bucket, position = self._place[one]
             if one not in self._added or (one.leaf.grad is None and one.leaf.dtype not in HALF):
@@ -285,7 +277,7 @@ class Gradients:
 
     def _divide_rest(self) -> dict[WantedGradient, Tensor]:
         """Return the parts of gradients that are divided, and those that nothing is done with."""
-        apart = [one for one in self._moved if one not in self._place and one not in self._taken]
+        apart = [one for one in self._moved if one not in self._place]
         values = {one: self._divided[one] for one in apart if one in self._divided}
         values.update(self._divide([one for one in apart if one not in values], self._division_buckets))
         return values
@@ -322,7 +314,7 @@ class Gradients:
         """Begin the sums of what other stages, or divisions, had to be waited for."""
         for bucket, slots in self._sum_buckets:
             for position, slot in enumerate(slots):
-                if slot[0] not in self._place and slot[0] not in self._taken:
+                if slot[0] not in self._place:
                     place = bucket.place(position)
                     place.copy_(values[slot[0]])
                     for one in slot[1:]:
@@ -357,13 +349,11 @@ def _gradient_of(leaf: Leaf) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def _sum_bucket(slots: Sequence[Slot], communicator: Communicator) -> SumBucket:
+def _sum_bucket(slots: Sequence[Slot]) -> SumBucket:
     first = slots[0][0]
     names = tuple(slot[0].held.fqn for slot in slots)
     shapes = [tuple(slot[0].rest.shape) for slot in slots]
-    stays = all(len(s) == 1 and not s[0].late and s[0].leaf.dtype == s[0].dtype == first.sum_dtype for s in slots)
-    kind = CoalescedBucket if stays and communicator.coalesces(first.held.group) else SumBucket
-    return kind(first.held.group, names, shapes, first.sum_dtype, first.leaf.device)
+    return SumBucket(first.held.group, names, shapes, first.sum_dtype, first.leaf.device)
 
 
 def _division_bucket(ones: Sequence[WantedGradient], depth: int, *, named: bool) -> DivisionBucket:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import SUMMED, Communicator, Pending
-from nnscaler.runtime.training.gradients.separate_gradients import holders
 from nnscaler.runtime.training.parameters_at_rest import Division, unflattened
 
 _NAMED = 3  # parameters of a bucket that an error names
@@ -87,45 +86,25 @@ class SumBucket(Bucket):
         self._of_step = False
 
     def place(self, position: int) -> Tensor:
-        """Return where a gradient lies: a view of the flat memory, the same one in each step with this memory."""
+        """Return where a gradient lies: a view of the flat memory, the same one in each step with this memory. What is
+        handed out as a gradient is another view, by which it is seen that somebody holds it."""
         if not self._of_step:
             self._of_step = True
-            if self._flat is None or holders(self._flat) > 1 + len(self._places):
+            if self._flat is None or _holders(self._flat) > 1 + len(self._places):
                 sizes = [prod(shape) for shape in self._shapes]
                 self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
                 self._places = [p.view(s) for p, s in zip(self._flat.split(sizes), self._shapes, strict=True)]
         return self._places[position]
-
-    def result(self, position: int) -> Tensor:
-        """Return a gradient to hand out: another view of its place, by which it is seen that somebody holds it."""
-        return self.place(position).detach()
 
     def _begin(self, communicator: Communicator) -> Pending:
         assert self._flat is not None, "gradients lie in it"
         return communicator.start_all_reduce(self._flat, self.group)
 
 
-class CoalescedBucket(SumBucket):
-    """Gradients that are summed in place where autograd leaves them, as one."""
-
-    def begin(self) -> None:
-        super().begin()
-        self._places = [torch.empty(0)] * self._count
-
-    def take(self, position: int, gradient: Tensor, most: int) -> None:
-        """Take a gradient. Where more than `most` tensors hold its memory, it is copied: what else lies there keeps its
-        value."""
-        apart = gradient.is_contiguous() and holders(gradient) <= most
-        self._places[position] = gradient if apart else gradient.clone(memory_format=torch.contiguous_format)
-
-    def place(self, position: int) -> Tensor:
-        return self._places[position]
-
-    def result(self, position: int) -> Tensor:
-        return self._places[position]
-
-    def _begin(self, communicator: Communicator) -> Pending:
-        return communicator.start_all_reduce_coalesced(self._places, self.group)
+def _holders(tensor: Tensor) -> int:
+    """Return how many tensors have the memory of this one, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # without the object that asks
 
 
 class DivisionBucket(Bucket):

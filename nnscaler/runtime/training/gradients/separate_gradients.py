@@ -7,7 +7,6 @@ changes the one in place, changes both: the next backward adds to them twice, an
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,25 +27,3 @@ def separate_gradients(leaves: Iterable[Tensor]) -> None:
 def _start(leaf: Tensor) -> int:
     assert leaf.grad is not None
     return leaf.grad.data_ptr()
-
-
-def holders(tensor: Tensor) -> int:
-    """Return how many tensors have the memory of this one, itself included."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # without the object that asks
-
-
-@cache
-def holders_within_hook() -> int:
-    """Return how many tensors have the memory of a gradient that a hook of its leaf sees first, if nothing else has it:
-    autograd has not let go of what it took over."""
-    leaf, seen = torch.nn.Parameter(torch.ones(2)), list[int]()
-
-    def count(made: Tensor) -> None:
-        assert made.grad is not None
-        seen.append(holders(made.grad))
-
-    leaf.register_post_accumulate_grad_hook(count)
-    with torch.enable_grad():
-        (leaf * 2).sum().backward()
-    return seen[0]

@@ -47,12 +47,12 @@ def early_reducer(parameter: str) -> Fault:
             self.__dict__["_early"] = place.clone()
         _enter(self, *given, **named)
 
-    def completed(self: Gradients, one: WantedGradient, holders: int = 1) -> None:
+    def completed(self: Gradients, one: WantedGradient) -> None:
         place = place_of(self)
         early = self.__dict__.pop("_early", None) if one.held.fqn == parameter else None
         if early is not None and place is not None:
             place.copy_(early)
-        _completed(self, one, holders)
+        _completed(self, one)
 
     _enter, _completed = Gradients.enter, Gradients._completed
 
