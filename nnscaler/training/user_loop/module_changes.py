@@ -34,10 +34,10 @@ def told_of_changes(program: Program) -> Callable[[], str]:
 
     def state(part: nn.Module) -> tuple[object, ...]:
         own, kind = vars(part), type(part)
-        parameters = [p for p in own["_parameters"].values() if p is not None]
+        parameters = [p for p in part._parameters.values() if p is not None]
         return (
-            *(kind, own["training"], *[len(own[name]) for name in _HOOKS], *map(own.get, read.get(kind, ()))),
-            *map(id, own["_modules"].values()),
+            *(kind, part.training, *[len(own.get(name, ())) for name in _HOOKS], *map(own.get, read.get(kind, ()))),
+            *map(id, part._modules.values()),
             *[(p.requires_grad, len(p._backward_hooks or ()), version_of(p)) for p in parameters],
         )
 
