@@ -97,19 +97,22 @@ def run(folder: Path, words: tuple[str, ...], **places: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("command", "place", "statement"),
-    [
-        ("verify-plan", "imported", "os._exit(0)"),
-        ("verify-plan", "build", "os._exit(1)"),
-        ("verify-plan", "forward", "os._exit(0)"),
-        ("verify-plan", "forward", "sys.exit(0)"),
-        ("compile", "build", "os._exit(0)"),
-        ("compile", "forward", "sys.exit(0)"),
-        ("verify-op", "imported", "os._exit(0)"),
-        ("verify-op", "imported", "sys.exit(0)"),
-        ("verify-external", "imported", "os._exit(0)"),
-        ("verify-external", "build", "os._exit(0)"),
-        ("verify-external", "build", "sys.exit(0)"),
-    ],
+    every(
+        2,
+        [
+            ("verify-plan", "imported", "os._exit(0)"),
+            ("verify-plan", "build", "os._exit(1)"),
+            ("verify-plan", "forward", "os._exit(0)"),
+            ("verify-plan", "forward", "sys.exit(0)"),
+            ("compile", "build", "os._exit(0)"),
+            ("compile", "forward", "sys.exit(0)"),
+            ("verify-op", "imported", "os._exit(0)"),
+            ("verify-op", "imported", "sys.exit(0)"),
+            ("verify-external", "imported", "os._exit(0)"),
+            ("verify-external", "build", "os._exit(0)"),
+            ("verify-external", "build", "sys.exit(0)"),
+        ],
+    ),
 )
 def test_it_could_not_run(command: str, place: str, statement: str, tmp_path: Path) -> None:
     code, said = run(tmp_path, COMMANDS[command], **{place: statement})

@@ -101,6 +101,7 @@ def test_models_without_an_operator_cannot_be_what_was_meant(tmp_path: Path) -> 
     assert "the models register no operator" in said and "take `user = true` out of ops" in said
 
 
+@pytest.mark.long
 def test_known_findings_of_them_are_known_where_no_plan_runs(tmp_path: Path) -> None:
     project(tmp_path, "from later import later as operator\n        import named")
     (tmp_path / "named.py").write_text(

@@ -47,7 +47,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("function", "annotation"), WRONG)
 def test_shards_with_unequal_numbers_of_them_are_refuted(function: Any, annotation: str, seed: int) -> None:
     report = verified(function, annotation, seed)
