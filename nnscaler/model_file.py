@@ -12,7 +12,8 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -306,6 +307,22 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed % 2**32)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the generators that `seed_generators` seeds back to where they were."""
+    import torch
+
+    numpy = sys.modules.get("numpy.random")
+    kept = random.getstate(), None if numpy is None else numpy.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(kept[0])
+        if numpy is not None:
+            numpy.set_state(kept[1])
 
 
 def _say(error: BaseException) -> str:

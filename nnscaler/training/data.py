@@ -28,7 +28,14 @@ from nnscaler.model_file import seed_generators
 from nnscaler.runtime.tensor_bits import bits_of
 from nnscaler.runtime.training.cut_batch import DataPart
 from nnscaler.training.check_replicas import ONE_STREAM
-from nnscaler.training.make_batches import Collate, Collated, check_collate, pack, rows_of
+from nnscaler.training.make_batches import Collate, Collated, pack
+
+
+def rows_of(part: DataPart, size: int) -> range:
+    """Return the part's rows of a batch of `size`: contiguous, of sizes that differ by one, the larger ones first."""
+    each, more = divmod(size, part.count)
+    start = part.index * each + min(part.index, more)
+    return range(start, start + each + (part.index < more))
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ class _Stream(IterableDataset[tuple[Any, int, Any, int | None]]):
 
     def __init__(self, dataset: Any, order: SampleOrder, part: DataPart, collate: Collate, place: _Place) -> None:
         self._dataset, self._order, self._part, self._place = dataset, order, part, place
-        self._collate = Collated(collate)
+        self._collate = Collated(collate, part.count > 1)
 
     def __iter__(self) -> Iterator[tuple[Any, int, Any, int | None]]:
         worker = get_worker_info()
@@ -214,7 +221,9 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
             else:
                 batches = _Batches(order, part, self._known, self._place)
                 samples = cast("torch.utils.data.Dataset[Any]", _Samples(dataset))
-                super().__init__(samples, batch_sampler=batches, collate_fn=Collated(collate), **options)
+                super().__init__(
+                    samples, batch_sampler=batches, collate_fn=Collated(collate, part.count > 1), **options
+                )
 
     @property
     def epoch(self) -> int:
@@ -301,7 +310,6 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 _OF_ORDER = {"seed": "seed", "shuffle": "shuffle", "length": "a number of samples of"}
 _OTHER = "give what the run had, or start from its weights alone, in another folder; in Python also: set_epoch(n)"
 _SAVED_BY_US = {"snapshot_every_n_steps": None}
-_PARTS = 4  # for which it is seen whether a function collates rows one by one
 _NO_LENGTH = "count steps instead of epochs"
 _STREAM = "shuffle the stream itself, or give a dataset with __len__ and __getitem__"
 _FORMS = "a dataset has __len__ and __getitem__, or is a torch.utils.data.IterableDataset"
@@ -351,7 +359,4 @@ def loader(
     elif order.drop_last and len(dataset) < order.batch_size:
         message = f"the dataset has {len(dataset)} samples, a batch {order.batch_size}, and short ones are dropped"
         raise NnscalerError("bad_data", message, help="take a smaller batch, or keep the last one")
-    elif collate is not None and part.count > 1 and len(dataset) > 1:
-        parts = min(part.count, len(dataset) // 2 or 1, _PARTS)
-        check_collate(collate, [dataset[index] for index in range(2 * parts)], parts)
     return Loader(dataset, order, part, collate or default_collate, {**_SAVED_BY_US, "num_workers": workers, **options})

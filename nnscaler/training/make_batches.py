@@ -7,6 +7,7 @@ its document, predicted once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.data import IterableDataset, default_collate
 
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import generators_kept
 from nnscaler.runtime.tensor_bits import same_bits
-from nnscaler.runtime.training.cut_batch import DataPart
 
 Collate = Callable[[list[Any]], Any]
 _STACKED = (
@@ -129,21 +130,21 @@ def _row(pieces: Sequence[_DocumentRun], length: int) -> dict[str, torch.Tensor]
     }
 
 
-def rows_of(part: DataPart, size: int) -> range:
-    """Return the part's rows of a batch of `size`: contiguous, of sizes that differ by one, the larger ones first."""
-    each, more = divmod(size, part.count)
-    start = part.index * each + min(part.index, more)
-    return range(start, start + each + (part.index < more))
-
-
-@dataclass(frozen=True)
+@dataclass
 class Collated:
-    """Makes a batch of samples; one without rows of a sample that is there for its form."""
+    """Makes a batch of samples; one without rows of a sample that is there for its form.
+
+    joined  data parts' batches are joined along dim 0: that they may be is checked with the first batch
+    """
 
     collate: Collate
+    joined: bool = False
 
     def __call__(self, found: tuple[list[Any], bool]) -> Any:
         samples, form = found
+        if self.joined and self.collate is not default_collate:
+            check_collate(self.collate, samples if len(samples) > 1 else samples * 2)
+            self.joined = False
         try:
             batch = self.collate(samples)
         except (TypeError, RuntimeError, KeyError) as error:
@@ -161,18 +162,21 @@ def _without_rows(once: Any, twice: Any) -> Any:
     return once[:0] if isinstance(once, torch.Tensor) and once.dim() and once.shape != twice.shape else once
 
 
-def check_collate(collate: Collate, samples: list[Any], count: int) -> None:
-    """Check that the batches of `count` parts of these samples, joined along dim 0, are the batch of all of them.
+def check_collate(collate: Collate, samples: list[Any]) -> None:
+    """Check that the batches of two parts of these samples, joined along dim 0, are the batch of all of them.
 
     Tensors that a batch has as they are for any samples need not be joined; those of unequal lengths are padded, and
-    refused where they meet. Raises NnscalerError "bad_data".
+    refused where they meet. `collate` gets copies, for it may take things out of its rows. Raises
+    NnscalerError "bad_data".
     """
-    ranges = [rows_of(DataPart(index, count), len(samples)) for index in range(count)]
-    with torch.random.fork_rng(devices=[]):
+    half = len(samples) // 2
+    samples = samples[: 2 * half]  # parts of as many rows, for those of unequal shapes are taken for padded
+    with generators_kept():
         try:
-            whole, again = (tree_flatten_with_path(collate(list(samples)))[0] for _ in range(2))
-            parts = [tree_leaves(collate(samples[rows.start : rows.stop])) for rows in ranges]
-        except Exception:  # noqa: BLE001 - it may want more rows than these; where it reads a batch, it is told
+            batches = [collate(deepcopy(rows)) for rows in (samples, samples, samples[:half], samples[half:])]
+            whole, again = (tree_flatten_with_path(batch)[0] for batch in batches[:2])
+            parts = [tree_leaves(batch) for batch in batches[2:]]
+        except Exception:  # noqa: BLE001 - it may want more rows than these; what it raises for a batch is told there
             return
     for number, ((path, right), (_, twice)) in enumerate(zip(whole, again, strict=True)):
         found = [part[number] for part in parts]
@@ -186,8 +190,8 @@ def check_collate(collate: Collate, samples: list[Any], count: int) -> None:
             message = f"{keystr(path)} is {list(right.shape)} of {len(samples)} rows, and {differ}"
             raise NnscalerError(
                 "bad_data",
-                f"`collate` makes another batch of all rows than of those of {count} data parts, which are joined "
-                f"along dim 0: {message} where they are joined",
+                "`collate` makes another batch of all rows than of those of two data parts, which are joined along dim "
+                f"0: {message} where they are joined",
                 help=_BY_ROWS,
             )
 

@@ -45,7 +45,7 @@ _UNEQUAL = 1e-6  # a relative difference of gradients that no rounding of float6
 
 @dataclass(frozen=True)
 class UnequalLabels:
-    """What to try beside the user's own batch.
+    """A step to try beside the user's own batch.
 
     truth    the plain model's step on a batch in which data parts count different numbers of labels; None where there
              is nothing to try, or the user's own batch does so

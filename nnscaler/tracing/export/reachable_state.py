@@ -1,5 +1,5 @@
-"""What forward may change beside the attributes of modules: objects and containers that they hold, attributes of the
-user's classes, and the globals that forward names."""
+"""State that forward may change beside the attributes of modules: objects and containers that they hold, attributes of
+the user's classes, and the globals that forward names."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,53 +18,46 @@ def told_of_changes(program: Program) -> Callable[[], str]:
     texts that forward reads, which parameters are trained, and their values; "" where it has not."""
     if program.origin is None:
         return str
-    held = weakref.ref(program.origin.module)
     read: dict[type, tuple[str, ...]] = {}
-    kinds: dict[type, nn.Module] = {type(part): part for part in program.origin.module.modules()}
-    for kind, part in kinds.items():
+    for part in program.origin.module.modules():
+        kind: type = type(part)
         read[kind] = tuple(name for name in _read_by_forward(kind) if isinstance(vars(part).get(name), _PLAIN))
 
-    def now(module: nn.Module) -> list[tuple[Any, ...]]:  # without names, since every step asks
-        found: list[tuple[Any, ...]] = [
-            (kind, part.training, *(len(own.get(name, ())) for name in _HOOKS), *map(own.get, read.get(kind, ())))
-            for part in module.modules()
-            if (own := vars(part), kind := type(part))
-        ]
-        return found + [(p.requires_grad, len(p._backward_hooks or ()), version_of(p)) for p in module.parameters()]
-
-    def state(part: nn.Module) -> tuple[object, ...]:
+    def state(part: nn.Module) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:  # without names: every step asks
         own, kind = vars(part), type(part)
+        kept = (kind, part.training, *[len(own.get(n, ())) for n in _HOOKS], *map(own.get, read.get(kind, ())))
         parameters = [p for p in part._parameters.values() if p is not None]
-        return (
-            *(kind, part.training, *[len(own.get(name, ())) for name in _HOOKS], *map(own.get, read.get(kind, ()))),
-            *map(id, part._modules.values()),
-            *[(p.requires_grad, len(p._backward_hooks or ()), version_of(p)) for p in parameters],
-        )
+        return kept, [(p.requires_grad, len(p._backward_hooks or ()), version_of(p)) for p in parameters]
 
-    before = now(program.origin.module)
-    known = [(weakref.ref(part), state(part)) for part in program.origin.module.modules()]
+    # of each module that is there now: to walk through all of them takes three times as long as to look at them
+    known = [(name, weakref.ref(part), state(part)) for name, part in program.origin.module.named_modules()]
 
     def told() -> str:
-        if all(
-            (part := ref()) is not None and state(part) == was for ref, was in known
-        ):  # walking costs three times it
-            return ""
-        module = held()
-        found = before if module is None else now(module)
-        if module is None or found == before or len(found) != len(before):
-            return ""
-        whose = [(n, ("class", "training", *_HOOKS, *read.get(type(part), ()))) for n, part in module.named_modules()]
-        whose += [(n, ("requires_grad", "_backward_hooks", _VALUES)) for n, _ in module.named_parameters()]
-        (name, kinds), old, new = next(t for t in zip(whose, before, found, strict=True) if t[1] != t[2])
-        kind, had, has = next(t for t in zip(kinds, old, new, strict=False) if t[1] != t[2])
-        subject = f"`{name}`" if name else "the model"
-        if kind == _VALUES:
-            return f"{subject} has other values than when the program was started: {_OWN_VALUES}"
-        if kind.endswith("hooks"):
-            return f"{subject} has {has} {kind.strip('_')}, and had {had}: {_AS_COMPILED}"
-        return f"{subject} has {kind}={has}, and had {kind}={had}: {_AS_COMPILED}"
+        for name, ref, before in known:
+            part = ref()
+            found = before if part is None else state(part)
+            if part is None or found == before or len(found[1]) != len(before[1]):
+                continue
+            kinds = ("class", "training", *_HOOKS, *read.get(type(part), ()))
+            rows: list[tuple[str, Sequence[str], Sequence[Any], Sequence[Any]]] = [(name, kinds, before[0], found[0])]
+            owned = [f"{name}.{own}".lstrip(".") for own, p in part._parameters.items() if p is not None]
+            of_parameter = ("requires_grad", "_backward_hooks", _VALUES)
+            rows += [(n, of_parameter, old, new) for n, old, new in zip(owned, before[1], found[1], strict=True)]
+            return _told(*next(row for row in rows if row[2] != row[3]))
+        return ""
 
     return told
+
+
+def _told(name: str, kinds: Sequence[str], before: Sequence[Any], now: Sequence[Any]) -> str:
+    """Say what is another value of a module or a parameter. `kinds`: of the values."""
+    kind, had, has = next(t for t in zip(kinds, before, now, strict=False) if t[1] != t[2])
+    subject = f"`{name}`" if name else "the model"
+    if kind == _VALUES:
+        return f"{subject} has other values than when the program was started: {_OWN_VALUES}"
+    if kind.endswith("hooks"):
+        return f"{subject} has {has} {kind.strip('_')}, and had {had}: {_AS_COMPILED}"
+    return f"{subject} has {kind}={has}, and had {kind}={had}: {_AS_COMPILED}"
 
 
 def version_of(parameter: Tensor) -> int:

@@ -274,7 +274,19 @@ def without_tags(communicator: TorchCommunicator, pairs: list[tuple[int, int]]) 
         pairs=pairs,
         backend="gloo",
     )
+    if torch.__version__ < "2.12":
+        torch.distributed.all_to_all = all_to_all_of_messages
     return every_call(inner)
+
+
+def all_to_all_of_messages(received: list[Tensor], given: list[Tensor], group: torch.distributed.ProcessGroup) -> None:
+    """Stand for torch's, which gloo of torch 2.11 does not make."""
+    here = group.rank()
+    received[here].copy_(given[here])
+    others = [other for other in range(group.size()) if other != here]
+    works = [group.recv([received[other]], other, 0) for other in others]
+    for work in [*works, *(group.send([given[other]], other, 0) for other in others)]:
+        work.wait()
 
 
 def in_host_memory(communicator: Communicator, device: str = "cuda") -> list[Tensor]:

@@ -108,7 +108,6 @@ def test_unequal_tensors_give_the_bits_of_the_simulator(server: ForkServer, rank
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="gloo of torch 2.11 makes no all_to_all")
 @pytest.mark.parametrize("pairs", [[], [(0, 1), (1, 0), (1, 2), (2, 0), (0, 2), (2, 1)], [(0, 1), (2, 0)]])
 def test_messages_without_tags_are_matched_by_announcement(
     server: ForkServer, rank_functions: str, pairs: list[tuple[int, int]]

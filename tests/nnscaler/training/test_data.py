@@ -14,8 +14,8 @@ from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.training.cut_batch import DataPart
-from nnscaler.training.data import Loader, SampleOrder, loader
-from nnscaler.training.make_batches import PackedRows, pack, rows_of
+from nnscaler.training.data import Loader, SampleOrder, loader, rows_of
+from nnscaler.training.make_batches import PackedRows, check_collate, pack
 
 
 class Numbers:
@@ -284,10 +284,11 @@ COLLATES: dict[str, tuple[Any, str]] = {
     "rows": (lambda rows: [torch.stack([row["x"] for row in rows]), torch.ones(7), torch.tensor(0.5), "text"], ""),
     "padded": (padded, ""),
     "noise": (lambda rows: torch.rand(len(rows), 3), ""),
-    "wants many rows": (lambda rows: torch.stack([row["x"] for row in rows])[: 1 // (len(rows) // 5)], ""),
+    "wants many rows": (lambda rows: torch.stack([row["x"] for row in rows])[: len(rows) // (len(rows) // 3)], ""),
+    "empties rows": (lambda rows: torch.stack([row.pop("x") for row in rows]), ""),
     "time first": (
         lambda rows: {"x": torch.stack([row["x"] for row in rows], 1)},
-        r"\['x'\] is \[3, 8\] of 8 rows, .*12, 2",
+        r"\['x'\] is \[3, 2\] of 2 rows, and \[6, 1\] where they are joined",
     ),
     "two views": (lambda rows: torch.stack([r["x"] for r in rows] * 2), "and other values where they are joined"),
     "sorted": (lambda rows: torch.stack([r["x"] for r in rows]).sort(0, descending=True).values, "other values"),
@@ -297,14 +298,23 @@ COLLATES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", COLLATES)
 def test_a_collate_that_does_not_go_by_rows_is_refused_where_parts_are_joined(name: str) -> None:
     collate, told = COLLATES[name]
-    before = torch.get_rng_state()
-    loader(Numbers(), SampleOrder(10), DataPart(0, 1), collate=collate)
-    if told:
-        with pytest.raises(NnscalerError, match=told):
-            loader(Numbers(), SampleOrder(10), DataPart(1, 4), collate=collate)
-    else:
-        loader(Numbers(), SampleOrder(10), DataPart(1, 4), collate=collate)
-    assert torch.equal(torch.get_rng_state(), before)
+    next(iter(loader(Numbers(), SampleOrder(10), DataPart(0, 1), collate=collate)))
+    for parts in (4, 10):  # of 3 rows, and of one, which has no order and equal views
+        made = iter(loader(Numbers(), SampleOrder(10), DataPart(1, parts), collate=collate))
+        if told and (parts == 4 or name == "time first"):
+            with pytest.raises(NnscalerError, match=told):
+                next(made)
+        elif parts == 4 or name != "wants many rows":
+            next(made)
+
+
+def test_generators_are_where_they_were_after_a_collate_was_checked() -> None:
+    def noise(rows: list[Any]) -> torch.Tensor:
+        return torch.rand(len(rows)) + random.random()
+
+    states = torch.get_rng_state(), random.getstate()
+    check_collate(noise, [1, 2])
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
 def test_a_part_without_rows_keeps_what_is_no_rows() -> None:

@@ -1,4 +1,4 @@
-"""What operators depend on without naming it: methods and attributes of values, torch's flags, patches, files."""
+"""Keys change with things that operators do not name: attributes of values, torch's flags, patches, files."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_what_is_read_while_an_operator_runs_is_noticed(reads: str, tmp_path: Pa
 
 
 def test_what_is_no_reading_is_not_noticed(tmp_path: Path) -> None:
-    """What a module reads when it is imported is a value; warnings show a line of source; results may be written."""
+    """A module reads when it is imported, and has a value; warnings show a line of source; results may be written."""
     (tmp_path / "planted_helper.py").write_text(f"TEXT = open({__file__!r}).read()\n")
     scope: dict[str, Any] = {}
     source = (

@@ -234,10 +234,8 @@ def _members(module: Any, name: str, text: str, registered: Iterable[OperatorSpe
             break
     if name in by_name and not isinstance(getattr(member, "spec", None), OperatorSpec):
         return [by_name[name]]  # a function of that name may be what another file registers from here
-    if inspect.isfunction(member) and not hasattr(
-        member, "spec"
-    ):  # it may be registered by a call, not above its `def`
-        called = [spec for spec in by_name.values() if spec.qualname == name]
+    if inspect.isfunction(member) and not hasattr(member, "spec"):
+        called = [spec for spec in by_name.values() if spec.qualname == name]  # registered by a call, not at its `def`
         if called:
             return called
     if member is None:

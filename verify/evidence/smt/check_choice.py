@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from nnscaler.ir.placement import Choice
+from verify.evidence.oracle.tolerance import CEILING, NOISE_FACTOR, UNITS
 from verify.evidence.smt.choice_equations import Claims, ShardRaises, TracedCall, TracedShards, claims, make_problem
 from verify.evidence.smt.decide_equality import Limits, Prover, Verdict
 from verify.evidence.smt.element_arithmetic import Element, Kind, NoCall, Numbers, Unmet, Unsupported, kind_of_dtype
@@ -20,11 +21,6 @@ from verify.evidence.smt.terms import ProofBudget, Terms
 DRAWS = 20  # random values that are tried where the solver's do not confirm
 _CLOSE = 1e-9  # numbers that went through exp and the like
 _UNIT = Fraction(1, 1 << 52)
-_UNITS, _MOVES, _CEILING = (
-    64,
-    16,
-    Fraction(1, 10**8),
-)  # what the tests of an operator call rounding: oracle/tolerance.py
 _ROUNDED = "differs by no more than the floats of the code are rounded"
 
 
@@ -190,7 +186,8 @@ def _rounding(pairs: Pairs, number: int, moved: Claims | None) -> Fraction:
         for (a, _), (other, _) in zip(pairs, others, strict=False)
         if not isinstance(a, float) and not isinstance(other, float)
     ]
-    return max(_UNITS * _UNIT * own, min(_MOVES * max(steps, default=Fraction(0)), _CEILING * own))
+    largest = min(Fraction(NOISE_FACTOR) * max(steps, default=Fraction(0)), Fraction(CEILING) * own)
+    return max(Fraction(UNITS) * _UNIT * own, largest)  # what the tests of an operator call rounding
 
 
 def _shown(problem: TracedShards, symbol: Symbol) -> dict[str, str]:

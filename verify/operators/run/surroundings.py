@@ -1,4 +1,4 @@
-"""What every operator depends on without naming it: torch's flags, modes and hooks, and what a user has put into it."""
+"""The surroundings of every operator, which none names: torch's flags, modes and hooks, and what users put into it."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Operation
+from verify.programs.checks.input_and_outcome import SHOWN
 from verify.programs.localise.instrument_statements import Statement
 from verify.programs.source_map import ModelLine, SourceMap, index_of_stage
 from verify.results.finding import Finding
@@ -54,9 +55,6 @@ def _entries(value: ast.expr) -> list[tuple[str, ast.expr]]:
         calls = [e for e in value.elts if isinstance(e, ast.Call) and e.args and isinstance(e.args[0], ast.Constant)]
         return [(str(c.args[0].value), c) for c in calls if isinstance(c.args[0], ast.Constant)]
     return []
-
-
-SHOWN = 5
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from dataclasses import replace
 from nnscaler.ir.graph import Graph
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.causes.table import cause_of
+from verify.programs.checks.input_and_outcome import SHOWN
 from verify.programs.execution.compare_variables import facts_of
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.localise.candidate_repairs import Replay, Rewrite, rewrites
 from verify.programs.localise.culprit_record import (
-    SHOWN,
     Culprit,
     Key,
     RoleLine,

@@ -13,7 +13,8 @@ from nnscaler.runtime.role import Parameter, Stage, sizes_in_time
 from nnscaler.runtime.shards import cut_further, shard, unravel
 from verify.programs.causes.table import cause_of
 from verify.programs.causes.wrong_tensor import CLOSE, Part, WrongTensor, exact, on_ranks
-from verify.programs.localise.culprit_record import SHOWN, Culprit, Key, RoleLine
+from verify.programs.checks.input_and_outcome import SHOWN
+from verify.programs.localise.culprit_record import Culprit, Key, RoleLine
 from verify.programs.localise.instrument_statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.results.tolerance import difference
