@@ -60,6 +60,11 @@ class Registry:
             self._specs[spec.name] = spec
         return spec
 
+    def forget(self, name: str) -> None:
+        """Take an operator out, so that its name is free."""
+        with self._lock:
+            self._specs.pop(name, None)
+
     def _refuse_duplicate(self, spec: OperatorSpec) -> None:
         old = self._specs.get(spec.name)
         if old is None or same_place(old, spec):

@@ -51,7 +51,7 @@ scaled.register_fake(torch.empty_like)
 scaled.register_autograd(lambda ctx, g: helper_NAME.by(g))
 nnscaler.register_op("n d -> n d")(scaled)
 """
-HELPER = "def by(x): return x * 2.0\n"
+HELPER = "import os\ndef by(x): return x * 2.0\nexec(os.environ.get('OF_TWICE', ''))\n"
 
 
 @dataclass(frozen=True)
@@ -154,3 +154,30 @@ def test_another_set_of_files_is_another_program(project: Project, how: str) -> 
     assert report.exit_code == 1
     assert message in report.findings[0].message
     assert message in project.launch()
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("level", ["static", "run"])
+def test_an_operator_that_the_models_file_configures_is_another_one_when_it_is_launched(
+    project: Project, level: str
+) -> None:
+    """The reference, the proof and ranks of this process have what the model's file did; a launched rank has not."""
+    helper = project.model.scaled._init_fn.__globals__[project.helper.stem]
+    helper.by = lambda x: x * 3.0
+    report = project.verify(level)
+    assert report.exit_code == 1
+    (found,) = report.findings
+    assert found.code == "record_differs" and "relative difference 0.33" in found.message
+    assert "where its file alone is imported" in found.message and "the model's file changed" in str(found.cause)
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("how", ["raise ValueError('not twice')", "raise SystemExit(3)", "os._exit(3)"])
+def test_operators_that_cannot_be_loaded_alone_are_noted(
+    project: Project, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_TWICE", how)
+    report = project.verify("static")
+    assert report.exit_code == 0
+    (note,) = (note for note in report.notes if "imports their files alone" in note)
+    assert ("not twice" if "Value" in how else "3") in note

@@ -31,6 +31,7 @@ from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
 from verify.programs.execution.record_rank_steps import Task
 from verify.programs.execution.run_on_backend import Failure, run_program
+from verify.programs.lemmas.operators_loaded_alone import check_operators_alone
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.minimise_plan import PlanTrial, minimise
@@ -99,7 +100,8 @@ def run_phases(request: PlanRequest, subject: PlanSubject, context: RunContext) 
         stored = _stored(request, prepared)
         if stored is not None and stored.unhashed:
             prepared = replace(prepared, notes=(*prepared.notes, _unchecked(len(stored.unhashed))))
-        state = _check_folder(prepared, stored, read=request.level != "run")
+        state, notes = _check_folder(prepared, stored, request)
+        prepared = replace(prepared, notes=(*prepared.notes, *notes))
         proof = None if request.level == "run" else _prove(request, prepared)
         reference: Trajectory | None = None
         outcomes: Sequence[CheckOutcome] = ()
@@ -137,18 +139,24 @@ def _unchecked(count: int) -> str:
     return f"{values}: the program was compiled without them (on the meta device), and its manifest has no hashes"
 
 
-def _check_folder(prepared: Prepared, stored: Stored | None, *, read: bool) -> list[CheckOutcome]:
-    """Check what the program's folder starts from: its tensors, its sample batch, and the files of its operators.
-
-    `read`: whether the text is read as well.
-    """
+def _check_folder(
+    prepared: Prepared, stored: Stored | None, request: PlanRequest
+) -> tuple[list[CheckOutcome], tuple[str, ...]]:
+    """Check what the program's folder starts from: its tensors, its sample batch, and its operators; and what they are
+    without the model's file, where their files are right. The notes say what was not compared."""
     program, graph, folder = prepared.program, prepared.graph, str(prepared.program.path)
+    read = request.level != "run"  # the text as well
+    operators = check_operator_files(program.manifest, program.sources(), graph, folder, read=read)
+    alone, note = None, None
+    if operators is not None and operators.check.verdict.passes:
+        alone, note = check_operators_alone(program.manifest, graph, program.path, request.seed)
     outcomes = [
         None if stored is None else check_state(stored, graph, folder),
         check_batch(program.manifest.batch, program.batch(), graph, folder),
-        check_operator_files(program.manifest, program.sources(), graph, folder, read=read),
+        operators,
+        alone,
     ]
-    return [outcome for outcome in outcomes if outcome is not None]
+    return [outcome for outcome in outcomes if outcome is not None], () if note is None else (note,)
 
 
 def _run(

@@ -51,7 +51,7 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
         ),
         "precision_lost": Code("A line of the program rounds a tensor to a narrower dtype, and the model does not."),
         "record_differs": Code(
-            "The manifest beside the program says something else than the program's text or the model."
+            "The manifest beside the program, or a file that it names, is not as the text or the model has it."
         ),
         "state_differs": Code(
             "A stored parameter, buffer or constant is not the one that the program was compiled with."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,26 @@ def import_module(name: str) -> ModuleType:
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # last: a file of the current folder never shadows what others import
     return _guarded(lambda: importlib.import_module(name), f"the module {name!r}", None)
+
+
+_ANEW: list[Path] = []  # in a child process, the files that it executes once more
+
+
+def load_anew(files: Sequence[str | Path]) -> list[ModuleType]:
+    """Execute files once more, and the user's modules that they import. For child processes, which end then."""
+    from nnscaler.runtime.program.load_python import load_user_module
+
+    _ANEW.extend(map(Path, files))
+    for name in [n for n, m in sys.modules.items() if n != "__main__" and is_users(getattr(m, "__file__", None))]:
+        del sys.modules[name]
+    return [load_user_module(file) for file in files]
+
+
+def end_where_loaded_anew() -> None:
+    """End this process where it is a child that executes files once more: one of them verifies outside of functions,
+    and would load itself without end."""
+    if _ANEW:
+        os._exit(1)
 
 
 def _guarded(load: Callable[[], ModuleType], what: str, folder: Path | None) -> ModuleType:

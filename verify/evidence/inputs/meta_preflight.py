@@ -74,6 +74,7 @@ def succeeds(*steps: Callable[[], object]) -> bool | None:
         code = 1
         try:
             leave_stopping_to_parent()
+            torch.set_num_threads(1)  # the threads of the parent's kernels are not here, and would be waited for
             for step in steps:
                 step()
             code = 0

@@ -8,8 +8,6 @@ process, and the same call compared as the first one and after others.
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -23,17 +21,14 @@ from op_registry.spec import OperatorSpec
 
 import nnscaler
 from nnscaler.is_user_file import is_users
-from nnscaler.runtime.program.load_python import load_user_module
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import resize
+from verify.evidence.inputs.import_user_code import end_where_loaded_anew, load_anew
 from verify.evidence.inputs.meta_preflight import succeeds
 from verify.operators.audit.watched_run import Watched, same, watch
 from verify.results.tolerance import difference
 
 ROUNDING = 1e-9  # relative; threads may add in another order
-
-
-_LOADED_ANEW: list[str] = []  # in a child process, the file that it executes once more
 
 
 class _Differs(Exception):
@@ -45,8 +40,7 @@ def depends_on_history(spec: OperatorSpec, concrete: ConcreteCall, seed: int) ->
 
     False, too, where its file cannot be loaded once more, and for what is made inside a function.
     """
-    if _LOADED_ANEW:  # a script that verifies outside of functions would load itself without end
-        os._exit(1)
+    end_where_loaded_anew()
     found = _address(spec.target)
     if found is None:
         return False
@@ -55,7 +49,6 @@ def depends_on_history(spec: OperatorSpec, concrete: ConcreteCall, seed: int) ->
 
     def compare(calls: Sequence[ConcreteCall]) -> Callable[[], None]:
         def run() -> None:
-            torch.set_num_threads(1)
             first, second = (_after(_loaded(file, name), c, concrete, seed) for c in ((), calls))
             if not _equal(first, second):
                 raise _Differs
@@ -81,12 +74,9 @@ def _address(target: Any) -> tuple[str, str] | None:
 def _loaded(file: str, name: str) -> Callable[..., Any]:
     """Return the function of a file that is executed once more, and so are the user's modules that it imports. For
     child processes: nothing is registered in them from here on."""
-    _LOADED_ANEW.append(file)
     for module in (nnscaler, op_registry, op_registry.register):
         vars(module)["register_op"] = lambda *_, **__: lambda target: target
-    for known in [n for n, m in sys.modules.items() if n != "__main__" and is_users(getattr(m, "__file__", None))]:
-        del sys.modules[known]
-    found: Any = load_user_module(file)
+    found: Any = load_anew([file])[0]
     for part in name.split("."):
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
