@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
-from threading import Lock
+from threading import Lock, Thread, current_thread, main_thread
 from types import CellType, GeneratorType
 from typing import Any, Protocol
 
@@ -74,14 +74,25 @@ class _Trained:
 
 
 @dataclass(frozen=True)
-class _Compiled:
-    """The module that an engine's program was compiled from. `versions`: of its parameters then, added up."""
+class _Watched:
+    """What is known of an engine.
 
-    module: weakref.ref[nn.Module]
+    thread    that made it
+    module    that its program was compiled from, or nothing
+    versions  of the module's parameters then, added up
+    """
+
+    thread: Thread
+    module: Callable[[], nn.Module | None]
     versions: int
 
+    @property
+    def is_others(self) -> bool:
+        """True for the engine of a rank that runs as another thread: torch has no lock around its gradients."""
+        return self.thread not in (current_thread(), main_thread()) and self.thread.is_alive()
 
-_engines: weakref.WeakKeyDictionary[Trains, _Compiled | None] = weakref.WeakKeyDictionary()
+
+_engines: weakref.WeakKeyDictionary[Trains, _Watched] = weakref.WeakKeyDictionary()
 _lock = Lock()  # ranks may be threads
 _passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
@@ -91,7 +102,8 @@ def watch(engine: Trains, module: nn.Module | None) -> None:
     those of the module that it was compiled from."""
     with _lock:
         _install()
-        _engines[engine] = None if module is None else _Compiled(weakref.ref(module), _versions(module))
+        held = (lambda: None) if module is None else weakref.ref(module)
+        _engines[engine] = _Watched(current_thread(), held, 0 if module is None else _versions(module))
 
 
 @cache
@@ -138,9 +150,9 @@ def _look_first(function: Any, argument: str, look: Callable[[list[Tensor]], Non
 
 
 def _held() -> dict[int, _Trained]:
-    """Return by id what all live engines train."""
+    """Return by id what the live engines of this rank train."""
     with _lock:
-        engines = list(_engines)
+        engines = [engine for engine, watched in _engines.items() if not watched.is_others]
     found: dict[int, _Trained] = {}
     for engine in engines:
         for stage in engine.executor.stages.values():
@@ -216,7 +228,7 @@ def _refuse_untrained(given: Sequence[Tensor], what: str, help: str, stale: bool
     """Refuse tensors of a module that was compiled. `stale`: only where it has the values that it had then."""
     wanted = {id(tensor) for tensor in given}
     with _lock:
-        compiled = [(one.module(), one.versions) for one in _engines.values() if one is not None]
+        compiled = [(watched.module(), watched.versions) for watched in _engines.values()]
     modules = [m for m, versions in compiled if m is not None and not (stale and versions != _versions(m))]
     named = ((name, tensor) for module in modules for name, tensor in module.named_parameters())
     name = next((name for name, tensor in named if id(tensor) in wanted), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -161,6 +162,33 @@ def test_torchs_norm_of_shards_is_refused(plan: str, ranks: int, between: Loop) 
 @pytest.mark.parametrize("between", [clip_by_engine_norm, clip_elements, freeze_some, change_state, average_rates])
 def test_what_a_loop_may_do_is_as_with_the_eager_model(plan: str, ranks: int, between: Loop) -> None:
     check(plan, ranks, between)
+
+
+def test_the_gradients_of_another_rank_are_left_alone() -> None:
+    """torch has no lock around `.grad`: to read it while its rank lets go of it may end the process."""
+    both = threading.Barrier(2)
+
+    class Mine(dict[str, Any]):
+        def __init__(self, held: dict[str, Any]) -> None:
+            super().__init__(held)
+            self.owner = threading.current_thread()
+
+        def __getitem__(self, name: str) -> Any:
+            assert threading.current_thread() is self.owner
+            return super().__getitem__(name)
+
+    def work(engine: Engine) -> None:
+        engine.step(rows(batch(0), engine))
+        stages = list(engine.executor.stages.values())
+        for stage in stages:
+            stage.at_rest = Mine(stage.at_rest)
+        both.wait(60)
+        clip_grad_norm_(engine.parameters.values(), 0.1)
+        both.wait(60)
+        for stage in stages:
+            stage.at_rest = dict(stage.at_rest.items())
+
+    on_ranks(model(), "dp=2", 2, work)
 
 
 def test_an_empty_generator_is_told_as_torch_does() -> None:
