@@ -16,6 +16,7 @@ from nnscaler.manifest import ResultRecord
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import INPUT_GRADIENT, Stage
 from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.training.cut_batch import in_rows
 from nnscaler.runtime.training.model_outputs import joined, sendable
 from nnscaler.training.engine import Engine
 from nnscaler.training.part.program import Kinds, PartProgram
@@ -271,14 +272,6 @@ class PartEngine(Engine):
 
 def _are_parts(stage: Stage, states: States, axes: Sequence[str], rows: Sequence[int]) -> bool:
     """Return whether the data axes cut a tensor into the rows of the data parts."""
-    outer = 1
-    for axis, size in stage.axes.items():
-        if axis not in axes or size == 1:
-            continue
-        state = states.get(axis)
-        if not isinstance(state, Sharded) or state.dim != 0 or state.sections or state.outer != outer:
-            return False
-        if state.sizes and state.sizes != tuple(rows):  # all of it on its owner
-            return False
-        outer *= size
-    return outer > 1
+    cut = [states.get(axis) for axis, size in stage.axes.items() if axis in axes and size > 1]
+    unequal = {state.sizes for state in cut if isinstance(state, Sharded) and state.sizes}
+    return bool(cut) and in_rows(states, stage.axes, axes) and unequal <= {tuple(rows)}  # else all is on its owner

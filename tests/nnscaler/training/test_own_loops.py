@@ -321,3 +321,37 @@ def test_a_module_that_is_changed_later_is_told(change: str) -> None:
 
     found = on_ranks(module, "dp=1", 1, lambda engine: list(told(engine)))[0]
     assert len(found) == bool(expected) and all(text.startswith(expected) for text in found)
+
+
+class Across(nn.Module):
+    """Its targets have the batch in dim 1, and twice in dim 0."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, features)
+
+    def forward(self, x: Tensor, across: Tensor, twice: Tensor) -> Tensor:
+        up = torch.tanh(self.up(x))
+        return nn.functional.mse_loss(up, across.T) + nn.functional.mse_loss(up.repeat(2, 1), twice)
+
+
+@pytest.mark.parametrize("features", [12, 5])
+def test_an_input_may_have_the_batch_elsewhere_than_in_its_rows(features: int) -> None:
+    """Every rank is given the whole of it, or its rows where it has as many as the batch, and cuts what it needs."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"x": (12, 6), "across": (features, 12), "twice": (24, features)}
+    given = {n: torch.randn(size, generator=generator, dtype=torch.float64) for n, size in sizes.items()}
+    torch.manual_seed(0)
+    module = Across(features)
+    program = nnscaler.parallelize(module, {n: t.float() for n, t in given.items()}, ranks=2, plan="dp=2,zero=1")
+    loss = module.double()(**given)
+    loss.backward()
+
+    def work(communicator: Communicator) -> tuple[float, float]:
+        engine = Engine(program, communicator, FLOAT64)
+        by_rows = {name: tensor for name, tensor in given.items() if len(tensor) == 12}
+        return float(engine.step(given | rows(by_rows, engine))), float(engine.clip_grad_norm_(float("inf"), 2.0))
+
+    norm = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).norm()
+    for found in Simulator(2).run(work):
+        assert found == pytest.approx((float(loss.detach()), float(norm)), rel=1e-12)
