@@ -137,12 +137,16 @@ def _look_first(function: Any, argument: str, look: Callable[[list[Tensor]], Non
     cell.cell_contents = looked
 
 
+def watched() -> list[Trains]:
+    """Return all live engines of this process."""
+    with _lock:
+        return list(_engines)
+
+
 def _held() -> dict[int, _Trained]:
     """Return by id what all live engines train."""
-    with _lock:
-        engines = list(_engines)
     found: dict[int, _Trained] = {}
-    for engine in engines:
+    for engine in watched():
         for stage in engine.executor.stages.values():
             for name, described in stage.parameters.items():
                 tensor = stage.at_rest[name]
