@@ -146,7 +146,7 @@ class Engine:
             self._buffers |= {**named_buffers(self.executor), **self._buffers}
             self._family.append(self)
         stages = list(self.executor.stages.values())
-        self.data_part: DataPart = data_part(stages, program.plan.data_axes)
+        self.data_part: DataPart = data_part(stages, self._current.program.data_axes)
         watch(self, None if program.origin is None else program.origin.module)
 
     def another(self, program: Program) -> Engine:

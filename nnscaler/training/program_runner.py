@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from nnscaler.runtime.shards import shard
 from nnscaler.runtime.training.async_pipeline import executor_of
 from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.build_stages import one_tensor
-from nnscaler.runtime.training.cut_batch import inputs_read_whole
+from nnscaler.runtime.training.cut_batch import inputs_read_whole, part_axes
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.recompilation import SentProgram, Vouch, folder_of
@@ -106,6 +106,8 @@ def run_program(
     role = program.manifest.role_of(rank)
     if role is None:
         raise NnscalerError("wrong_ranks", f"the program is for {program.manifest.ranks} ranks: no rank {rank}")
+    stages = stages_of_roles(program, settings.cache)
+    program = replace(program, data_axes=part_axes(stages, program.data_axes))
     chosen = ExecutorSettings(
         precision=settings.dtype,
         device=device,
@@ -116,7 +118,6 @@ def run_program(
         compiled=settings.compiled,
         cut_axes=program.data_axes,
     )
-    stages = stages_of_roles(program, settings.cache)
     strays = frozenset[str]() if share is None else read_elsewhere(share.stages, stages)
     if share is not None:  # what is handed over before each run
         known = {e.fqns[0]: (e.shape, e.dtype) for e in program.manifest.buffers}

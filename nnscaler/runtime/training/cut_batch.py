@@ -58,6 +58,13 @@ class DataPart:
     count: int
 
 
+def part_axes(stages: Iterable[Stage | type[Stage]], data_axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the data axes if all stages have them alike. Else there are no parts that all ranks agree on: each is
+    given the global batch, and cuts it."""
+    found = {tuple((a, size) for a, size in stage.axes.items() if a in data_axes and size > 1) for stage in stages}
+    return tuple(data_axes) if len(found) == 1 else ()
+
+
 def data_part(stages: Sequence[Stage], data_axes: Sequence[str]) -> DataPart:
     """Return the part of the rank that has these stages.
 

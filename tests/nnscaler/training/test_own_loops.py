@@ -23,6 +23,7 @@ from nnscaler.training.part.engine import PartEngine
 from nnscaler.training.part.module import Part
 from nnscaler.training.part.program import compile_part
 from nnscaler.training.program_runner import EngineSettings
+from nnscaler.transform.plan import AssignStep, Plan
 
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")
 CUT = [("dp=2,zero=1", 2), ("dp=2,zero=3", 2), ("tp=2", 2), ("pp=2", 2), ("dp=2,zero=1,owned=1", 2)]
@@ -355,3 +356,18 @@ def test_an_input_may_have_the_batch_elsewhere_than_in_its_rows(features: int) -
     norm = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).norm()
     for found in Simulator(2).run(work):
         assert found == pytest.approx((float(loss.detach()), float(norm)), rel=1e-12)
+
+
+def test_stages_that_divide_the_batch_otherwise_are_given_all_of_it() -> None:
+    steps = (AssignStep(("*",), (1,)), AssignStep(("up",), (0,)))
+    plan = Plan((("pp", 2),), steps, 1, stage_axes=((("dp", 2),), (("dp", 3),)))
+    program = nnscaler.parallelize(model(), batch(0) | {"x": batch(0)["x"].float()}, ranks=plan.ranks, plan=plan)
+    expected = eager(lambda *_: None)
+
+    def work(communicator: Communicator) -> dict[str, Tensor]:
+        engine = Engine(program, communicator, FLOAT64)
+        assert engine.data_part.count == 1
+        return trained(engine, lambda *_: None)
+
+    for found in Simulator(plan.ranks).run(work):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
