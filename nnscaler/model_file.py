@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError, SourceLocation, exit_call
 from nnscaler.is_user_file import is_users
+from nnscaler.pyproject_settings import SEEDS
 
 # Targets on a command line and in settings: a file, or a module of a package, and a function in it.
 
@@ -303,6 +304,8 @@ def seed_generators(seed: int) -> None:
     """Seed what users' files draw random numbers from: torch, Python and, where it is in use, numpy."""
     import torch
 
+    if seed not in SEEDS:
+        raise NnscalerError("usage", f"seed {seed} has more than 63 bits, and torch takes no larger one")
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy.random" in sys.modules:

@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from nnscaler.errors import NnscalerError, SourceLocation
 
-Kind = Literal["text", "texts", "integer", "count", "counts", "seconds", "flag", "table", "tables", "date"]
+Kind = Literal["text", "texts", "integer", "seed", "count", "counts", "seconds", "flag", "table", "tables", "date"]
 KeyPath = tuple[str | int, ...]  # of keys, and of positions in lists
+
+SEEDS = range(-(2**63) + 1, 2**63)  # torch takes no larger ones
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h)")
@@ -27,6 +29,7 @@ _WANTED: Mapping[Kind, str] = {
     "text": "a text",
     "texts": "a list of texts",
     "integer": "a whole number",
+    "seed": "a whole number of at most 63 bits",
     "count": "a whole number of at least 1",
     "counts": "a list of whole numbers of at least 1",
     "seconds": 'a time such as "120s", "2m" or "1h30m"',
@@ -78,7 +81,7 @@ class Key:
 
 _SUBTABLES = ("verify-op", "verify-plan", "verify-external", "gate")
 SHARED = (  # [tool.nnscaler]
-    Key("seed", "integer"),
+    Key("seed", "seed"),
     Key("cache", "text"),
     *(Key(name, "table") for name in _SUBTABLES),
     Key("external", "tables"),
@@ -183,7 +186,7 @@ def value_of_variable(key: Key, variable: str, text: str) -> Any:
         value = seconds_of(text)
     elif key.kind == "flag":
         value = {"1": True, "true": True, "0": False, "false": False}.get(text.lower())
-    elif key.kind in ("integer", "count"):
+    elif key.kind in ("integer", "seed", "count"):
         value = int(text) if re.fullmatch(r"-?\d+", text) else None
     if value is None or not _FITS[key.kind](value) or (key.choices and value not in key.choices):
         message = f"the environment variable {variable} is {text!r}, not {_WANTED[key.kind]}"
@@ -222,6 +225,7 @@ _FITS: Mapping[Kind, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str) and bool(value.strip()),
     "texts": _is_list(str),
     "integer": _is_integer,
+    "seed": lambda value: _is_integer(value) and value in SEEDS,
     "count": lambda value: _is_integer(value) and value >= 1,
     "counts": lambda value: isinstance(value, list) and all(_is_integer(item) and item >= 1 for item in value),
     "seconds": lambda value: seconds_of(value) is not None,

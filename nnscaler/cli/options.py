@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from nnscaler.plan_source import CompileRequest
 from nnscaler.pyproject_settings import (
+    SEEDS,
     SHARED,
     Document,
     Key,
@@ -31,7 +32,7 @@ Request = TypeVar("Request", CompileRequest, PlanRequest, ExternalRequest)
 # [tool.nnscaler.verify-plan] ranks = 8
 # The command line goes before NNSCALER_SEED and the like, those before the file, and that before the default.
 
-_SEED, _TIMEOUT = Key("seed", "integer"), Key("timeout", "seconds")
+_SEED, _TIMEOUT = Key("seed", "seed"), Key("timeout", "seconds")
 COMMANDS: Mapping[str, tuple[Key, ...]] = MappingProxyType(
     {
         "verify-op": (_SEED, _TIMEOUT, Key("jobs", "count")),
@@ -121,6 +122,14 @@ def bytes_of_an_element(text: str) -> int:
     number = _integer(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
+    return number
+
+
+def seed_number(text: str) -> int:
+    """Read a seed of random numbers."""
+    number = _integer(text)
+    if number not in SEEDS:
+        raise argparse.ArgumentTypeError(f"{text} has more than 63 bits, and torch takes no larger seed")
     return number
 
 

@@ -296,10 +296,12 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where a run was. Raises NnscalerError `other_data` where the order there was another one."""
+        """Go to where a run was. Raises NnscalerError `other_data` where the order there was another one, and some of
+        the epoch is left."""
         mine = self.state_dict()
+        between = not self._streams and (state_dict["samples"] == 0 or state_dict.get("at_end", False))
         for name, told in _OF_ORDER.items():
-            if state_dict.get(name) != mine[name]:
+            if state_dict.get(name) != mine[name] and (name == "length" or not between):
                 message = f"the run was in data with {told} {state_dict.get(name)}, and this loader's is {mine[name]}"
                 raise NnscalerError("other_data", f"cannot go on in the middle of an epoch: {message}", help=_OTHER)
         place = self._place

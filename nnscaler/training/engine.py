@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from nnscaler.runtime.role import INPUT_GRADIENT, RunContext
 from nnscaler.runtime.training.async_pipeline import StreamExecutor
 from nnscaler.runtime.training.cut_batch import DataPart, data_part
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, stored_tensors
+from nnscaler.runtime.training.saving.rank_tensors import StoredTensor, held_by_one, stored_tensors, trained_tensors
 from nnscaler.runtime.training.saving.shards_as_boxes import gathered_state
 from nnscaler.tracing.sample_inputs import named_tensors
 from nnscaler.training.check_replicas import check_replicas, check_same_model, check_same_stream
@@ -134,19 +134,19 @@ class Engine:
         self._has_modes, self._changed = has_modes(program), told_of_changes(program)
         self._running: dict[SizeClass, Running] = {}
         self._family: list[Engine] = [self] if share is None else share._family
+        for engine in () if share is None else self._family:
+            check_alike(engine._current.stages, stages_of_roles(sent(program), settings.cache))
         self._current = self._run(sent(program), dict(program.state), None if share is None else share._current)
         self._running[self._first_size] = self._current
         self._program, self._unsaved = valueless(program), unsaved_buffers(program)
         if share is None:
             self._buffers = named_buffers(self.executor)  # as they are now, of all programs over these parameters
         else:
-            for engine in share._family:
-                check_alike(engine._current, self._current)
             self._buffers = share._buffers
             self._buffers |= {**named_buffers(self.executor), **self._buffers}
             self._family.append(self)
         stages = list(self.executor.stages.values())
-        self.data_part: DataPart = data_part(stages, program.plan.data_axes)
+        self.data_part: DataPart = data_part(stages, self._current.program.data_axes)
         watch(self, None if program.origin is None else program.origin.module)
 
     def another(self, program: Program) -> Engine:
@@ -155,8 +155,8 @@ class Engine:
 
         `program` is of a module that has them under the same names, such as the two steps of a GAN; what is trained in
         one of them may be frozen in the other. Checkpoints of either engine have the tensors of both.
-        Raises ProgramError or NnscalerError("layouts_differ") for a tensor that lies otherwise between steps, or is
-        changed by one of them and on other ranks in the other one.
+        Raises NnscalerError("layouts_differ") for a tensor that lies otherwise between steps, or is changed by one of
+        them and on other ranks in the other one.
         """
         if program.manifest.ranks != self.world_size:
             message = f"the program is for {program.manifest.ranks} ranks, and {self.world_size} run"
@@ -285,27 +285,24 @@ class Engine:
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's trainable tensors between steps, by name in the model."""
-        found: dict[str, torch.nn.Parameter] = {}
-        for stage in self._first.stages.values():
-            for name, description in stage.parameters.items():
-                if not description.fqn.startswith(INPUT_GRADIENT):
-                    found.setdefault(description.fqn, stage.at_rest[name])
-        return found
+        own = trained_tensors(self._first.stages.values())
+        others = self.stored() if len(self._family) > 1 else ()
+        read = {e.fqn: cast(torch.nn.Parameter, e.tensor) for e in others if e.kind == "parameter"}
+        return {name: read.get(name, tensor) for name, tensor in own.items()}  # what another program reads goes first
 
     def stored(self) -> list[StoredTensor]:
         """Return every parameter and buffer of this rank between steps, those of `another` engine included."""
-        found: dict[str, StoredTensor] = {}
+        found: list[StoredTensor] = []
         for engine in self._family:
             engine.executor.take_buffers(self._buffers)
-            for entry in stored_tensors(list(engine.executor.stages.values()), engine.manifest.tied):
-                if entry.fqn not in found or entry.kind == "parameter":  # frozen here, and trained there
-                    found[entry.fqn] = entry
-        return list(found.values())
+            found += stored_tensors(list(engine.executor.stages.values()), engine.manifest.tied)
+        return held_by_one(found)
 
     def trained(self) -> dict[torch.nn.Parameter, StoredTensor]:
         """Return where each tensor that an optimizer of this engine, or of `another`, updates lies."""
         named = {entry.fqn: entry for entry in self.stored() if entry.kind == "parameter"}
-        return {tensor: named[name] for engine in self._family for name, tensor in engine.parameters.items()}
+        own = (pair for e in self._family for pair in trained_tensors(e._first.stages.values()).items())
+        return {tensor: named[name] for name, tensor in own if name in named}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the logical tensors of the model's own `state_dict` by every name, whole, on each rank, which all call
@@ -386,7 +383,7 @@ class Engine:
         self.compilations.append(described(size))
         running = self._running[size] = self._run(made, dict(made.constants), self._current)
         if size.training:
-            check_alike(self._running[self._first_size], running)
+            check_alike(self._running[self._first_size].stages, running.stages)
         return running
 
     def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: Running | None) -> Running:

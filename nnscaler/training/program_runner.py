@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,8 @@ from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.training.async_pipeline import executor_of
 from nnscaler.runtime.training.autocast import dtype_named
-from nnscaler.runtime.training.cut_batch import inputs_read_whole
+from nnscaler.runtime.training.build_stages import one_tensor
+from nnscaler.runtime.training.cut_batch import inputs_read_whole, part_axes
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.executor_settings import ExecutorSettings
 from nnscaler.training.recompilation import SentProgram, Vouch, folder_of
@@ -105,6 +106,8 @@ def run_program(
     role = program.manifest.role_of(rank)
     if role is None:
         raise NnscalerError("wrong_ranks", f"the program is for {program.manifest.ranks} ranks: no rank {rank}")
+    stages = stages_of_roles(program, settings.cache)
+    program = replace(program, data_axes=part_axes(stages, program.data_axes))
     chosen = ExecutorSettings(
         precision=settings.dtype,
         device=device,
@@ -115,7 +118,6 @@ def run_program(
         compiled=settings.compiled,
         cut_axes=program.data_axes,
     )
-    stages = stages_of_roles(program, settings.cache)
     strays = frozenset[str]() if share is None else read_elsewhere(share.stages, stages)
     if share is not None:  # what is handed over before each run
         known = {e.fqns[0]: (e.shape, e.dtype) for e in program.manifest.buffers}
@@ -143,18 +145,26 @@ def read_elsewhere(before: Sequence[type[Stage]], after: Sequence[type[Stage]]) 
     return frozenset(found)
 
 
-def check_alike(first: Running, second: Running) -> None:
-    """Check that two programs have what they share in one shape, buffers in one layout, and what either of them changes
-    on the same ranks. Raises NnscalerError("layouts_differ")."""
-    known, found = _places(first.stages), _places(second.stages)
-    changed = {d.fqn for stage in (*first.stages, *second.stages) for d in _changed(stage)}
+def check_alike(first: Sequence[type[Stage]], second: Sequence[type[Stage]]) -> None:
+    """Check that two programs, by their stages, have what they share in one shape and layout, and what either of them
+    changes on the same ranks; a layout may be another one where only one of them reads the tensor. Raises
+    NnscalerError("layouts_differ")."""
+    known, found = _places(first), _places(second)
+    changed = _changed(first), _changed(second)
     for name in (name for name in found if name in known):
         (there, before), (here, described) = known[name], found[name]
-        cut = isinstance(described, Buffer) and dict(described.states) != dict(before.states)
-        if described.shape != before.shape or cut or (here != there and name in changed):
-            message = f"{name!r} is {before.shape} as {dict(before.states)} on ranks {sorted(there)} in the program "
-            message += f"before, and {described.shape} as {dict(described.states)} on {sorted(here)} in the other one"
+        if isinstance(described, Buffer) or isinstance(before, Buffer):
+            alike = dict(described.at_rest) == dict(before.at_rest)
+        else:
+            alike = one_tensor((before, name in changed[0]), (described, name in changed[1]))
+            alike = alike or not (before.used and described.used)
+        moved = here != there and any(name in names for names in changed)
+        if described.shape != before.shape or not alike or moved:
+            message = f"{name!r} is {before.shape} as {dict(before.at_rest)} on ranks {sorted(there)} in the program "
+            message += f"before, and {described.shape} as {dict(described.at_rest)} on {sorted(here)} in the other one"
             help = "compile both under one plan, for one model; where it has stages, with each layer in the same stage"
+            if not moved and changed[0] != changed[1]:
+                help += "; without `owned=1`, which lays out anew what another program trains"
             raise NnscalerError("layouts_differ", message, help=help)
 
 
@@ -173,10 +183,10 @@ def _declared(stage: type[Stage] | Stage) -> Iterator[tuple[str, Parameter | Buf
         yield from ((name, d) for name, d in declared.items() if not d.fqn.startswith(INPUT_GRADIENT))
 
 
-def _changed(stage: type[Stage]) -> Iterator[Parameter | Buffer]:
-    """Yield what a step changes: what is trained, and buffers."""
-    yield from (d for d in stage.parameters.values() if not d.fqn.startswith(INPUT_GRADIENT))
-    yield from (stage.buffers[name] for name in stage.updates.values())
+def _changed(stages: Sequence[type[Stage]]) -> set[str]:
+    """Return the names of what a step changes: what is trained, and buffers."""
+    trained = {d.fqn for stage in stages for d in stage.parameters.values() if not d.fqn.startswith(INPUT_GRADIENT)}
+    return trained | {stage.buffers[name].fqn for stage in stages for name in stage.updates.values()}
 
 
 def _is_read(described: Parameter | Buffer) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import CompileRequest, check_plan, ranks_asked
-from nnscaler.pyproject_settings import Document, read_document
+from nnscaler.pyproject_settings import SEEDS, Document, read_document
 from nnscaler.training.settings import HookSettings, TrainSettings
 
 SHORT: Mapping[str, str] = MappingProxyType(
@@ -253,6 +253,8 @@ def _checked(path: str, like: Any, value: Any) -> Any:
         raise _bad(f"`{path}` is {value!r}", f"one of {', '.join(choices)}")
     if isinstance(value, int | float) and not value >= _LEAST.get(path, 0) and path != "seed":
         raise _bad(f"`{path}` is {value}, and at least {_LEAST.get(path, 0)} is needed")
+    if path == "seed" and value not in SEEDS:
+        raise _bad(f"`seed` is {value}, which has more than 63 bits: torch takes no larger one")
     return value
 
 

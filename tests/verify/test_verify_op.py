@@ -230,6 +230,10 @@ def test_positive_inputs_are_said_so() -> None:
     assert any("positive" in note for note in report.notes)
 
 
+def test_a_seed_has_up_to_63_bits() -> None:
+    assert verify.verify_op(torch.neg, annotation="a -> a", seed=2**63 - 1).exit_code == 0
+
+
 @pytest.mark.long
 def test_the_same_seed_gives_the_same_report() -> None:
     one, two = (json.loads(verify.verify_op(softmax, annotation="a b -> a b", seed=3).to_json()) for _ in range(2))

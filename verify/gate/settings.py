@@ -56,7 +56,7 @@ DEFAULTS: Mapping[str, Any] = {
 _GATE = (
     Key("budget", "seconds"),
     Key("baseline", "text"),
-    Key("seed", "integer"),
+    Key("seed", "seed"),
     Key("op-timeout", "seconds"),
     Key("plan-timeout", "seconds"),
     Key("jobs", "count"),
@@ -87,7 +87,7 @@ _PLAN = (
     Key("train", "flag"),
     Key("train-steps", "count"),
     Key("optimizer", "text"),
-    Key("seed", "integer"),
+    Key("seed", "seed"),
     Key("timeout", "seconds"),
 )
 _OPS = (
@@ -95,7 +95,7 @@ _OPS = (
     Key("files", "texts"),
     Key("modules", "texts"),
     Key("user", "flag"),
-    Key("seed", "integer"),
+    Key("seed", "seed"),
     Key("timeout", "seconds"),
 )
 _EXTERNAL = (
@@ -112,7 +112,7 @@ _EXTERNAL = (
     *(Key(name, "counts") for name in SIZES),
     Key("set", "texts"),
     Key("sweep-flags", "flag"),
-    Key("seed", "integer"),
+    Key("seed", "seed"),
     Key("timeout", "seconds"),
 )
 SHARE = 0.8  # of an item's time that the run of its program may take: what hangs is better told by the run itself

@@ -7,7 +7,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, request_of
+from nnscaler.cli.options import (
+    MODEL_HELP,
+    add_plan_options,
+    add_search_options,
+    add_verbosity,
+    request_of,
+    seed_number,
+)
 from nnscaler.cli.output.comm_volume import add_option, known_profile, memory_lines, show_profile, total_lines
 from nnscaler.plan_source import CompileRequest
 
@@ -35,7 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", dest="out_folder", type=Path, required=True, metavar="DIR", help="folder for the program"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed_number, default=0, metavar="S", help="of parameters and sample batch (default: 0)"
+    )
     output = parser.add_argument_group("output")
     add_option(output)
     add_verbosity(output)

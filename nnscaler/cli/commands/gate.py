@@ -13,7 +13,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from nnscaler.atomic_writes import check_temporary, check_writable
-from nnscaler.cli.options import add_report_options, positive
+from nnscaler.cli.options import add_report_options, positive, seed_number
 from nnscaler.cli.signals import exit_code_of
 from nnscaler.errors import NnscalerError
 from nnscaler.pyproject_settings import seconds_of
@@ -80,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="for one model and plan, or external program (default: 300s)",
     )
-    group.add_argument("--seed", type=int, metavar="S", help="of parameters, batches and inputs (default: 0)")
+    group.add_argument("--seed", type=seed_number, metavar="S", help="of parameters, batches and inputs (default: 0)")
     group.add_argument("--jobs", type=positive, metavar="N", help="operators at a time (default: one per processor)")
     group.add_argument(
         "--no-cache",

@@ -8,7 +8,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, seconds
+from nnscaler.cli.options import MODEL_HELP, seconds, seed_number
 from nnscaler.cli.output.exit_codes import ExitCode
 from nnscaler.model_file import check_targets, load_model_file
 
@@ -87,7 +87,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--specialise", action="store_true", help="where the model branches on its data, take the sample batch's branch"
     )
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    group.add_argument(
+        "--seed", type=seed_number, default=0, metavar="S", help="of parameters and sample batch (default: 0)"
+    )
     group.add_argument(
         "--timeout", type=seconds, default=60.0, metavar="S", help="seconds to suggest one annotation (default: 60)"
     )

@@ -16,6 +16,7 @@ from nnscaler.cli.options import (
     add_verbosity,
     positive,
     request_of,
+    seed_number,
 )
 from nnscaler.plan_source import CompileRequest
 
@@ -73,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--loss-fn", metavar="FILE.py::FN", help="for a model that returns no loss")
     parser.add_argument("--specialise", action="store_true", help=SPECIALISE_HELP)
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the parameters (default: 0)")
+    parser.add_argument("--seed", type=seed_number, default=0, metavar="S", help="of the parameters (default: 0)")
     add_verbosity(parser.add_argument_group("output"))
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_verbosity, positive
+from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_verbosity, positive, seed_number
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -51,7 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--loss-fn", metavar="FILE.py::FN", help="for a model that returns no loss")
     parser.add_argument("--specialise", action="store_true", help=SPECIALISE_HELP)
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed_number, default=0, metavar="S", help="of parameters and sample batch (default: 0)"
+    )
     add_verbosity(parser.add_argument_group("output"))
 
 

@@ -35,13 +35,13 @@ exit code 0: every required rate holds; 1: one does not.
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    from nnscaler.cli.options import add_verbosity
+    from nnscaler.cli.options import add_verbosity, seed_number
 
     parser.add_argument("what", choices=("ops", "plans", "train", "external", "soundness-ops", "soundness-plans"))
     parser.add_argument("--quick", action="store_true", help="a part of everything")
     plans = parser.add_argument_group("plans")
     plans.add_argument("--model", action="append", metavar="NAME", help="mutants of this example model (repeatable)")
-    plans.add_argument("--seed", type=int, default=0, help="chooses where mutants are planted (0)")
+    plans.add_argument("--seed", type=seed_number, default=0, help="chooses where mutants are planted (0)")
     plans.add_argument("--level", action="append", choices=("L0", "L2"), help="ask this level only (repeatable)")
     plans.add_argument("--each", type=int, default=1, metavar="N", help="mutants of each kind in each program (1)")
     plans.add_argument("--processes", type=int, default=2, metavar="N", help="processes to run on (2)")

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, request_of
+from nnscaler.cli.options import (
+    MODEL_HELP,
+    add_plan_options,
+    add_search_options,
+    add_verbosity,
+    request_of,
+    seed_number,
+)
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import CompileRequest
 
@@ -49,7 +56,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_plan_options(parser)
     add_search_options(parser)
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed_number, default=0, metavar="S", help="of parameters and sample batch (default: 0)"
+    )
     output = parser.add_argument_group("output")
     either = output.add_mutually_exclusive_group()
     either.add_argument(

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.commands.verify_plan import run_context
-from nnscaler.cli.options import add_report_options, positive, request_of, seconds
+from nnscaler.cli.options import add_report_options, positive, request_of, seconds, seed_number
 from nnscaler.cli.output.comm_volume import add_option, show_profile
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "groups in globals; both: they must agree",
     )
     group.add_argument("--steps", type=positive, default=2, metavar="K", help="steps of the optimizer (default: 2)")
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and batch (default: 0)")
+    group.add_argument("--seed", type=seed_number, default=0, metavar="S", help="of parameters and batch (default: 0)")
     group.add_argument(
         "--dtype",
         dest="dtypes",

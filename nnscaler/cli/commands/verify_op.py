@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.atomic_writes import check_temporary
-from nnscaler.cli.options import add_report_options, positive, seconds
+from nnscaler.cli.options import add_report_options, positive, seconds, seed_number
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -92,7 +92,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
         metavar="NAME=VALUE,...",
         help="hyper-parameters of an optimizer; also TARGET(NAME=VALUE, ...)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of the random inputs (default: 0)")
+    group.add_argument("--seed", type=seed_number, default=0, metavar="S", help="of the random inputs (default: 0)")
     group.add_argument("--cases", type=positive, metavar="N", help="at most so many cases per claim (default: all)")
     group.add_argument(
         "--profile",

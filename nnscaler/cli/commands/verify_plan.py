@@ -17,6 +17,7 @@ from nnscaler.cli.options import (
     positive,
     request_of,
     seconds,
+    seed_number,
 )
 from nnscaler.cli.output.comm_volume import add_option, known_profile, show_profile
 from nnscaler.errors import NnscalerError
@@ -76,7 +77,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "ranks and the simulator above; nccl on a machine with a GPU per rank)",
     )
     group.add_argument("--steps", type=positive, default=2, metavar="K", help="steps of SGD to compare (default: 2)")
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    group.add_argument(
+        "--seed", type=seed_number, default=0, metavar="S", help="of parameters and sample batch (default: 0)"
+    )
     group.add_argument(
         "--dtype",
         choices=DTYPES,

@@ -127,8 +127,8 @@ class StageBuilder:
         """Return the given parameter of this name; one that nothing reads here or there is left out where it lies
         otherwise.
 
-        One of two programs that does not train it may divide it less between steps than the other: there it is
-        gathered (`adopted`, and `_parameter` here). Raises ProgramError where it lies otherwise else.
+        Where it is divided less here, or there (`one_tensor`), it is gathered: `adopted`, and `_parameter` here. Raises
+        ProgramError where it lies otherwise else.
         """
         if description.fqn.startswith(INPUT_GRADIENT):
             return None  # of its own size in every program
@@ -136,9 +136,7 @@ class StageBuilder:
         if known is None:
             return None
         theirs = known.description
-        alike = dict(theirs.at_rest) == dict(description.at_rest)
-        frozen = not trained or not known.trained
-        if alike or (frozen and dict(theirs.states) == dict(description.states)):
+        if one_tensor((description, trained), (theirs, known.trained)):
             return known
         if not (description.used and theirs.used):
             return None
@@ -168,6 +166,16 @@ class StageBuilder:
             raise ProgramError(f"{where}: {error}") from error
         dtype = description.master if isinstance(description, Parameter) and description.master else description.dtype
         return piece.to(self._device, dtype_named(dtype, self._precision))
+
+
+def one_tensor(*programs: tuple[Parameter, bool]) -> bool:
+    """Return whether two programs may have one tensor for a parameter. Of each: how it lies, and whether it is trained.
+
+    One that does not train it may divide it less between steps than the other.
+    """
+    (one, trained), (other, both) = programs
+    alike = dict(one.at_rest) == dict(other.at_rest)
+    return alike or (not (trained and both) and dict(one.states) == dict(other.states))
 
 
 def adopted(stages: Iterable[Stage], held: dict[Key, Held], given: Mapping[Key, Held]) -> tuple[AtRest, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nnscaler.layout import Sharded
+from nnscaler.layout import Sharded, States
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.role import Input, Stage
 from nnscaler.runtime.shards import cut_further, local_shape, shard
@@ -58,11 +58,18 @@ class DataPart:
     count: int
 
 
+def part_axes(stages: Iterable[Stage | type[Stage]], data_axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the data axes if all stages have them alike. Else there are no parts that all ranks agree on: each is
+    given the global batch, and cuts it."""
+    found = {tuple((a, size) for a, size in stage.axes.items() if a in data_axes and size > 1) for stage in stages}
+    return tuple(data_axes) if len(found) == 1 else ()
+
+
 def data_part(stages: Sequence[Stage], data_axes: Sequence[str]) -> DataPart:
     """Return the part of the rank that has these stages.
 
     It is that of the axes among `data_axes`, as coordinates in the order of the mesh. Raises ProgramError where its
-    stages want different parts, or rows that do not lie together.
+    stages want different parts.
     """
     found: set[DataPart] = set()
     for stage in stages:
@@ -71,31 +78,32 @@ def data_part(stages: Sequence[Stage], data_axes: Sequence[str]) -> DataPart:
             if axis in data_axes:
                 index, count = index * size + getattr(stage, axis).index, count * size
         found.add(DataPart(index, count))
-        for source in (*stage.inputs.values(), *stage.prepare_inputs.values()):
-            _check_nested(source, stage, data_axes)
     if len(found) != 1:
         raise ProgramError(f"the stages of one rank read different parts of the batch: {sorted(map(str, found))}")
     return found.pop()
 
 
 def inputs_read_whole(stages: Iterable[Stage | type[Stage]], data_axes: Sequence[str]) -> frozenset[str]:
-    """Return the inputs that a stage does not cut into rows over all data axes."""
+    """Return the inputs that a stage does not cut into the rows of the data parts: it takes the global batch of them,
+    and cuts that."""
     return frozenset(
         source.name
         for stage in stages
         for source in (*stage.inputs.values(), *stage.prepare_inputs.values())
-        for axis, size in stage.axes.items()
-        if axis in data_axes and size > 1 and not isinstance(source.states.get(axis), Sharded)
+        if not in_rows(source.states, stage.axes, data_axes)
     )
 
 
-def _check_nested(source: Input, stage: Stage, data_axes: Sequence[str]) -> None:
-    """Check that the rows of the part are one block, in the order of the axes."""
+def in_rows(states: States, axes: Mapping[str, int], data_axes: Sequence[str]) -> bool:
+    """Return whether the data axes cut a tensor into one block of rows after another, in the order of the axes.
+
+    `axes`: of the mesh, with their sizes.
+    """
     outer = 1
-    for axis in (a for a in stage.axes if a in data_axes):
-        state = source.states.get(axis)
-        if isinstance(state, Sharded):
-            if state.dim != 0 or state.sections or state.outer != outer:
-                message = f"input {source.name!r} is cut by {state} over {axis!r}"
-                raise ProgramError(f"{message}: a data part is a block of rows; give the executor the global batch")
-            outer *= stage.axes[axis]
+    for axis, size in axes.items():
+        if axis in data_axes and size > 1:
+            state = states.get(axis)
+            if not isinstance(state, Sharded) or state.dim != 0 or state.sections or state.outer != outer:
+                return False
+            outer *= size
+    return True

@@ -29,8 +29,6 @@ _LOOKS: dict[Any, Callable[[Tensor], Any]] = {
 }
 _PLACES = frozenset((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where))
 _SELECTED = frozenset((torch.masked_select, Tensor.masked_select))
-# given lengths in a tuple, torch makes a tensor of them and writes to its memory, which a fake one lacks
-_WITH_LENGTHS = frozenset((torch.ctc_loss, torch.nn.functional.ctc_loss))
 _MOST_ELEMENTS = 2**24  # of a tensor that is computed, in case that it is asked for
 
 
@@ -57,8 +55,6 @@ class KnownValues(TorchFunctionMode):
             if value is not None:
                 with _unrecorded():
                     return _LOOKS[func](value)
-        if func in _WITH_LENGTHS:
-            args = [torch.tensor(a) if isinstance(a, list | tuple) else a for a in args]
         if func in _PLACES and len(args) == 1 and (places := self._places(args[0])) is not None:
             as_tuple = func is torch.where or (kwargs or {}).get("as_tuple", False)
             return places if as_tuple else torch.stack(places, 1)

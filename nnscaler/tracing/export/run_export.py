@@ -28,6 +28,7 @@ from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.runtime.start_autograd import start_autograd
 from nnscaler.runtime.training.autocast import AutocastUnknown
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_autograd_functions
+from nnscaler.tracing.export.exportable_calls import exportable_calls
 from nnscaler.tracing.export.known_values import KnownValues
 from nnscaler.tracing.export.locations import OURS, TORCH, is_library, location_of_exception
 from nnscaler.tracing.export.loss_module import LossModule
@@ -250,6 +251,7 @@ def _around(model: nn.Module, changed: dict[str, str], drawn: set[str], eager: b
         if eager:
             known = stack.enter_context(KnownValues())
             stack.enter_context(as_eager(known.is_known))
+        stack.enter_context(exportable_calls())
         stack.enter_context(buffers_written(model))
         yield
 

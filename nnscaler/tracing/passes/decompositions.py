@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from math import inf, sqrt
 from typing import Any
 
@@ -23,9 +24,10 @@ def lower_batch_norm(raw: RawGraph) -> RawGraph:
     """
     builder = Builder(raw.graph)
     storages = dict(raw.storages)
+    own = count(min((0, *storages.values())) - 1, -1)  # memory that no other tensor has
     for operation in raw.graph.operations:
         if operation.operator == "aten.batch_norm.default" and operation.args[5] is True:
-            _emit(operation, builder, storages)
+            storages.update(zip(_emit(operation, builder), own, strict=False))
         elif operation.operator == "aten.instance_norm.default" and _keeps_statistics(operation):
             raise NnscalerError(
                 "trace_failed",
@@ -42,17 +44,18 @@ def _keeps_statistics(operation: Operation) -> bool:
     return operation.args[5] is True and operation.args[3] is not None and operation.args[4] is not None
 
 
-def _emit(operation: Operation, builder: Builder, storages: dict[str, int]) -> None:
+def _emit(operation: Operation, builder: Builder) -> list[str]:
+    """Emit the parts, and return the tensors that are made on the way."""
     x, weight, bias, old_mean, old_variance, _training, momentum, eps, *_ = builder.references(operation)[0]
     given = builder.tensor(x.name)
     output = builder.source.tensors[operation.outputs[0] or ""]
     channels = given.shape[1:2]
     wide = "float32" if given.dtype in ("float16", "bfloat16") else given.dtype
-    off = Region(False, operation.region.autocast)
+    off, found = Region(False, operation.region.autocast), list[str]()
 
     def emit(part: str, operator: str, args: tuple[Any, ...], of: Form, region: Region | None = None) -> TensorName:
         made = builder.make(f"{output.name}_{part}", operator, args, like=operation, of=of, region=region)
-        storages[made.name] = -len(storages) - 1  # memory of its own
+        found.append(made.name)
         return made
 
     mean = emit("batch_mean", "nnscaler.batch_mean", (x,), (channels, wide))
@@ -66,6 +69,7 @@ def _emit(operation: Operation, builder: Builder, storages: dict[str, int]) -> N
         dtype = builder.tensor(old_variance.name).dtype
         unbiased = emit("unbiased", "aten.select.int", (variance, 0, 1), (channels, wide), off)
         emit("var", RUNNING_STATISTIC, (old_variance, unbiased, momentum), (channels, dtype), off)
+    return found
 
 
 def statistic_written(operation: Operation) -> tuple[str, str]:

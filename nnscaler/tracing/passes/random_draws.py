@@ -134,6 +134,7 @@ FORMULAS: Mapping[str, Formula] = {
     "aten.randint_like.default": _integers(1, False),
     "aten.randint_like.low_dtype": _integers(1, True),
     "aten.random.to": _integers(1, False),
+    "aten.random.from": _integers(1, True),
     "aten.randperm.default": _permutation,
     "aten.rrelu.default": _rrelu,
 }
@@ -145,6 +146,7 @@ IN_PLACE = {
     "aten.bernoulli_.Tensor": "aten.bernoulli.Tensor",
     "aten.exponential_.default": "aten.exponential.default",
     "aten.random_.to": "aten.random.to",
+    "aten.random_.from": "aten.random.from",
 }
 # functions of torch whose call may draw
 DRAWING = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -11,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from op_registry.registry import facts_of
+
 from nnscaler.layout import Sharded, States
 from nnscaler.manifest import ResultRecord
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import INPUT_GRADIENT, Stage
 from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.training.cut_batch import in_rows
 from nnscaler.runtime.training.model_outputs import joined, sendable
 from nnscaler.training.engine import Engine
 from nnscaler.training.part.program import Kinds, PartProgram
 from nnscaler.training.program_runner import EngineSettings, Running, named_buffers
 from nnscaler.training.recompilation import Shapes, agreed, from_rank_0, sample_of
+from nnscaler.training.user_loop.torch_calls_on_shards import watched
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class PartEngine(Engine):
     ) -> None:
         super().__init__(part.program, communicator, settings)
         self.part = part
+        self._drawn = {op.name for op in part.program.graph.operations if facts_of(op.operator).random}
+        self._tell_of_equal_draws()
         self._counts = False
         self._everyone = tuple(range(self.world_size))
         told = self.communicator.all_gather(torch.tensor([self.data_part.index], device=self.device), self._everyone)
@@ -71,6 +78,19 @@ class PartEngine(Engine):
         self._kinds: dict[Shapes, Kinds] = {
             tuple((n, s) for n, s in self._first_size.shapes if not self._is_cotangent(n)): kinds
         }
+
+    def _tell_of_equal_draws(self) -> None:
+        """Warn of another part of this rank that draws the same numbers: they are a function of seed and operation."""
+        for other in watched() if self._drawn and self.rank == 0 else ():
+            if not isinstance(other, PartEngine) or other is self or other.rank != self.rank:
+                continue
+            equal = sorted(self._drawn & other._drawn)
+            if equal and other.settings.seed == self.settings.seed:
+                message = (
+                    f"two parts draw the same random numbers, as in `{equal[0]}`: both have seed {other.settings.seed}"
+                )
+                warnings.warn(f"{message}; give one of them another, as settings={{'seed': 1}}", stacklevel=4)
+                return
 
     def optimizer(
         self,
@@ -271,14 +291,6 @@ class PartEngine(Engine):
 
 def _are_parts(stage: Stage, states: States, axes: Sequence[str], rows: Sequence[int]) -> bool:
     """Return whether the data axes cut a tensor into the rows of the data parts."""
-    outer = 1
-    for axis, size in stage.axes.items():
-        if axis not in axes or size == 1:
-            continue
-        state = states.get(axis)
-        if not isinstance(state, Sharded) or state.dim != 0 or state.sections or state.outer != outer:
-            return False
-        if state.sizes and state.sizes != tuple(rows):  # all of it on its owner
-            return False
-        outer *= size
-    return outer > 1
+    cut = [states.get(axis) for axis, size in stage.axes.items() if axis in axes and size > 1]
+    unequal = {state.sizes for state in cut if isinstance(state, Sharded) and state.sizes}
+    return bool(cut) and in_rows(states, stage.axes, axes) and unequal <= {tuple(rows)}  # else all is on its owner

@@ -73,8 +73,7 @@ def compile_part(
         return _cotangents(part, sample, inputs, options)
 
     def compiled() -> Program:
-        ones = {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in kinds(sample.tensors).items()}
-        batch = {**sample.tensors, **ones}
+        batch = {**sample.tensors, **_drawn(kinds(sample.tensors))}
         named = {"model": {"name": type(module).__name__}, **options}
         program = parallelize(part, batch, **named)
         assert program.origin is not None
@@ -82,12 +81,18 @@ def compile_part(
 
     program = compile_once(compiled, part, dict(sample.tensors))
     lacking = [t for t in program.graph.with_role("input") if t.name not in program.inputs]  # where others compiled it
-    ones = {t.name: torch.ones(t.shape, dtype=getattr(torch, t.dtype)) for t in lacking}
-    program = replace(program, inputs={**program.inputs, **ones})
+    others = _drawn({t.name: (t.shape, getattr(torch, t.dtype)) for t in lacking})
+    program = replace(program, inputs={**program.inputs, **others})
     taken = {entry.name for entry in program.manifest.inputs}
     names = {result.name: cotangent(result.name, sample) for result in program.manifest.returns.results}
     cotangents = {output: name for output, name in names.items() if name in taken}
     return PartProgram(program, call_inputs(module, sample), wanted, cotangents, kinds, module.training)
+
+
+def _drawn(kinds: Kinds) -> dict[str, Tensor]:
+    """Return sample cotangents: of equal ones the loss of what ends in a norm is zero, and so are its gradients."""
+    generator = torch.Generator().manual_seed(0)
+    return {n: torch.randn(s, generator=generator, dtype=torch.float64).to(d) for n, (s, d) in sorted(kinds.items())}
 
 
 def _cotangents(
@@ -111,7 +116,9 @@ def _cotangents(
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in graph.results[1:]:  # the first is the loss
         dtype = getattr(torch, graph.tensors[tensor].dtype)
-        if graph.tensors[tensor].needs_grad and dtype.is_floating_point:
+        made = graph.producers[tensor]
+        sources = made.inputs if made.operator == "aten.clone.default" else (tensor,)  # of a parameter: `own_results`
+        if any(graph.tensors[source].needs_grad for source in sources) and dtype.is_floating_point:
             found[cotangent(name, sample)] = graph.tensors[tensor].shape, dtype
     return found
 

@@ -149,12 +149,16 @@ def _look_first(function: Any, argument: str, look: Callable[[list[Tensor]], Non
     cell.cell_contents = looked
 
 
+def watched() -> list[Trains]:
+    """Return the live engines of this rank."""
+    with _lock:
+        return [engine for engine, found in _engines.items() if not found.is_others]
+
+
 def _held() -> dict[int, _Trained]:
     """Return by id what the live engines of this rank train."""
-    with _lock:
-        engines = [engine for engine, watched in _engines.items() if not watched.is_others]
     found: dict[int, _Trained] = {}
-    for engine in engines:
+    for engine in watched():
         for stage in engine.executor.stages.values():
             for name, described in stage.parameters.items():
                 tensor = stage.at_rest[name]
@@ -228,7 +232,7 @@ def _refuse_untrained(given: Sequence[Tensor], what: str, help: str, stale: bool
     """Refuse tensors of a module that was compiled. `stale`: only where it has the values that it had then."""
     wanted = {id(tensor) for tensor in given}
     with _lock:
-        compiled = [(watched.module(), watched.versions) for watched in _engines.values()]
+        compiled = [(found.module(), found.versions) for found in _engines.values()]
     modules = [m for m, versions in compiled if m is not None and not (stale and versions != _versions(m))]
     named = ((name, tensor) for module in modules for name, tensor in module.named_parameters())
     name = next((name for name, tensor in named if id(tensor) in wanted), None)

@@ -64,6 +64,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*VERIFY, "--level", "static", "--dtype", "bfloat16"], "--level static runs nothing"),
     ([*VERIFY, "--output-format", "xml"], "'xml' is none of full, concise, json"),
     (["verify-op", "no_such.py::f"], "no_such.py"),
+    (["verify-op", "aten.add.Tensor", "--seed", str(2**70)], "1180591620717411303424 has more than 63 bits"),
     (["reproduce", "nns1:damaged"], "the token is damaged"),
     (["reproduce", "nns2:damaged"], "the token is damaged"),
     (["reproduce", "nns3:damaged"], "the token is damaged"),

@@ -34,6 +34,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {  # of a te
     "randint from 0": (lambda x: torch.randint(4, SIZE), 1.5, 1.25**0.5),
     "randint_like": (lambda x: torch.randint_like(x, 3, 7), 4.5, 1.25**0.5),
     "random_": (lambda x: torch.empty_like(x).random_(4), 1.5, 1.25**0.5),
+    "random_ from a number on": (lambda x: torch.empty_like(x).random_(3, 7), 4.5, 1.25**0.5),
     "rrelu": (lambda x: F.rrelu(-x, 0.2, 0.4, training=True), -0.15, 0.1 * 12**-0.5),
     "randperm": (lambda x: torch.randperm(2000), 999.5, 2000 * 12**-0.5),
     "a generator": (lambda x: torch.empty_like(x).normal_(generator=None), 0, 1),

@@ -232,6 +232,14 @@ def test_state_of_layers(change: Callable[[Stack], None], body: Forward | None, 
     assert len(traced.graph.updates) == {add_batch_norm: 3 * LAYERS, count_calls: LAYERS}.get(change, 0)
 
 
+def fills(layer: Layer, x: Tensor) -> Tensor:
+    return layer.block(torch.zeros_like(x).add_(x)) + torch.ones(6).mul_(0.5)
+
+
+def test_memory_of_copies_is_not_that_of_the_parts_of_a_batch_norm() -> None:
+    same(changed(add_batch_norm, fills), copies=4)
+
+
 def looks_at_data(layer: Layer, x: Tensor) -> Tensor:
     if layer.index == 3:
         torch.tensor(2.0).item()

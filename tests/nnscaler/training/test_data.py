@@ -267,12 +267,27 @@ def test_what_cannot_be_loaded_is_refused() -> None:
 
 
 def test_a_place_in_other_data_is_refused() -> None:
-    state = made(Numbers(), 1)[0].state_dict()
+    (first,) = made(Numbers(), 1)
+    next(iter(first))
+    state = first.state_dict()
     with pytest.raises(NnscalerError, match="a number of samples of 23, and this loader's is 24") as error:
         made(Numbers(24), 1)[0].load_state_dict(state)
     assert error.value.code == "other_data"
     with pytest.raises(NnscalerError, match="seed 3, and this loader's is 4"):
         load(Numbers(), 5, DataPart(0, 1), shuffle=True, seed=4).load_state_dict(state)
+
+
+@pytest.mark.parametrize("more", [{"seed": 4, "shuffle": True}, {"seed": 3}])
+def test_at_the_end_of_an_epoch_the_order_may_change(more: dict[str, Any]) -> None:
+    (first,) = made(Numbers(), 1)
+    batches = iter(first)
+    for _ in range(len(first)):
+        next(batches)
+    going, new = load(Numbers(), 5, DataPart(0, 1), **more), load(Numbers(), 5, DataPart(0, 1), **more)
+    going.load_state_dict(first.state_dict())
+    new.set_epoch(1)
+    assert (going.completed, list(going)) == (1, [])
+    assert steps([going]) == steps([new])
 
 
 def padded(rows: list[Any]) -> dict[str, torch.Tensor]:

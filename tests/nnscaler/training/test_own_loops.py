@@ -24,6 +24,7 @@ from nnscaler.training.part.engine import PartEngine
 from nnscaler.training.part.module import Part
 from nnscaler.training.part.program import compile_part
 from nnscaler.training.program_runner import EngineSettings
+from nnscaler.transform.plan import AssignStep, Plan
 
 FLOAT64 = EngineSettings(dtype="float64", device="cpu")
 CUT = [("dp=2,zero=1", 2), ("dp=2,zero=3", 2), ("tp=2", 2), ("pp=2", 2), ("dp=2,zero=1,owned=1", 2)]
@@ -349,3 +350,52 @@ def test_a_module_that_is_changed_later_is_told(change: str) -> None:
 
     found = on_ranks(module, "dp=1", 1, lambda engine: list(told(engine)))[0]
     assert len(found) == bool(expected) and all(text.startswith(expected) for text in found)
+
+
+class Across(nn.Module):
+    """Its targets have the batch in dim 1, and twice in dim 0."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, features)
+
+    def forward(self, x: Tensor, across: Tensor, twice: Tensor) -> Tensor:
+        up = torch.tanh(self.up(x))
+        return nn.functional.mse_loss(up, across.T) + nn.functional.mse_loss(up.repeat(2, 1), twice)
+
+
+@pytest.mark.parametrize("features", [12, 5])
+def test_an_input_may_have_the_batch_elsewhere_than_in_its_rows(features: int) -> None:
+    """Every rank is given the whole of it, or its rows where it has as many as the batch, and cuts what it needs."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"x": (12, 6), "across": (features, 12), "twice": (24, features)}
+    given = {n: torch.randn(size, generator=generator, dtype=torch.float64) for n, size in sizes.items()}
+    torch.manual_seed(0)
+    module = Across(features)
+    program = nnscaler.parallelize(module, {n: t.float() for n, t in given.items()}, ranks=2, plan="dp=2,zero=1")
+    loss = module.double()(**given)
+    loss.backward()
+
+    def work(communicator: Communicator) -> tuple[float, float]:
+        engine = Engine(program, communicator, FLOAT64)
+        by_rows = {name: tensor for name, tensor in given.items() if len(tensor) == 12}
+        return float(engine.step(given | rows(by_rows, engine))), float(engine.clip_grad_norm_(float("inf"), 2.0))
+
+    norm = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).norm()
+    for found in Simulator(2).run(work):
+        assert found == pytest.approx((float(loss.detach()), float(norm)), rel=1e-12)
+
+
+def test_stages_that_divide_the_batch_otherwise_are_given_all_of_it() -> None:
+    steps = (AssignStep(("*",), (1,)), AssignStep(("up",), (0,)))
+    plan = Plan((("pp", 2),), steps, 1, stage_axes=((("dp", 2),), (("dp", 3),)))
+    program = nnscaler.parallelize(model(), batch(0) | {"x": batch(0)["x"].float()}, ranks=plan.ranks, plan=plan)
+    expected = eager(lambda *_: None)
+
+    def work(communicator: Communicator) -> dict[str, Tensor]:
+        engine = Engine(program, communicator, FLOAT64)
+        assert engine.data_part.count == 1
+        return trained(engine, lambda *_: None)
+
+    for found in Simulator(plan.ranks).run(work):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)

@@ -71,6 +71,7 @@ WRONG = {
     ("steps = 8", "stps = 8"): "a run has no key 'stps'\n  --> {file}:2   stps = 8\n  help: did you mean steps?",
     ("packed", "paked"): "[data] has no key 'paked'\n  --> {file}:6   paked = 16\n  help: did you mean packed?",
     ("= 16", '= "16"'): '`data.packed` is a whole number, not "16"\n  --> {file}:6   packed = "16"',
+    ("steps = 8", f"seed = {2**70}"): "`seed` is 1180591620717411303424, which has more than 63 bits",
     ("steps = 8", "steps = -8"): "`steps` is -8, and at least 0 is needed\n  --> {file}:2   steps = -8",
     ("[data]", "[data]\nbatch_size = 0"): "`data.batch_size` is 0, and at least 1 is needed",
     ("[data]", "checkpoints = 3\n[data]"): "`checkpoints` is a table: [checkpoints]",

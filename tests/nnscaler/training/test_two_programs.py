@@ -145,13 +145,13 @@ class Deep(nn.Module):
         return (x - self.count).square().mean()
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "dp=2,zero=3"])
-def test_what_only_one_program_reads_may_lie_otherwise_there(plan: str) -> None:
+@pytest.mark.parametrize(("plan", "counts"), [("tp=2", (2, 4)), ("dp=2,zero=3", (2, 4)), ("dp=2,zero=1", (4, 2))])
+def test_what_only_one_program_reads_may_lie_otherwise_there(plan: str, counts: tuple[int, int]) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-    pair = [nnscaler.parallelize(Deep(layers, n), (x.float(),), ranks=2, plan=plan) for n in (2, 4)]
+    pair = [nnscaler.parallelize(Deep(layers, n), (x.float(),), ranks=2, plan=plan) for n in counts]
     plain = copy.deepcopy(layers).double()
-    steps = [(Deep(plain, n), torch.optim.Adam(plain.parameters(), lr=0.1)) for n in (2, 4)]
+    steps = [(Deep(plain, n), torch.optim.Adam(plain.parameters(), lr=0.1)) for n in counts]
 
     def work(communicator: Communicator) -> tuple[list[float], dict[str, Tensor]]:
         engine = Engine(pair[0], communicator, EngineSettings(dtype="float64"))
@@ -190,6 +190,22 @@ def test_what_one_program_trains_on_other_ranks_is_refused() -> None:
             Engine(pair[0], communicator).another(pair[1])
 
     Simulator(2).run(work)
+
+
+def test_owners_that_a_frozen_parameter_moves_are_refused() -> None:
+    """They are balanced over what a program trains."""
+    model, x = Mean(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 5))), torch.randn(6, 4)
+    first = nnscaler.parallelize(model, (x,), ranks=3, plan="dp=3,zero=1,owned=1")
+    model.module[1].requires_grad_(False)
+    second = nnscaler.parallelize(model, (x,), ranks=3, plan="dp=3,zero=1,owned=1")
+
+    def work(communicator: Communicator) -> None:
+        with pytest.raises(NnscalerError, match=r"module.0.weight' is .*Sharded") as raised:
+            Engine(first, communicator).another(second)
+        assert raised.value.code == "layouts_differ"
+        assert "owned=1" in raised.value.help
+
+    Simulator(3).run(work)
 
 
 def test_a_program_whose_tensors_lie_otherwise_is_refused() -> None:

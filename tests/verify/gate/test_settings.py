@@ -253,7 +253,13 @@ def test_the_environment_is_read_by_type(folder: Path, name: str, text: str, val
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("NNSCALER_CACHE", "perhaps"), ("NNSCALER_JOBS", "0"), ("NNSCALER_SEED", "x"), ("NNSCALER_OP_TIMEOUT", "soon")],
+    [
+        ("NNSCALER_CACHE", "perhaps"),
+        ("NNSCALER_JOBS", "0"),
+        ("NNSCALER_SEED", "x"),
+        ("NNSCALER_SEED", str(2**63)),
+        ("NNSCALER_OP_TIMEOUT", "soon"),
+    ],
 )
 def test_a_wrong_variable_is_refused(folder: Path, name: str, text: str) -> None:
     settings(f"[tool.nnscaler.gate]\n{MODELS}")

@@ -166,7 +166,8 @@ class Enumerator:
         zeros: list[Inputs] = []
         candidates = [*enumerate(self.guards.values), *enumerate(FALLBACKS, 10), *enumerate(FALLBACKS, 20)]
         for number, kind in candidates:
-            inputs = replace(self.base.inputs, sizes=sizes, kind=kind, seed=self.seed * 1000 + 100 * again + number)
+            seed = (self.seed * 1000 + 100 * again + number) % 2**62
+            inputs = replace(self.base.inputs, sizes=sizes, kind=kind, seed=seed)
             if kind == "given" and (self.drawn or any(i.kind == "given" for i in found)):
                 continue
             prepared = self.prepared(inputs)

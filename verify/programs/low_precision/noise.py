@@ -253,7 +253,7 @@ def draw_noise(subject: NoisyModel, targets: Mapping[Key, Target], first: int, c
 def draw(subject: NoisyModel, number: int) -> Trajectory:
     """Run number `number`, counted from 0; the same number gives the same run."""
     kind = KINDS[number % len(KINDS)] if number < len(KINDS) else KINDS[1 + (number - 1) % (len(KINDS) - 1)]
-    generator = torch.Generator().manual_seed(1_000_003 * subject.seed + number)
+    generator = torch.Generator().manual_seed((1_000_003 * subject.seed + number) % 2**63)
     model, sample = subject.model, subject.sample
     if kind == "moved":
         model = moved_model(model, subject.dtype, generator)

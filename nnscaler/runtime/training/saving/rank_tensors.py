@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nnscaler.layout import States
 from nnscaler.runtime.role import INPUT_GRADIENT, Buffer, Parameter, Stage
@@ -25,6 +25,7 @@ class StoredTensor:
     tensor       this rank's shard; the very object that the optimizer updates
     kind         "parameter", "frozen" or "buffer"
     first        no rank before this one, and no stage before, holds the same elements
+    read         an operation of the program reads it
     """
 
     fqn: str
@@ -36,6 +37,7 @@ class StoredTensor:
     tensor: Tensor
     kind: str
     first: bool
+    read: bool = True
 
 
 def stored_tensors(stages: Sequence[Stage], tied: Sequence[Sequence[str]] = ()) -> list[StoredTensor]:
@@ -69,5 +71,30 @@ def stored_tensors(stages: Sequence[Stage], tied: Sequence[Sequence[str]] = ()) 
                     tensor,
                     kind,
                     first,
+                    read=isinstance(description, Buffer) or description.used,
                 )
     return list(found.values())
+
+
+def held_by_one(entries: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Return each tensor of the model once, of what several programs over the same parameters hold on a rank.
+
+    A program that does not read a tensor may have one of its own in its place, which nothing changes: those that read
+    it come first, and of them those that train it.
+    """
+    found: dict[str, StoredTensor] = {}
+    for entry in entries:
+        known = found.get(entry.fqn)
+        if known is None or (entry.read, entry.kind == "parameter") > (known.read, known.kind == "parameter"):
+            found[entry.fqn] = entry
+    return list(found.values())
+
+
+def trained_tensors(stages: Iterable[Stage]) -> dict[str, nn.Parameter]:
+    """Return what these stages of one rank train, by name in the model: the first that has a tensor counts."""
+    found: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        for attribute, description in stage.parameters.items():
+            if not description.fqn.startswith(INPUT_GRADIENT):
+                found.setdefault(description.fqn, stage.at_rest[attribute])
+    return found

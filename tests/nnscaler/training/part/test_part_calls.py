@@ -212,6 +212,43 @@ def test_a_part_that_returns_a_scalar() -> None:
     close(next(part.parameters()).grad, module.weight.grad)
 
 
+class Ends(nn.Module):
+    """Ends in a norm, whose elements add up to zero, and returns a parameter and the batch in another dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.scale = nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.norm(torch.tanh(self.up(x)) * self.scale)
+        return y, self.scale, y.transpose(0, 1)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2"])
+def test_a_part_that_ends_in_a_norm_and_returns_a_parameter(plan: str) -> None:
+    def loss(outputs: tuple[Tensor, Tensor, Tensor], share: float = 1.0) -> Tensor:
+        y, scale, across = outputs
+        return y.square().sum() + share * (scale * across).exp().sum()
+
+    torch.manual_seed(0)
+    module = Ends()
+    program = compile_part(module, (rows(12).float(),), ranks=PLANS[plan], plan=plan)
+
+    def work(part: Part) -> None:
+        right, parts = copy.deepcopy(module).double(), part.engine.data_part.count
+        loss(right(rows(12)), share=parts).backward()
+        loss(part(rows_of(rows(12), part))).backward()
+        mine = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
+        for name, parameter in right.named_parameters():
+            assert parameter.grad is not None
+            if parameter.shape == mine[name].shape:  # what rests in shards is compared elsewhere
+                close(mine[name], parameter.grad / parts)
+        wanted = torch.cat([p.grad.flatten() for p in right.parameters() if p.grad is not None]).norm() / parts
+        close(part.engine.clip_grad_norm_(float("inf")), wanted)
+
+    on_ranks(plan, program, work)
+
+
 def test_a_part_without_parameters() -> None:
     x = rows(12)
     close(squares(alone(nn.Tanh(), (rows(12).float(),)), x)[1], squares(nn.Tanh(), x)[1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,10 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from nnscaler.training.part.engine import PartEngine
 from nnscaler.training.part.module import Part
 from nnscaler.training.saving.checkpoints import Checkpoints
 from tests.nnscaler.training.part.test_part import (
     CASES,
+    FLOAT64,
+    LENGTH,
+    WIDTH,
     Around,
     assert_same,
     compiled,
@@ -68,6 +74,18 @@ def test_a_run_goes_on_under_another_plan(name: str, before: str, after: str, tm
 
     on_ranks(before, compiled(case, before), lambda part: work(part, range(3)))
     on_ranks(after, compiled(case, after), lambda part: work(part, range(3, 5)))
+
+
+def test_parts_that_draw_the_same_numbers_are_told() -> None:
+    program = compiled(CASES["dropout"], "dp=1")
+    first = Part(PartEngine(program, None, FLOAT64))
+    with pytest.warns(UserWarning, match="two parts draw the same random numbers, as in `dropout`: both have seed 0"):
+        Part(PartEngine(program, None, FLOAT64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = Part(PartEngine(program, None, replace(FLOAT64, seed=1)))
+    x = torch.randn(12, LENGTH, WIDTH, dtype=torch.float64)
+    assert not torch.equal(first(x), other(x))
 
 
 SCRIPT = """

@@ -1,0 +1,93 @@
+"""Calls that torch.export cannot record, made of others that compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+
+@contextmanager
+def exportable_calls() -> Iterator[None]:
+    """Open it around the model's forward, inside of the export."""
+    with patch.object(_BatchNorm, "forward", _averaged(_BatchNorm.forward)), _Calls():
+        yield
+
+
+class _Calls(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        call = _CALLS.get(func)
+        return func(*args, **(kwargs or {})) if call is None else call(func, *args, **(kwargs or {}))
+
+
+def _with_lengths(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Given lengths in a tuple, torch makes a tensor of them and writes to its memory, which a fake one lacks."""
+    return func(*(torch.tensor(a) if isinstance(a, list | tuple) else a for a in args), **kwargs)
+
+
+def _from_a_number_on(func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The overload of `random_` with a lower bound is called `from`, which no text of Python can name."""
+    if len(args) != 2 or args[1] is None:
+        return func(tensor, *args, **kwargs)
+    low, high = args
+    return func(tensor, high - low, **kwargs).add_(low)
+
+
+def _counted(func: Callable[..., Any], numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+    """How long the result of `bincount` is depends on the largest number; it is taken for smaller than `minlength`,
+    and the program fails where one is not."""
+    if not minlength:
+        return func(numbers, weights)
+    if weights is None:
+        weights = torch.ones_like(numbers, dtype=torch.int64)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return weights.new_zeros(minlength).index_add(0, numbers, weights)
+
+
+def _unchecked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A check of torch's own that asks whether any value is wrong computes nothing."""
+    with patch.object(torch, "any", lambda *_: False):
+        return func(*args, **kwargs)
+
+
+_CALLS: Mapping[Any, Callable[..., Any]] = {
+    torch.ctc_loss: _with_lengths,
+    F.ctc_loss: _with_lengths,
+    Tensor.random_: _from_a_number_on,
+    torch.bincount: _counted,
+    Tensor.bincount: _counted,
+    F.gaussian_nll_loss: _unchecked,
+}
+
+
+def _averaged(forward: Callable[[_BatchNorm, Tensor], Tensor]) -> Callable[[_BatchNorm, Tensor], Tensor]:
+    """Return forward of a batch norm whose statistics without a momentum are means over all batches so far: by their
+    number as a tensor, where torch takes it as one of Python's."""
+
+    def averaged(self: _BatchNorm, x: Tensor) -> Tensor:
+        mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
+        if self.momentum is not None or not self.training or mean is None or var is None or count is None:
+            return forward(self, x)
+        self._check_input_dim(x)
+        count.add_(1)
+        before = mean.clone(), var.clone()
+        normed = F.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        for held, old in zip((mean, var), before, strict=True):
+            held.copy_(old + (held - old) / count)
+        return normed
+
+    return averaged
