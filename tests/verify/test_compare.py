@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify import Verdict
-from verify.programs.reference.eager import logical_state, measure_condition, randomise_parameters
+from verify.programs.reference.eager import logical_state, measure_condition, randomise_parameters, run_reference
 from verify.results.tolerance import difference, exact_tolerance, family_scale, largest
 
 KEY = ("gradient", 0, "w")
@@ -88,9 +89,6 @@ def test_the_same_seed_gives_the_same_parameters() -> None:
 
 
 def test_conditioning_is_measured_on_the_model() -> None:
-    from nnscaler.tracing.sample_inputs import flatten_inputs
-    from verify.programs.reference.eager import run_reference
-
     class Sharp(nn.Module):
         """Loses nine digits by a difference of almost equal numbers."""
 
@@ -106,6 +104,22 @@ def test_conditioning_is_measured_on_the_model() -> None:
     reference = run_reference(model, sample, steps=1)
     measured = measure_condition(model, sample, reference, 1)
     assert measured.noise["loss", 0, ""] > 1e-12
+
+
+class AsksForItsDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.proj(x) / (1e-3 + torch.finfo(x.dtype).eps)).square().sum()
+
+
+def test_numbers_that_follow_from_a_dtype_are_no_noise() -> None:
+    model = AsksForItsDtype()
+    sample = flatten_inputs(model, {"x": torch.rand(5, 3)})
+    measured = measure_condition(model, sample, run_reference(model, sample, steps=1), 1)
+    assert measured.noise["loss", 0, ""] < 1e-12
 
 
 def test_the_largest_of_truth_values() -> None:
