@@ -147,6 +147,8 @@ def _run_rank(communicator: Communicator, task: Task, observe: Callable[..., Non
         losses.append(loss)
         gradients.append(found)
         returned.append(_returned(executor))
+    if not task.steps:  # without a loss a forward is all that there is, and what it makes of buffers is the program's
+        executor.forward_only(batch, update=True)
     parameters, buffers = _entries(executor, "parameter"), _entries(executor, "buffer")
     trials = {trial.name: _trial(communicator, task, state, trial) for trial in task.trials}
     forward, gathered = None, dict[str, Tensor]()
