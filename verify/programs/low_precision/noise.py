@@ -71,8 +71,14 @@ def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator
 
 
 def moved_sample(sample: SampleInputs, dtype: torch.dtype, generator: torch.Generator) -> SampleInputs:
-    """Return the batch with its floating-point tensors moved likewise."""
-    tensors = {n: moved(t, dtype, generator) if t.is_floating_point() else t for n, t in sample.tensors.items()}
+    """Return the batch with its floating-point tensors moved likewise, inside of the range that each has: a model may
+    take no other values, such as probabilities beyond 1."""
+
+    def within(tensor: Tensor) -> Tensor:
+        there = moved(tensor, dtype, generator)
+        return there.clamp(tensor.min(), tensor.max()) if tensor.numel() else there
+
+    tensors = {n: within(t) if t.is_floating_point() else t for n, t in sample.tensors.items()}
     return replace(sample, tensors=tensors)
 
 
