@@ -44,7 +44,7 @@ from verify.results.verdict import Verdict
 
 # Checks and findings from the rows of one dtype.
 
-_TITLES = {"loss": "loss", "gradient": "gradients", "parameter": "parameters", "buffer": "buffers"}
+_TITLES = {kind: f"{kind}s" for kind in KINDS} | {"loss": "loss"}
 
 
 def rows_of(
@@ -67,7 +67,8 @@ def outcomes_of(
     compared = iter(rows)
     pairs = [(one, None if one.problem else next(compared)) for one in tensors]
     kinds = [kind for kind in KINDS if any(one.key[0] == kind for one in tensors)]
-    return [_check(comparison, kind, [p for p in pairs if p[0].key[0] == kind], draws, dtype) for kind in kinds]
+    checks = [_check(comparison, kind, [p for p in pairs if p[0].key[0] == kind], draws, dtype) for kind in kinds]
+    return checks if comparison.steps or "result" in kinds else [_no_result(dtype), *checks]
 
 
 def _check(
@@ -106,6 +107,7 @@ def _finding(comparison: Comparison, one: Measured, row: NoiseRow, draws: int) -
     noun = {
         "loss": f"the loss of step {row.step}, `{comparison.loss}`, on {one.name}",
         "gradient": f"the gradient of `{row.name}` at step {row.step}",
+        "result": f"the result `{row.name}`",
     }.get(row.kind, f"the {row.kind} `{row.name}` after {comparison.steps} step{'s' * (comparison.steps > 1)}")
     verb = "is not finite" if not one.finite else f"is {row.ratio:.3g} times its noise away from the model's"
     facts = {
@@ -137,6 +139,15 @@ def _facts(one: Measured, dtype: str) -> dict[str, str]:
 
 def _place(comparison: Comparison, one: Measured) -> SourceLocation | None:
     return comparison.loss_place if one.holding is None else comparison.place(one.holding.name)
+
+
+def _no_result(dtype: str) -> CheckOutcome:
+    """Return the check of a program without a loss of which nothing that it computes was compared."""
+    message = (
+        f"in {dtype}, nothing that the model returns can be compared: no result is of finite floating-point numbers"
+    )
+    finding = Finding("nothing_checked", message, help="--dtype float64 compares the results")
+    return CheckOutcome(Check(f"{_TITLES['result']} in {dtype}", Verdict.INCONCLUSIVE, 0), (finding,))
 
 
 def _all_drowned(kind: str, dtype: str) -> Finding:
