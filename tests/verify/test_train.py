@@ -76,6 +76,29 @@ def test_numbers_that_follow_from_a_dtype_are_those_of_the_trace_in_every_step()
     assert report.exit_code == 0, report.to_json()
 
 
+class TimeFirst(nn.Module):
+    """Tokens have their batch in dim 1, and their mask in dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.proj = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(
+            self.proj(self.table(tokens)).flatten(0, 1), tokens.flatten(), reduction="none"
+        )
+        return (losses * mask.t().flatten()).mean()
+
+
+def test_a_batch_that_is_no_rows_is_not_trained_on() -> None:
+    batch = {"tokens": torch.randint(0, 9, (8, 6)), "mask": torch.ones(6, 8)}
+    chosen: Any = {"level": "run", "depth": "quick", "train": True, "backend": "simulator"}
+    report = verify.verify_plan(TimeFirst(), batch, ranks=2, plan="dp=2", **chosen)
+    (found,) = report.findings
+    assert (report.exit_code, found.code) == (3, "nothing_checked") and "dim 0 of each input" in str(found.help)
+    assert "input 'mask' is cut by Sharded(1) over 'dp'" in found.message
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("plan", "ranks", "optimizer"), [("dp=3,zero=2", 3, "sgd"), ("pp=2", 2, "torch.optim::NAdam")])
 def test_other_optimizers_pass(plan: str, ranks: int, optimizer: str) -> None:

@@ -71,8 +71,7 @@ def data_part(stages: Sequence[Stage], data_axes: Sequence[str]) -> DataPart:
             if axis in data_axes:
                 index, count = index * size + getattr(stage, axis).index, count * size
         found.add(DataPart(index, count))
-        for source in (*stage.inputs.values(), *stage.prepare_inputs.values()):
-            _check_nested(source, stage, data_axes)
+    check_rows(stages, data_axes)
     if len(found) != 1:
         raise ProgramError(f"the stages of one rank read different parts of the batch: {sorted(map(str, found))}")
     return found.pop()
@@ -89,8 +88,15 @@ def inputs_read_whole(stages: Iterable[Stage | type[Stage]], data_axes: Sequence
     )
 
 
-def _check_nested(source: Input, stage: Stage, data_axes: Sequence[str]) -> None:
-    """Check that the rows of the part are one block, in the order of the axes."""
+def check_rows(stages: Iterable[Stage | type[Stage]], data_axes: Sequence[str]) -> None:
+    """Check that the part of a rank is one block of rows of each input, in the order of the axes. Raises
+    ProgramError."""
+    for stage in stages:
+        for source in (*stage.inputs.values(), *stage.prepare_inputs.values()):
+            _check_nested(source, stage, data_axes)
+
+
+def _check_nested(source: Input, stage: Stage | type[Stage], data_axes: Sequence[str]) -> None:
     outer = 1
     for axis in (a for a in stage.axes if a in data_axes):
         state = source.states.get(axis)

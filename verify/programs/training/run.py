@@ -13,7 +13,9 @@ from torch import Tensor
 from nnscaler.codegen.program import Origin, Program
 from nnscaler.compile import for_batch
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.jobs.job import JobSpecification
+from nnscaler.runtime.training.cut_batch import check_rows
 from nnscaler.tracing.export.module_copies import copied
 from nnscaler.tracing.float64_run import convert_floats
 from nnscaler.tracing.sample_inputs import flatten_inputs
@@ -43,12 +45,17 @@ from verify.programs.training.training_recipe import (
     undecayed_of,
 )
 from verify.programs.training.training_run_pair import Trained
+from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
 NAME = "training: runs on every rank"
 UPDATE_SHARE = 0.02  # of a parameter's size, that a step of Adam moves it by
 REFUSED = ("update_needs_whole", "optimizer_refused", "no_update")  # what an optimizer cannot be given
+_HELP_ROWS = (
+    "an engine is given rows, which are dim 0 of each input: give all inputs their batch in dim 0, and move it in "
+    "forward; or leave --train out"
+)
 CLIP_SHARE = 0.5  # of the norm of the first gradients: clipping is active
 
 
@@ -74,6 +81,11 @@ def check_training(request: PlanRequest, prepared: Prepared, work: Path) -> tupl
     """
     started = time.perf_counter()
     training = make_training(request, prepared)
+    try:
+        check_rows(prepared.program.stages(), training.program.plan.data_axes)
+    except ProgramError as error:  # of a right program too, and of a wrong one it is no reason to hide what is wrong
+        finding = Finding("nothing_checked", f"training: {error}", help=_HELP_ROWS)
+        return [CheckOutcome(Check(NAME, Verdict.INCONCLUSIVE, 0), (finding,))], training.notes
     course = training.course
     backend = request.train_backend or "simulator"
     outcome = run_ranks(training, request, prepared, work, backend)
