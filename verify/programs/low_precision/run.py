@@ -10,7 +10,7 @@ from math import inf
 import torch
 
 from nnscaler.compile import Progress
-from nnscaler.errors import SourceLocation
+from nnscaler.errors import NnscalerError, SourceLocation
 from verify.programs.checks import replicas
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.low_precision.error_statistics import NAMES
@@ -220,7 +220,12 @@ def low_precision_outcomes(
 
 
 def _one_dtype(seed: int, prepared: Prepared, reference: Trajectory, name: str, run: Run) -> LowPrecisionResult:
-    calibration = calibrate(seed, prepared, reference, name)
+    try:
+        calibration = calibrate(seed, prepared, reference, name)
+    except NnscalerError as error:
+        if error.code != "model_raised":
+            raise
+        return LowPrecisionResult((_does_not_run(error, name),))
     if calibration.noise.overflowed is not None:
         return LowPrecisionResult((_overflows(calibration),), draws=calibration.noise.draws)
     comparison = run(calibration.precision, calibration.subject.loss_scale)
@@ -261,6 +266,15 @@ def compare(calibration: Calibration, comparison: Comparison) -> LowPrecisionRes
         name = f"{copies.check.name} in {calibration.dtype}"
         outcomes.append(replace(copies, check=replace(copies.check, name=name)))
     return LowPrecisionResult(tuple(outcomes), rows, noise.draws)
+
+
+def _does_not_run(error: NnscalerError, dtype: str) -> CheckOutcome:
+    """Return the check of a model that runs as it is written, and not where all its floating dtypes are this one."""
+    help = f"a float32 in its code, as of `.float()`, is {dtype} here: `.to(torch.{dtype})` in build_model() keeps it; "
+    finding = Finding(
+        "nothing_checked", f"in {dtype}, {error.message}", error.where, help=help + "or use another dtype"
+    )
+    return CheckOutcome(Check(f"reference in {dtype}", Verdict.INCONCLUSIVE, 0), (finding,))
 
 
 def _overflows(calibration: Calibration) -> CheckOutcome:
