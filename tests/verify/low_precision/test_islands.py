@@ -33,6 +33,29 @@ def test_a_model_that_does_not_run_in_a_dtype_keeps_its_other_results() -> None:
     assert found.where is not None and found.where.file == __file__
 
 
+class Turned(nn.Module):
+    """Half precision has complex numbers, but no program of them: what makes them float32 is left out of the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("turns", torch.polar(torch.ones(5, 2), torch.rand(5, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.proj(x).float().unflatten(-1, (2, 2)))
+        turned = torch.view_as_real(pairs * self.turns).flatten(-2).type_as(x)  # type: ignore[operator]
+        return (turned * self.proj(x)).unflatten(-1, (2, 2)).matmul(self.proj(x).unflatten(-1, (2, 2))).square().mean()
+
+
+def test_complex_numbers_in_half_precision_refute_nothing() -> None:
+    batch = {"x": torch.randn(4, 5, 4)}
+    report = verify.verify_plan(
+        Turned(), batch, ranks=2, plan="dp=2", backend="simulator", level="run", dtype="float16"
+    )
+    assert (report.verdict, report.findings[0].code) == (Verdict.INCONCLUSIVE, "nothing_checked"), report.to_json()
+    assert "complex" in report.findings[0].message
+
+
 def test_a_model_in_the_dtype_keeps_its_islands() -> None:
     batch = {"x": torch.randn(4, 5, 4).bfloat16()}
     model = Rotary().bfloat16()

@@ -11,6 +11,7 @@ import torch
 
 from nnscaler.compile import Progress
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.ir.graph import Graph, Operation
 from verify.programs.checks import replicas
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.low_precision.error_statistics import NAMES
@@ -225,9 +226,14 @@ def _one_dtype(seed: int, prepared: Prepared, reference: Trajectory, name: str, 
     except NnscalerError as error:
         if error.code != "model_raised":
             raise
-        return LowPrecisionResult((_does_not_run(error, name),))
+        return LowPrecisionResult((_does_not_run(error.message, error.where, name),))
     if calibration.noise.overflowed is not None:
         return LowPrecisionResult((_overflows(calibration),), draws=calibration.noise.draws)
+    complex_ = next((o for o in prepared.graph.operations if _is_complex(o, prepared.graph)), None)
+    if calibration.precision in ("bfloat16", "float16") and complex_ is not None:
+        # they stay, and what is made of them is float32 in a text that has no casts from float32 to float32
+        message = "the model's complex numbers stay those of float32"
+        return LowPrecisionResult((_does_not_run(message, complex_.where, name),))
     comparison = run(calibration.precision, calibration.subject.loss_scale)
     if isinstance(comparison, CheckOutcome):
         check = replace(comparison.check, name=f"program ran in {name}")
@@ -268,12 +274,14 @@ def compare(calibration: Calibration, comparison: Comparison) -> LowPrecisionRes
     return LowPrecisionResult(tuple(outcomes), rows, noise.draws)
 
 
-def _does_not_run(error: NnscalerError, dtype: str) -> CheckOutcome:
+def _is_complex(operation: Operation, graph: Graph) -> bool:
+    return any(graph.tensors[name].dtype.startswith("complex") for name in operation.outputs if name is not None)
+
+
+def _does_not_run(message: str, where: SourceLocation | None, dtype: str) -> CheckOutcome:
     """Return the check of a model that runs as it is written, and not where all its floating dtypes are this one."""
     help = f"a float32 in its code, as of `.float()`, is {dtype} here: `.to(torch.{dtype})` in build_model() keeps it; "
-    finding = Finding(
-        "nothing_checked", f"in {dtype}, {error.message}", error.where, help=help + "or use another dtype"
-    )
+    finding = Finding("nothing_checked", f"in {dtype}, {message}", where, help=help + "or use another dtype")
     return CheckOutcome(Check(f"reference in {dtype}", Verdict.INCONCLUSIVE, 0), (finding,))
 
 
