@@ -25,7 +25,7 @@ from nnscaler.tracing.export.mutated_attributes import (
     generator_states,
     set_generator_states,
 )
-from nnscaler.tracing.float64_run import exact, exact_tensor, run_backward, without_dropout
+from nnscaler.tracing.float64_run import exact, exact_tensor, own_dtype, run_backward, without_dropout
 from nnscaler.tracing.run_graph import run_graph
 from nnscaler.tracing.sample_inputs import SampleInputs
 
@@ -67,7 +67,7 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
     except Exception as error:  # noqa: BLE001 - a module may hold anything
         return (f"the trace is not checked: the module cannot be copied ({type(error).__name__})",)
     try:
-        with attributes_kept(model, {}), exact(model, as_traced=True):
+        with attributes_kept(model, {}), exact(model, told=own_dtype(module)):
             eager = _eager_step(model, graph, sample, "float64")
         traced = _graph_step(graph, state, sample, "float64")
     except NnscalerError:

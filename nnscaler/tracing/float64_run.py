@@ -79,20 +79,19 @@ def exact(
     dropout: bool = False,
     draws: Draws | None = None,
     generators: bool = False,
-    as_traced: bool = False,
+    told: torch.dtype | None = None,
 ) -> Iterator[None]:
     """While open, every floating dtype that code asks for is `dtype`, no dropout drops anything (unless asked), and
     other random numbers are those that a program without dropout draws. `draws` gives all random numbers instead;
-    `generators`: what code draws from a generator of its own stays as it is. `as_traced`: a tensor that is asked for
-    its dtype answers with that of the module, which a trace saw: numbers that follow from it, such as
-    `torch.finfo(x.dtype).eps` and those of `torch.tensor(data, dtype=x.dtype)`, are then the trace's.
+    `generators`: what code draws from a generator of its own stays as it is. `told`: what a tensor that is asked
+    for its dtype answers. With the `own_dtype` of the module, which a trace saw, numbers that follow from it, such as
+    `torch.finfo(x.dtype).eps` and those of `torch.tensor(data, dtype=x.dtype)`, are the trace's.
 
     `module` is converted, for good: give it a copy.
     """
     dropout = dropout or draws is not None
     floating = getattr(torch, dtype)
     default = torch.get_default_dtype()
-    told = _own_dtype(module) if as_traced else None
     if module is not None:
         _convert(module, floating, dropout)
     torch.set_default_dtype(floating)
@@ -142,10 +141,10 @@ def run_backward(tensor: Tensor, gradient: Tensor) -> None:
     _engine_run_backward((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _own_dtype(module: nn.Module | None) -> torch.dtype | None:
-    """Return the floating dtype of a module's tensors; None where it has several, or none."""
-    tensors = () if module is None else itertools.chain(module.parameters(), module.buffers())
-    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+def own_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the floating dtype of a module's tensors; None where it has several, or none. Ask it before `exact` is
+    opened, which converts them."""
+    found = {t.dtype for t in itertools.chain(module.parameters(), module.buffers()) if t.is_floating_point()}
     return found.pop() if len(found) == 1 else None
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from math import inf
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import nn
 
+from nnscaler.layout import Sharded
+from nnscaler.runtime.role import Stage
+from nnscaler.tracing.sample_inputs import flatten_inputs
 from verify import Verdict
-from verify.programs.reference.eager import logical_state, measure_condition, randomise_parameters
+from verify.programs.execution.compare_variables import Variable, compare_variable
+from verify.programs.reference.eager import logical_state, measure_condition, randomise_parameters, run_reference
 from verify.results.tolerance import difference, exact_tolerance, family_scale, largest
 
 KEY = ("gradient", 0, "w")
@@ -88,9 +93,6 @@ def test_the_same_seed_gives_the_same_parameters() -> None:
 
 
 def test_conditioning_is_measured_on_the_model() -> None:
-    from nnscaler.tracing.sample_inputs import flatten_inputs
-    from verify.programs.reference.eager import run_reference
-
     class Sharp(nn.Module):
         """Loses nine digits by a difference of almost equal numbers."""
 
@@ -106,6 +108,35 @@ def test_conditioning_is_measured_on_the_model() -> None:
     reference = run_reference(model, sample, steps=1)
     measured = measure_condition(model, sample, reference, 1)
     assert measured.noise["loss", 0, ""] > 1e-12
+
+
+class AsksForItsDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.proj(x) / (1e-3 + torch.finfo(x.dtype).eps)).square().sum()
+
+
+def test_numbers_that_follow_from_a_dtype_are_no_noise() -> None:
+    model = AsksForItsDtype()
+    sample = flatten_inputs(model, {"x": torch.rand(5, 3)})
+    measured = measure_condition(model, sample, run_reference(model, sample, steps=1), 1)
+    assert measured.noise["loss", 0, ""] < 1e-12
+
+
+def test_pieces_of_complex_numbers_are_compared_with_both_of_their_parts() -> None:
+    class Halved(Stage):
+        index, ranks, axes, micro_batches = 0, (0, 1), MappingProxyType({"dp": 2}), 1
+
+    whole = torch.complex(torch.arange(4.0), torch.ones(4)).to(torch.complex128)
+    variable = Variable("z", "z", "dp: Sharded(0)", {"dp": Sharded(0)}, Halved)
+    pieces = {(rank, 0): whole[2 * rank : 2 * rank + 2] for rank in range(2)}
+    assert compare_variable(variable, pieces, whole, 1e-9, is_gradient=False) is None
+    pieces[1, 0] = pieces[1, 0].conj()
+    found = compare_variable(variable, pieces, whole, 1e-9, is_gradient=False)
+    assert found is not None and found.ranks == (1,)
 
 
 def test_the_largest_of_truth_values() -> None:

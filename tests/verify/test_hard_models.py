@@ -321,6 +321,23 @@ def test_what_torch_does_not_copy_and_what_forward_makes(kind: type[nn.Module], 
     assert any(check.name == "gradients" for check in report.checks)
 
 
+class WithoutLoss(nn.Module):
+    """A batch norm in training mode: its one forward changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.norm = nn.Linear(8, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.proj(x))
+
+
+def test_buffers_of_a_program_without_a_loss() -> None:
+    report = verify.verify_plan(WithoutLoss(), (X,), ranks=2, plan="dp=2", backend="simulator", level="run")
+    assert report.verdict.passes, report.to_json()
+    assert any(check.name.startswith("buffers") and check.count for check in report.checks)
+
+
 class Shifting(nn.Module):
     """Its buffer grows by steps, and is read beside what tensor parallelism cuts: it is cut too, and joined again."""
 

@@ -56,6 +56,47 @@ def test_dropout_norms_and_sizes_under_zero_pass() -> None:
     assert "bytes on the fullest rank" in checks["training: owners of the optimizer state"].detail
 
 
+class AsksForItsDtype(nn.Module):
+    """`x.dtype` decides a number and a branch: in every step it answers as the trace saw it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        assert self.proj.weight.dtype == torch.float32
+        h = x / (x.norm(dim=-1, keepdim=True) + 1e4 * torch.finfo(x.dtype).eps)
+        return nn.functional.cross_entropy(self.proj(h), y)
+
+
+def test_numbers_that_follow_from_a_dtype_are_those_of_the_trace_in_every_step() -> None:
+    batch = {"x": torch.randn(4, 6), "y": torch.tensor([0, 2, 1, 1])}
+    chosen: Any = {"level": "run", "depth": "quick", "train": True, "train_steps": 2, "backend": "simulator"}
+    report = verify.verify_plan(AsksForItsDtype(), batch, ranks=2, plan="dp=2", **chosen)
+    assert report.exit_code == 0, report.to_json()
+
+
+class TimeFirst(nn.Module):
+    """Tokens have their batch in dim 1, and their mask in dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.proj = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(
+            self.proj(self.table(tokens)).flatten(0, 1), tokens.flatten(), reduction="none"
+        )
+        return (losses * mask.t().flatten()).mean()
+
+
+def test_an_input_whose_batch_is_not_in_its_rows_is_trained_on() -> None:
+    batch = {"tokens": torch.randint(0, 9, (8, 6)), "mask": torch.ones(6, 8)}
+    chosen: Any = {"level": "run", "depth": "quick", "train": True, "backend": "simulator"}
+    report = verify.verify_plan(TimeFirst(), batch, ranks=2, plan="dp=2", **chosen)
+    assert report.exit_code == 0, report.to_json()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("plan", "ranks", "optimizer"), [("dp=3,zero=2", 3, "sgd"), ("pp=2", 2, "torch.optim::NAdam")])
 def test_other_optimizers_pass(plan: str, ranks: int, optimizer: str) -> None:

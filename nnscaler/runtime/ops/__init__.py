@@ -13,6 +13,7 @@ from nnscaler.runtime.ops.index import (
     index_put_block,
     index_select_block,
     masked_scatter_block,
+    pick,
     write_block,
 )
 from nnscaler.runtime.ops.layer_ops import (

@@ -36,6 +36,13 @@ def index_block(x: Tensor, indices: list[Tensor | None], first: int, size: int) 
     return torch.where(here.reshape(*here.shape, *[1] * (x.dim() - dim - 1)), found, 0)
 
 
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """[a, v, *r], [a, *k] -> [a, *k, *r]: `x[rows, index]`, of each row the entries that the row's own indices name."""
+    rows = torch.arange(x.shape[0], device=x.device).reshape(-1, *[1] * (index.dim() - 1))
+    found: Tensor = torch.ops.aten.index.Tensor(x, [rows, index])
+    return found
+
+
 def index_select_block(x: Tensor, dim: int, index: Tensor, first: int, size: int) -> Tensor:
     """`index_select`."""
     local, here = _within(index, first, x.shape[dim], size)

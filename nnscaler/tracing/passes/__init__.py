@@ -2,7 +2,12 @@
 
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing.graph_builder import RawGraph
-from nnscaler.tracing.passes.decompositions import lower_attention_dropout, lower_batch_norm, lower_embeddings
+from nnscaler.tracing.passes.decompositions import (
+    lower_attention_dropout,
+    lower_batch_norm,
+    lower_embeddings,
+    lower_picks,
+)
 from nnscaler.tracing.passes.in_place import to_values
 from nnscaler.tracing.passes.lower_cross_entropy import lower_cross_entropy
 from nnscaler.tracing.passes.needs_grad_and_liveness import (
@@ -25,7 +30,7 @@ def run_passes(raw: RawGraph) -> Graph:
     graph = lower_random_draws(graph)
     graph = lower_cross_entropy(graph)
     graph = lower_attention_dropout(graph)
-    graph = lower_embeddings(graph)
+    graph = lower_picks(lower_embeddings(graph))
     graph = sum_before_cast(own_results(tile_slices(graph)))
     return mark_needs_grad(remove_dead_code(graph))
 

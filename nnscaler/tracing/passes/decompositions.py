@@ -1,4 +1,5 @@
-"""Composite operators become parts that can be split: training batch norm, attention with dropout, embedding bags."""
+"""Composite operators become parts that can be split: training batch norm, attention with dropout, embedding
+bags, and what is read of each row of a batch."""
 
 from __future__ import annotations
 
@@ -236,3 +237,42 @@ def _bag_length(offsets: Operation | None, entries: int) -> int:
 def _table(operation: Operation, builder: Builder, flat: TensorName, length: int) -> TensorName:
     shape = (builder.tensor(flat.name).elements // length, length)
     return builder.make(f"{flat.name}_table", "aten.reshape.default", (flat, shape), like=operation)
+
+
+# `x[torch.arange(len(x)), index]` reads of each row what its own index names, as the pooling of a last token does. The
+# numbers of all rows are the batch's, so that an index has to be whole; `nnscaler.pick` makes them of a shard's own.
+
+_RESHAPING = ("aten.unsqueeze.default", "aten.reshape.default", "aten.view.default")
+
+
+def lower_picks(graph: Graph) -> Graph:
+    """`aten.index.Tensor(x, [rows, index])` becomes `nnscaler.pick(x, index)` where `rows` counts those of both."""
+    builder = Builder(graph)
+    producers = {name: operation for operation in graph.operations for name in operation.outputs if name is not None}
+    for operation in graph.operations:
+        args, _ = builder.references(operation)
+        if operation.operator == "aten.index.Tensor" and _picks(args[0], args[1], builder, producers):
+            output = builder.source.tensors[operation.outputs[0] or ""]
+            picked = (args[0], args[1][1])
+            builder.emit("nnscaler.pick", picked, outputs=(output,), like=operation, name=operation.name)
+        else:
+            builder.keep(operation)
+    return builder.finish()
+
+
+def _picks(x: TensorName, indices: Any, builder: Builder, producers: dict[str, Operation]) -> bool:
+    if len(indices) != 2 or None in indices:
+        return False
+    rows, index = (builder.tensor(i.name) for i in indices)
+    count = builder.tensor(x.name).shape[0]
+    aligned = rows.shape == (count, *[1] * (len(index.shape) - 1)) and index.shape[:1] == (count,)
+    if not aligned or index.dtype in ("bool", "uint8"):  # masks
+        return False
+    made = producers.get(rows.name)
+    while made is not None and made.operator in _RESHAPING:
+        made = producers.get(made.inputs[0])
+    return made is not None and (made.operator, made.args) in (
+        ("aten.arange.default", (count,)),
+        ("aten.arange.start", (0, count)),
+        ("aten.arange.start_step", (0, count, 1)),
+    )

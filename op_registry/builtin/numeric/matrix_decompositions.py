@@ -21,10 +21,11 @@ from op_registry.call import Call
 from op_registry.spec import AnnotationFunction, AnnotationResult, OperatorSpec, Shards
 
 
-def _batched(*inner: int, columns: bool = False) -> AnnotationFunction:
+def _batched(*inner: int, columns: bool = False, like: int | None = None) -> AnnotationFunction:
     """Tensor i ends with `inner[i]` dims that belong together; the dims before broadcast.
 
-    `columns`: the last dim of the second tensor and of the first result are equations of their own, and free.
+    `like`: the result has the matrices of this tensor. `columns`: the last dim of those is of equations of their own,
+    and free.
     """
 
     def annotation(call: Call) -> str:
@@ -37,10 +38,12 @@ def _batched(*inner: int, columns: bool = False) -> AnnotationFunction:
         for number, (t, batch) in enumerate(zip(tensors, batches, strict=True)):
             rest = [f"x{number}{i}^" for i in range(t.ndim - len(batch))]
             inputs.append([*aligned(batch, target, names), *rest])
-        outputs: list[Dims | str] = ["?" if o is None else _result(names, o.shape) for o in call.outputs]
-        if columns:
-            inputs[1][-1] = "n"
-            outputs[0] = outputs[0] if outputs[0] == "?" else [*outputs[0][:-1], "n"]
+        if columns and like is not None:
+            inputs[like][-1] = "n"
+        inside = None if like is None else inputs[like][-counts[like] :]
+        outputs: list[Dims | str] = [
+            "?" if o is None else _result(names, o.shape) if inside is None else [*names, *inside] for o in call.outputs
+        ]
         return annotate(inputs, outputs)
 
     return annotation
@@ -57,14 +60,14 @@ def _solve(call: Call) -> AnnotationResult:
     """`linalg_solve(a, b)`: b is a batch of vectors where it has one dim less than a, of the same sizes."""
     a, b = tensor(call, 0, "A"), tensor(call, 1, "B")
     if not call.get(2, "left", True):
-        return _batched(2, 2)(call)
+        return _batched(2, 2, like=1)(call)
     if b.ndim == 1 or a.shape[:-1] == b.shape:
-        return _batched(2, 1)(call)
-    return _batched(2, 2, columns=True)(call)
+        return _batched(2, 1, like=1)(call)
+    return _batched(2, 2, columns=True, like=1)(call)
 
 
 def _triangular(call: Call) -> AnnotationResult:
-    return _batched(2, 2, columns=bool(call.kwargs.get("left", True)))(call)
+    return _batched(2, 2, columns=bool(call.kwargs.get("left", True)), like=1)(call)
 
 
 def _vander(call: Call) -> str:
@@ -79,13 +82,17 @@ def _localize_vander(call: Call, shards: Shards) -> Call:
     return call if call.get(1, "N") is not None else call.replace(1, "N", tensor(call, 0, "x").shape[0])
 
 
+_OF_ITS_OWN_SIZE = """
+    cholesky cholesky_inverse inverse linalg_cholesky linalg_inv linalg_matrix_exp linalg_matrix_power matrix_exp
+    matrix_power
+""".split()
+
 _MATRIX = """
-    cholesky.default det.default inverse.default linalg_cholesky.default linalg_det.default
-    linalg_eigh.default linalg_eigvalsh.default linalg_inv.default linalg_matrix_exp.default linalg_matrix_power.default
+    det.default linalg_det.default linalg_eigh.default linalg_eigvalsh.default
     linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.default linalg_pinv.atol_rtol_float linalg_pinv.default
     linalg_qr.default linalg_slogdet.default linalg_svd.default
-    linalg_svdvals.default logdet.default matrix_exp.default matrix_power.default pinverse.default slogdet.default
-    cholesky_inverse.default linalg_cholesky_ex.default linalg_inv_ex.default linalg_lu.default
+    linalg_svdvals.default logdet.default pinverse.default slogdet.default
+    linalg_cholesky_ex.default linalg_inv_ex.default linalg_lu.default
     linalg_lu_factor.default linalg_lu_factor_ex.default linalg_cond.default
     linalg_eig.default linalg_eigvals.default geqrf.default linalg_ldl_factor.default linalg_ldl_factor_ex.default
 """.split()
@@ -159,6 +166,7 @@ _DISTANCES: tuple[OperatorSpec, ...] = (
 
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", _batched(2)) for name in _MATRIX),
+    *(OperatorSpec(f"aten.{name}.default", _batched(2, like=0)) for name in _OF_ITS_OWN_SIZE),
     *(
         OperatorSpec(f"aten.{name}.atol_rtol_tensor", _batched(2, 0, 0))
         for name in ("linalg_pinv", "linalg_matrix_rank")

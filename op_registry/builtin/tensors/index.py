@@ -76,6 +76,14 @@ def _index(call: Call) -> str:
     return annotate([dims, *reads], [_placed(dims, indices, common)])
 
 
+def _pick(call: Call) -> str:
+    """`nnscaler.pick(x, index)`: rows are the same in both."""
+    x, index = tensor(call, 0, "x"), tensor(call, 1, "index")
+    rows, *rest = letters(x.ndim - 1, avoid="v")
+    common = letters(index.ndim - 1, avoid=("v", rows, *rest))
+    return annotate([[rows, "v^", *rest], [rows, *common]], [[rows, *common, *rest]])
+
+
 def _pointed_dims(x: TensorArgument, indices: Sequence[TensorArgument | None], pointed: str) -> Dims:
     """Dims of x: the one that an index points into is `pointed`; several such dims are frozen."""
     names = letters(x.ndim, avoid="v")
@@ -317,6 +325,7 @@ _ADDED = linear_in({0, 2})
 
 SPECS: tuple[OperatorSpec, ...] = (
     _spec("index.Tensor", _index, localize_index, _FIRST, gathers=True),
+    OperatorSpec("nnscaler.pick", _pick, linear=_FIRST, gathers=True, uneven=True),
     _spec("index_put.default", _index_put, localize_index_put, _put_linear),
     _spec("gather.default", _gather, localize_gather, _FIRST, gathers=True),
     _spec("index_select.default", _index_select, localize_gather, _FIRST, gathers=True),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nnscaler.tracing import trace
-from nnscaler.tracing.float64_run import convert_floats, exact, without_dropout
+from nnscaler.tracing.float64_run import convert_floats, exact, own_dtype, without_dropout
 
 
 class Islands(nn.Module):
@@ -91,13 +91,13 @@ class AsksForItsDtype(nn.Module):
 def test_numbers_that_follow_from_a_dtype_are_those_of_the_trace() -> None:
     module = AsksForItsDtype()
     assert trace(module, (torch.randn(2, 6),)).notes == ()
-    with exact(copied := copy.deepcopy(module), as_traced=True):
+    with exact(copied := copy.deepcopy(module), told=own_dtype(module)):
         assert copied.proj.weight.dtype == torch.float32 and copied.proj.weight.element_size() == 8
         assert torch.zeros(2, dtype=copied.proj.weight.dtype).element_size() == 8
         assert torch.zeros(2, dtype=torch.complex64).dtype == torch.complex64
         assert torch.arange(2).dtype == torch.int64
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
-    with exact(mixed, as_traced=True):
+    with exact(mixed, told=own_dtype(mixed)):
         assert mixed[0].weight.dtype == torch.float64  # nobody knows which of the two it would have
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
-from nnscaler.tracing.passes.decompositions import lower_attention_dropout
+from nnscaler.tracing.passes.decompositions import lower_attention_dropout, lower_picks
 from nnscaler.tracing.passes.lower_cross_entropy import lower_cross_entropy
 from nnscaler.tracing.passes.needs_grad_and_liveness import mark_needs_grad, remove_dead_code
 from nnscaler.tracing.passes.normal_forms import drop_identities, spell_shapes, tile_slices
@@ -110,6 +110,29 @@ def test_shapes_are_explicit() -> None:
         loss %loss
         """
     )
+
+
+def test_what_each_row_names_is_picked_there() -> None:
+    found = after(
+        lower_picks,
+        """
+        %rows: int64[6] = aten.arange.default(6)
+        %first: float32[6] = aten.index.Tensor(%w, (%rows, %labels))
+        %column: int64[6, 1] = aten.reshape.default(%rows, (6, 1))
+        %several: int64[6, 1] = aten.reshape.default(%labels, (6, 1))
+        %second: float32[6, 1] = aten.index.Tensor(%w, (%column, %several))
+        %others: int64[6] = aten.arange.start(1, 7)
+        %third: float32[6] = aten.index.Tensor(%w, (%others, %labels))
+        %table: float32[6, 6] = aten.index.Tensor(%w, (%column, %labels))
+        %loss: float32[] = aten.sum.default(%third)
+        """,
+    ).splitlines()
+    assert [line.partition(" = ")[2] for line in found if "%w" in line] == [
+        "nnscaler.pick(%w, %labels)",
+        "nnscaler.pick(%w, %several)",
+        "aten.index.Tensor(%w, (%others, %labels))",
+        "aten.index.Tensor(%w, (%column, %labels))",
+    ]
 
 
 def test_cross_entropy_is_a_sum_and_a_count() -> None:

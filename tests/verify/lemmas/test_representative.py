@@ -54,6 +54,16 @@ def test_a_dim_of_size_1_that_makes_the_result_constant_grows() -> None:
     assert proved(obligation).verdict.passes
 
 
+def test_the_matrices_of_a_small_call_are_square_where_they_have_to_be() -> None:
+    """At their own size these are too many numbers: 12 x 6 x 18 x 64 x 64."""
+    solve = "aten.linalg_solve_triangular.default"
+    matrices, right = floats(6, 4, 8, 64, 64), floats(6, 4, 8, 64, 32)
+    obligation = stated(solve, called(solve, [right.shape], matrices, right, upper=False), Split("a"))
+    rows, columns = represent(obligation.signature, 0).signature.call.tensors()[0].shape[-2:]
+    assert rows == columns < 10
+    assert proved(obligation).verdict.passes
+
+
 def test_declared_sizes_follow() -> None:
     obligation = stated(
         "aten.reshape.default",

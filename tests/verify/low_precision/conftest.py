@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.compile import parallelize
+from nnscaler.ir.graph import Graph
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.load_python import load_role
@@ -34,6 +35,7 @@ class Case:
     model: nn.Module
     sample: SampleInputs
     program: OpenedProgram
+    graph: Graph
     reference: Trajectory
     seed: int = 0
 
@@ -97,7 +99,8 @@ def make_case(
         warnings.simplefilter("ignore")
         program = parallelize(model, inputs, ranks=ranks, plan=plan, micro_batches=micro_batches)
     sample = flatten_inputs(model, inputs)
-    return Case(model, sample, open_program(program.save(folder)), run_reference(model, sample, steps=2))
+    reference = run_reference(model, sample, steps=2)
+    return Case(model, sample, open_program(program.save(folder)), program.graph, reference)
 
 
 @pytest.fixture

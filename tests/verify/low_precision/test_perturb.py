@@ -60,3 +60,14 @@ def test_floating_inputs_are_rounded_and_moved() -> None:
     other = moved_sample(rounded, torch.float16, torch.Generator().manual_seed(0))
     assert not torch.equal(other.tensors[first], rounded.tensors[first])
     assert torch.equal(other.tensors[second], sample.tensors[second])
+
+
+def test_inputs_stay_in_the_range_that_the_model_was_given() -> None:
+    """Pixels are moved, and none beyond the largest: a model may check its range, as a binary cross entropy does."""
+    model = nn.Linear(3, 1)
+    rounded = rounded_sample(flatten_inputs(model, (torch.linspace(0, 1, 300).view(100, 3),)), torch.bfloat16)
+    (name,) = rounded.tensors
+    for seed in range(5):
+        other = moved_sample(rounded, torch.bfloat16, torch.Generator().manual_seed(seed)).tensors[name]
+        assert float(other.min()) >= 0 and float(other.max()) <= 1
+        assert int((other != rounded.tensors[name]).sum()) > 150

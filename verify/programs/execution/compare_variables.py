@@ -147,7 +147,7 @@ def _blame(
     for (rank, micro), piece in sorted(pieces.items()):
         coordinates = _coordinates(variable, rank, micro, micro < 0)
         try:
-            right = shard(expected.double(), states, sizes, coordinates)
+            right = shard(expected if expected.is_complex() else expected.double(), states, sizes, coordinates)
         except ValueError as error:
             return VariableDifference(str(error), (rank,))
         found = difference(piece, right, scale)

@@ -147,6 +147,9 @@ def _run_rank(communicator: Communicator, task: Task, observe: Callable[..., Non
         losses.append(loss)
         gradients.append(found)
         returned.append(_returned(executor))
+    if not task.steps:  # without a loss a forward is all that there is, and what it makes of buffers is the program's
+        executor.forward_only(batch, keep=None, update=True)
+        returned.append(_returned(executor))
     parameters, buffers = _entries(executor, "parameter"), _entries(executor, "buffer")
     trials = {trial.name: _trial(communicator, task, state, trial) for trial in task.trials}
     forward, gathered = None, dict[str, Tensor]()
@@ -154,7 +157,6 @@ def _run_rank(communicator: Communicator, task: Task, observe: Callable[..., Non
         executor = _executor(communicator, task, state)
         forward = _kept(executor.forward_only(batch, keep=None))
         gathered = {name: tensor.cpu() for name, tensor in executor.gather_results().items()}
-        returned = returned or [_returned(executor)]
     resumed = () if task.checkpoint is None else _resume(communicator, task, state, batch)
     return RankResult(
         communicator.rank, tuple(losses), tuple(gradients), parameters, buffers, norm, trials, forward, resumed,

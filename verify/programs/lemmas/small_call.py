@@ -341,11 +341,11 @@ def _calls(
 
 
 def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Yield sizes by identifier: frozen ones small, then as they are. A size of 1 stays: it broadcasts."""
+    """Yield sizes: frozen ones small, then also equal where they are (square matrices), then as they are. 1 stays."""
     held = {n for n, mark in bound.marks.items() if mark in UNSPLIT and n not in large}  # `t<` is split into slices
     splittable = [n for n in bound.sizes if n not in held and bound.sizes[n] > 1]
-    for keep in (False, True):
-        frozen = iter(FROZEN * len(bound.sizes))
+    for how in ("small", "equal", "kept"):
+        frozen, small = iter(FROZEN * len(bound.sizes)), dict[object, int]()
         wanted = [n for n in splittable if n in large] if large else splittable
         split = iter((FREE if len(wanted) <= len(FREE) else MANY) * len(bound.sizes))
         rest = iter(REST * len(bound.sizes))
@@ -354,7 +354,7 @@ def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, 
             if size <= 1:
                 sizes[name] = size
             elif name in held:
-                sizes[name] = size if keep else next(frozen)
+                sizes[name] = size if how == "kept" else small.setdefault((name, size)[how == "equal"], next(frozen))
             else:
                 sizes[name] = next(split if name in wanted else rest)
         sizes.update({name: sizes[along] for name, along in bound.rows.items() if along in sizes})
@@ -374,7 +374,7 @@ def _searched(
 
     What is frozen and small (the size of a kernel) stays.
     """
-    (_, table) = _tables(bound, large)
+    (*_, table) = _tables(bound, large)
     frozen = [n for n in bound.sizes if bound.marks.get(n) in UNSPLIT and bound.sizes[n] > LARGEST_KERNEL]
     moved = bound.inputs[0].identifiers() if bound.inputs and bound.inputs[0] is not None else ()
     small = [n for n in moved if bound.marks.get(n) in UNSPLIT]  # a picture of 3 x 3 is as small as a kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -16,7 +16,7 @@ from verify.programs.reference.eager import gradient_value
 from verify.results.tolerance import Key, is_finite
 from verify.results.verdict import Verdict
 
-KINDS = ("loss", "gradient", "parameter", "buffer")
+KINDS = ("loss", "result", "gradient", "parameter", "buffer")
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,24 @@ class Measured:
 
 
 def measured(comparison: Comparison, targets: Mapping[Key, Target]) -> tuple[Measured, ...]:
-    """Measure every loss, gradient, parameter and buffer of the program. Those that neither side has are left out."""
+    """Measure every loss, gradient, parameter and buffer of the program, and the results of one without a loss. Those
+    that neither side has are left out."""
     last = comparison.steps - 1
     kinds = [("gradient", step) for step in range(comparison.steps)] + [("parameter", last), ("buffer", last)]
     found = list(_losses(comparison, targets))
-    for kind, step in kinds:
+    for kind, step in kinds if comparison.steps else [("result", 0), *kinds]:
         entries = by_rank(comparison.results, kind, step)
-        holdings = comparison.buffers if kind == "buffer" else comparison.parameters
-        for holding in holdings.values():
+        for holding in _holdings(comparison, kind):
             one = _held(kind, step, holding, put_together(holding, entries), targets)
             if one is not None:
                 found.append(one)
     return tuple(found)
+
+
+def _holdings(comparison: Comparison, kind: str) -> Iterable[Holding]:
+    if kind == "result":
+        return comparison.outputs.values()
+    return (comparison.buffers if kind == "buffer" else comparison.parameters).values()
 
 
 def _losses(comparison: Comparison, targets: Mapping[Key, Target]) -> Iterator[Measured]:
@@ -119,7 +125,7 @@ MOST_DRAWS = 24
 class NoiseRow:
     """A tensor of a run in low precision.
 
-    kind       "loss", "gradient", "parameter" or "buffer"
+    kind       one of KINDS
     step       counted from 0
     name       in the model; of the loss, the rank that returned it
     error      the program's distance from float64

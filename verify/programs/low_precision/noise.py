@@ -19,7 +19,7 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,8 +71,14 @@ def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator
 
 
 def moved_sample(sample: SampleInputs, dtype: torch.dtype, generator: torch.Generator) -> SampleInputs:
-    """Return the batch with its floating-point tensors moved likewise."""
-    tensors = {n: moved(t, dtype, generator) if t.is_floating_point() else t for n, t in sample.tensors.items()}
+    """Return the batch with its floating-point tensors moved likewise, inside of the range that each has: a model may
+    take no other values, such as probabilities beyond 1."""
+
+    def within(tensor: Tensor) -> Tensor:
+        there = moved(tensor, dtype, generator)
+        return there.clamp(tensor.min(), tensor.max()) if tensor.numel() else there
+
+    tensors = {n: within(t) if t.is_floating_point() else t for n, t in sample.tensors.items()}
     return replace(sample, tensors=tensors)
 
 
@@ -220,7 +226,7 @@ def subject_of(
     truth = run_reference(
         low,
         batch,
-        steps=len(reference.losses),
+        steps=len(reference.results),
         learning_rate=reference.learning_rate,
         settings=reference.settings,
     )
@@ -231,10 +237,10 @@ def subject_of(
 def targets_of(trajectory: Trajectory) -> dict[Key, Target]:
     """Return every tensor of the exact result by (kind, step, name)."""
     found: dict[Key, Target] = {}
-    for (kind, step), tensors in _families(trajectory).items():
+    for kind, step, tensors in _families(trajectory):
         family = family_scale(t for t in tensors.values() if t is not None and t.is_floating_point())
         for name, value in tensors.items():
-            if value is not None:
+            if value is not None and (kind != "result" or is_finite(value)):  # masked places of a result are infinite
                 found[kind, step, name] = Target(value, family, size(value, family))
     return found
 
@@ -269,7 +275,7 @@ def draw(subject: NoisyModel, number: int) -> Trajectory:
             stack.enter_context(Reassociated(generator, subject.parts))
         if kind == "moved" and number >= len(KINDS):
             stack.enter_context(NearTies(generator))
-        steps, rate = len(subject.truth.losses), subject.truth.learning_rate
+        steps, rate = len(subject.truth.results), subject.truth.learning_rate
         return run_reference(model, sample, steps=steps, dtype=subject.dtype, learning_rate=rate, settings=settings)
 
 
@@ -287,7 +293,7 @@ def choose_loss_scale(subject: NoisyModel, targets: Mapping[Key, Target]) -> flo
 
 def _noise_of(run: Trajectory, targets: Mapping[Key, Target]) -> Noise:
     largest: dict[Key, Statistics] = {}
-    for (kind, step), tensors in _families(run).items():
+    for kind, step, tensors in _families(run):
         for name, value in tensors.items():
             target = targets.get((kind, step, name))
             if value is None or target is None or not value.is_floating_point():
@@ -298,13 +304,17 @@ def _noise_of(run: Trajectory, targets: Mapping[Key, Target]) -> Noise:
     return Noise(1, largest)
 
 
-def _families(run: Trajectory) -> dict[tuple[str, int], Mapping[str, Tensor | None]]:
-    last = len(run.losses) - 1
-    families: dict[tuple[str, int], Mapping[str, Tensor | None]] = {
-        ("loss", step): {"": loss} for step, loss in enumerate(run.losses)
-    }
-    families |= {("gradient", step): gradients for step, gradients in enumerate(run.gradients)}
-    return {**families, ("parameter", last): run.parameters, ("buffer", last): run.buffers}
+def _families(run: Trajectory) -> Iterator[tuple[str, int, Mapping[str, Tensor | None]]]:
+    """Yield kind, step and tensors of one scale. Of a model without a loss each result that can be compared is one."""
+    for step, loss in enumerate(run.losses):
+        yield "loss", step, {"": loss}
+    for step, gradients in enumerate(run.gradients):
+        yield "gradient", step, gradients
+    for name, result in run.results[0].items() if run.results and not run.losses else ():
+        if result.is_floating_point():
+            yield "result", 0, {name: result}
+    yield "parameter", len(run.losses) - 1, run.parameters
+    yield "buffer", len(run.losses) - 1, run.buffers
 
 
 def _larger(one: Statistics, other: Statistics) -> Statistics:

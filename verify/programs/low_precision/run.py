@@ -10,7 +10,8 @@ from math import inf
 import torch
 
 from nnscaler.compile import Progress
-from nnscaler.errors import SourceLocation
+from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.ir.graph import Graph, Operation
 from verify.programs.checks import replicas
 from verify.programs.checks.input_and_outcome import CheckOutcome, Comparison, Tally
 from verify.programs.low_precision.error_statistics import NAMES
@@ -44,7 +45,7 @@ from verify.results.verdict import Verdict
 
 # Checks and findings from the rows of one dtype.
 
-_TITLES = {"loss": "loss", "gradient": "gradients", "parameter": "parameters", "buffer": "buffers"}
+_TITLES = {kind: f"{kind}s" for kind in KINDS} | {"loss": "loss"}
 
 
 def rows_of(
@@ -67,7 +68,8 @@ def outcomes_of(
     compared = iter(rows)
     pairs = [(one, None if one.problem else next(compared)) for one in tensors]
     kinds = [kind for kind in KINDS if any(one.key[0] == kind for one in tensors)]
-    return [_check(comparison, kind, [p for p in pairs if p[0].key[0] == kind], draws, dtype) for kind in kinds]
+    checks = [_check(comparison, kind, [p for p in pairs if p[0].key[0] == kind], draws, dtype) for kind in kinds]
+    return checks if comparison.steps or "result" in kinds else [_no_result(dtype), *checks]
 
 
 def _check(
@@ -106,6 +108,7 @@ def _finding(comparison: Comparison, one: Measured, row: NoiseRow, draws: int) -
     noun = {
         "loss": f"the loss of step {row.step}, `{comparison.loss}`, on {one.name}",
         "gradient": f"the gradient of `{row.name}` at step {row.step}",
+        "result": f"the result `{row.name}`",
     }.get(row.kind, f"the {row.kind} `{row.name}` after {comparison.steps} step{'s' * (comparison.steps > 1)}")
     verb = "is not finite" if not one.finite else f"is {row.ratio:.3g} times its noise away from the model's"
     facts = {
@@ -137,6 +140,15 @@ def _facts(one: Measured, dtype: str) -> dict[str, str]:
 
 def _place(comparison: Comparison, one: Measured) -> SourceLocation | None:
     return comparison.loss_place if one.holding is None else comparison.place(one.holding.name)
+
+
+def _no_result(dtype: str) -> CheckOutcome:
+    """Return the check of a program without a loss of which nothing that it computes was compared."""
+    message = (
+        f"in {dtype}, nothing that the model returns can be compared: no result is of finite floating-point numbers"
+    )
+    finding = Finding("nothing_checked", message, help="--dtype float64 compares the results")
+    return CheckOutcome(Check(f"{_TITLES['result']} in {dtype}", Verdict.INCONCLUSIVE, 0), (finding,))
 
 
 def _all_drowned(kind: str, dtype: str) -> Finding:
@@ -209,9 +221,19 @@ def low_precision_outcomes(
 
 
 def _one_dtype(seed: int, prepared: Prepared, reference: Trajectory, name: str, run: Run) -> LowPrecisionResult:
-    calibration = calibrate(seed, prepared, reference, name)
+    try:
+        calibration = calibrate(seed, prepared, reference, name)
+    except NnscalerError as error:
+        if error.code != "model_raised":
+            raise
+        return LowPrecisionResult((_does_not_run(error.message, error.where, name),))
     if calibration.noise.overflowed is not None:
         return LowPrecisionResult((_overflows(calibration),), draws=calibration.noise.draws)
+    complex_ = next((o for o in prepared.graph.operations if _is_complex(o, prepared.graph)), None)
+    if calibration.precision in ("bfloat16", "float16") and complex_ is not None:
+        # they stay, and what is made of them is float32 in a text that has no casts from float32 to float32
+        message = "the model's complex numbers stay those of float32"
+        return LowPrecisionResult((_does_not_run(message, complex_.where, name),))
     comparison = run(calibration.precision, calibration.subject.loss_scale)
     if isinstance(comparison, CheckOutcome):
         check = replace(comparison.check, name=f"program ran in {name}")
@@ -250,6 +272,17 @@ def compare(calibration: Calibration, comparison: Comparison) -> LowPrecisionRes
         name = f"{copies.check.name} in {calibration.dtype}"
         outcomes.append(replace(copies, check=replace(copies.check, name=name)))
     return LowPrecisionResult(tuple(outcomes), rows, noise.draws)
+
+
+def _is_complex(operation: Operation, graph: Graph) -> bool:
+    return any(graph.tensors[name].dtype.startswith("complex") for name in operation.outputs if name is not None)
+
+
+def _does_not_run(message: str, where: SourceLocation | None, dtype: str) -> CheckOutcome:
+    """Return the check of a model that runs as it is written, and not where all its floating dtypes are this one."""
+    help = f"a float32 in its code, as of `.float()`, is {dtype} here: `.to(torch.{dtype})` in build_model() keeps it; "
+    finding = Finding("nothing_checked", f"in {dtype}, {message}", where, help=help + "or use another dtype")
+    return CheckOutcome(Check(f"reference in {dtype}", Verdict.INCONCLUSIVE, 0), (finding,))
 
 
 def _overflows(calibration: Calibration) -> CheckOutcome:

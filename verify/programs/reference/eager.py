@@ -20,7 +20,7 @@ from nnscaler.runtime.training.gradients.separate_gradients import separate_grad
 from nnscaler.tracing.export.locations import model_errors
 from nnscaler.tracing.export.loss_module import Results, results_of
 from nnscaler.tracing.export.module_copies import copied
-from nnscaler.tracing.float64_run import convert_floats, exact, run_backward, with_draws, without_dropout
+from nnscaler.tracing.float64_run import convert_floats, exact, own_dtype, run_backward, with_draws, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from verify.results.finding import Finding
@@ -102,6 +102,7 @@ class ReferenceSettings:
     draws       the operation of each call of a random operator of torch, in order; None: nothing is dropped, and draws
                 depend on their place alone
     seed        of the draws
+    told        the dtype that a tensor of the float64 run says it has; None: the model's own
     """
 
     clip: bool = False
@@ -109,6 +110,7 @@ class ReferenceSettings:
     loss_scale: float = 1.0
     draws: tuple[Draw | None, ...] | None = None
     seed: int = 0
+    told: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,14 @@ def run_reference(
     """
     started = time.perf_counter()
     how = settings or ReferenceSettings()
+    how = replace(how, told=how.told or own_dtype(module))
     model = copied(module)
     draws = None if how.draws is None else ProgramDraws(how.draws, how.seed)
     losses: list[Tensor] = []
     results: list[Mapping[str, Tensor]] = []
     gradients: list[dict[str, Tensor | None]] = []
     norm = None
-    with running_in(model, dtype, draws):
+    with running_in(model, dtype, draws, how.told):
         inputs = {name: _cast(t, dtype) for name, t in sample.tensors.items()}
         for step in range(steps):
             if draws is not None:
@@ -200,7 +203,7 @@ def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
     """Return the calls of torch's random operators that one forward makes, in order, as `calls`."""
     model = copied(module)
     draws = ProgramDraws()
-    with running_in(model, torch.float64, draws):
+    with running_in(model, torch.float64, draws, own_dtype(module)):
         forward_results(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
     return draws
 
@@ -283,12 +286,18 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None) -> Iterator[None]:
-    """While open, the model computes in `dtype` and draws what a program draws; without `draws` nothing is dropped."""
+def running_in(
+    model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None, told: torch.dtype | None
+) -> Iterator[None]:
+    """While open, the model computes in `dtype` and draws what a program draws; without `draws` nothing is dropped.
+
+    `told`: in float64, what its tensors say of their dtype: what the trace saw, the `own_dtype` of the model before it
+    was converted for the first time.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))  # drawing moves torch's generator
         if dtype == torch.float64:
-            stack.enter_context(exact(model, draws=draws, as_traced=True))
+            stack.enter_context(exact(model, draws=draws, told=told))
         else:
             convert_floats(model, dtype)
             stack.enter_context(without_dropout(model) if draws is None else with_draws(draws, model))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.loss_module import Results
 from nnscaler.tracing.export.module_copies import copied
+from nnscaler.tracing.float64_run import own_dtype
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.delayed_sgd import version_at
 from verify.programs.prepare_verification import Prepared
@@ -57,12 +58,14 @@ class EagerModel:
     """The model as it is built, with its random parameters.
 
     draws  its random operations for a batch of so many rows; None for a model that draws nothing, or not alike
+    told   the dtype that a tensor says it has: that of the model as it was traced
     """
 
     model: nn.Module
     sample: SampleInputs
     seed: int
     draws: Mapping[int, Draws] | None
+    told: torch.dtype | None
 
     def train(self, course: Course, moved: bool = False) -> EagerRun:
         """Train a copy on the course. `moved`: from parameters that are moved by one unit of rounding.
@@ -71,7 +74,7 @@ class EagerModel:
         """
         model = moved_model(self.model) if moved else copied(self.model)
         draws = self._drawing()
-        with running_in(model, torch.float64, draws):  # converts it
+        with running_in(model, torch.float64, draws, self.told):  # converts it
             initial = _parameters(model)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         optimizer = make_optimizer(trained, course)
@@ -81,7 +84,7 @@ class EagerModel:
             model.zero_grad(set_to_none=True)
             first = course.first_batch(number)
             read = EagerRun(initial, tuple(steps), {}, None).read(number, course.delays or {})
-            with running_in(model, torch.float64, draws), _reading(model, read):
+            with running_in(model, torch.float64, draws, self.told), _reading(model, read):
                 losses = [self._backward(model, batch, first + i, draws) for i, batch in enumerate(batches)]
             gradients = {n: None if p.grad is None else p.grad.detach().clone() for n, p in trained.items()}
             norm = None
@@ -95,7 +98,7 @@ class EagerModel:
         buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
         evaluation = None
         if course.evaluation is not None:
-            with running_in(model, torch.float64, None):
+            with running_in(model, torch.float64, None, self.told):
                 evaluation = self._evaluated(model, course.evaluation)
         return EagerRun(initial, tuple(steps), buffers, evaluation)
 
@@ -113,7 +116,7 @@ class EagerModel:
         `back`: parameters that take their place in memory before the backward."""
         model = copied(self.model)
         draws = self._drawing() if dropout and not evaluate else None
-        with running_in(model, torch.float64, draws):
+        with running_in(model, torch.float64, draws, self.told):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if name in parameters:
@@ -130,7 +133,7 @@ class EagerModel:
         found = []
         for text in ("the buffers as they are built", "zeros"):
             model = copied(self.model)
-            with torch.no_grad(), running_in(model, torch.float64, None):
+            with torch.no_grad(), running_in(model, torch.float64, None, self.told):
                 for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                     if name in parameters:
                         tensor.copy_(parameters[name])
@@ -144,7 +147,7 @@ class EagerModel:
         """Return whether the model takes the batch, and its loss is finite."""
         model = copied(self.model)
         try:
-            with torch.no_grad(), running_in(model, torch.float64, None):
+            with torch.no_grad(), running_in(model, torch.float64, None, self.told):
                 return bool(torch.isfinite(_loss(forward_results(model, self.sample, _cast(batch)))))
         except Exception:  # noqa: BLE001 - whatever the user's code raises
             return False
@@ -186,7 +189,7 @@ def eager_model(prepared: Prepared, seed: int, more: Mapping[int, Draws]) -> Eag
     draws = None
     if prepared.draws is not None:
         draws = {_rows(prepared.sample.tensors): prepared.draws, **more}
-    return EagerModel(prepared.model, prepared.sample, seed, draws)
+    return EagerModel(prepared.model, prepared.sample, seed, draws, own_dtype(prepared.model))
 
 
 def updated(
