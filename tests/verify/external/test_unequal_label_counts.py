@@ -38,7 +38,7 @@ PROMPTS = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0]).repeat(4, 1)
 # as many count in both parts, and again where ever fewer do from row to row
 EVEN = torch.tensor([[1.0, 0, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
 # so with labels that are ignored beside it, where both are thinned, and not where one of them is
-CROSSED = torch.tensor([[0.0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 0, 0]])
+CROSSED = F.one_hot(torch.tensor([2, 2, 4, 4]), 5).double()
 ROWS = torch.ones(4, dtype=torch.long)  # one value for each
 
 
