@@ -13,6 +13,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.random_state import seed_all
+from verify.external.ranks.dtensor_attention import register_attention
 from verify.external.ranks.torch_private import FileStore
 from verify.external.torchrun.cuda_on_cpu import cpu_changes, replaced
 from verify.external.torchrun.feed import RanksFeed
@@ -68,6 +69,7 @@ def run_script(start: Start, save: Callable[[ScriptRecord], None], feed: RanksFe
     """
     gc.freeze()  # what is there holds no model of the script, and `outermost` need not look at it
     os.environ.update(torchrun_environment(start))
+    register_attention()
     _seed(start.rank)
     watch = ScriptWatch(start, save, feed)
     module, words = start.words[0] == "-m", start.words[start.words[0] == "-m" :]
