@@ -23,10 +23,12 @@ from verify.results.verdict import Verdict
 
 def compare(run: ProgramRun) -> tuple[ComparisonResult, ...]:
     """Compare everything. What follows from an earlier difference alone is left out."""
-    gradients, norms = _gradients(run), compare_norms(run)
-    wrong = min((d.step for d in gradients.differences), default=len(run.reference.steps))
-    losses = compare_losses(run, wrong)
-    # the update of a step comes after its gradients and before those of the next
+    norms, steps = compare_norms(run), len(run.reference.steps)
+    # a step clips by its norm, and makes its update, after its gradients and before those of the next
+    last = min(_first_refuted(norms), steps - 1)
+    gradients = _gradients(run, last)
+    wrong = min((d.step for d in gradients.differences), default=steps)
+    losses = compare_losses(run, min(wrong, last), summed=wrong == steps)
     states = _states(run, "parameter", min(map(_first_refuted, (losses, gradients, norms))))
     updated = _first_refuted(states)
     losses, gradients, norms = (_until(result, updated) for result in (losses, gradients, norms))
@@ -108,11 +110,11 @@ def _changed(reference: PlainReference, kind: str) -> Iterator[str]:
 # Gradients.
 
 
-def _gradients(run: ProgramRun) -> ComparisonResult:
-    """Compare every gradient on every rank, in every step until one is wrong."""
+def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
+    """Compare every gradient on every rank, in every step up to step `last` until one is wrong."""
     found: list[Difference] = []
     count, worst, name = 0, 0.0, "gradients"
-    for number, step in enumerate(run.reference.steps):
+    for number, step in enumerate(run.reference.steps[: last + 1]):
         scale = _largest_finite(step.gradients)
         seen = [record.steps[number] for record in run.records]
         read = frozenset(name for one in seen for name in one.gradients if name not in one.unread)
