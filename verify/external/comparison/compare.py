@@ -12,6 +12,7 @@ from torch import Tensor
 from verify.external.comparison.comparison_records import ComparisonResult, Difference, ProgramRun
 from verify.external.comparison.losses_and_norms import compare_losses, compare_norms
 from verify.external.comparison.micro_batch_reference import MEAN_OF_MEANS, cause_by_micro_batches
+from verify.external.comparison.shared_elements import WrongGradient
 from verify.external.observe_rank_run import ObservedStep, RankRecord
 from verify.external.parameter_mapping import RankPiece, as_real, taken
 from verify.external.reference import PlainReference, data_part
@@ -210,11 +211,15 @@ def _explain(run: ProgramRun, number: int, record: RankRecord, piece: RankPiece,
     if found.kind not in VAGUE:
         return found
 
-    def agrees(_loss: Tensor, gradients: Tensor) -> bool:
-        mean = piece.take(gradients).nan_to_num(0.0)
-        return _judge(run, ("gradient", number), piece, difference(value.double(), mean).relative).passes
+    def near(one: Tensor, other: Tensor) -> bool:
+        return _judge(run, ("gradient", number), piece, difference(one, other).relative).passes
 
-    return cause_by_micro_batches(run.micro_means, number, agrees) or found
+    def agrees(_loss: Tensor, gradients: Tensor) -> bool:
+        return near(value.double(), piece.take(gradients).nan_to_num(0.0))
+
+    right = wrong.expected
+    elements = WrongGradient(run, number, record, piece, value, lambda made: near(made, right))
+    return cause_by_micro_batches(run.micro_means, number, agrees) or elements.cause() or found
 
 
 def _same_elements(

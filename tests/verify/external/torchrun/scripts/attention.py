@@ -1,4 +1,4 @@
-"""Tensor parallelism of attention whose heads stay DTensors; `--context`: the sequence is divided, by torch's own way."""
+"""Tensor parallelism of attention whose heads stay DTensors; `--context`: torch divides the sequence."""
 
 import argparse
 
