@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.verify.external import programs
 from tests.verify.external.programs import program
+from verify.external.comparison.compare import LATE
 from verify.external.differential_run import ExternalSettings
 from verify.external.verify import verify_program
 from verify.results.verdict import Verdict
@@ -272,3 +273,20 @@ def test_a_wrong_norm_is_told_and_not_the_losses_and_gradients_of_the_step_after
     assert {(f.code, f.counter_example["step"]) for f in report.findings} == {("gradient_norm_differs", "0")}
     counts = {check.name: check.count for check in report.checks}
     assert (counts["losses"], counts["gradients"]) == (2, 2 * 8), "of one step"
+
+
+class _Reducing(torch.optim.SGD):
+    """Adds up the gradients of the ranks in its step, and does not divide."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"] if dist.is_initialized() else ():
+            dist.all_reduce(parameter.grad)
+        return super().step(closure)
+
+
+def test_what_an_optimizer_makes_of_gradients_is_told_and_not_that_it_does() -> None:
+    wrong = replace(program(programs.unreduced, dp=2), optimizer=lambda model: _Reducing(model.parameters(), lr=0.1))
+    report = verify_program(wrong, QUICK)
+    assert report.verdict is Verdict.REFUTED
+    assert {f.counter_example["cause"] for f in report.findings} == {"scaled"}
+    assert LATE in [check.name for check in report.checks]

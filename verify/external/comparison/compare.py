@@ -129,8 +129,8 @@ def _gradients(run: ProgramRun, last: int) -> ComparisonResult:
                 after = record.steps[number].late.get(piece.local)
                 if one is not None and one.cause.kind == "missing_reduction" and after is not None:
                     reduced, gap_after = _gradient(run, number, record, piece, after, scale)
-                    if reduced is None:
-                        one, gap, name = None, gap_after, LATE
+                    if reduced is None or reduced.cause.kind not in VAGUE:
+                        one, gap, name = reduced, gap_after, LATE
                 worst = max(worst, gap)
                 if one is not None:
                     found.append(one)
